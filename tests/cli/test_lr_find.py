@@ -51,6 +51,8 @@ def test_the_batch_of_batch_auto_is_that_without_it(words: tuple[str, ...], tmp_
         ({"steps": 1}, "--steps is 1, expected from 2"),
         ({"low": 1.0, "high": 0.1}, "--low is 1 and --high is 0.1, expected 0 < low < high"),
         ({"out": "no/such/folder.svg"}, "--out is no/such/folder.svg"),
+        ({"out": "/dev/null"}, "--out is /dev/null"),
+        ({"out": "found.png"}, "--out is found.png, expected a file whose name ends with .svg"),
         ({"low": 1e5, "high": 1e6}, "the loss falls at no rate from 100000 to 1e[+]06"),
     ],
 )

@@ -100,6 +100,8 @@ def test_a_caption_names_the_classes_of_a_mixed_image() -> None:
         ({"epochs": 65}, "--epochs is 65, expected from 1 to 64"),
         ({"out": "no/such/show.png"}, "--out is no/such/show.png"),
         ({"out": "."}, "--out is [.]"),
+        ({"out": "/dev/null"}, "--out is /dev/null"),
+        ({"out": "show.jpg"}, "--out is show.jpg, expected a file whose name ends with .png"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(options: dict[str, object], says: str, tmp_path: Path) -> None:

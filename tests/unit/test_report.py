@@ -322,3 +322,16 @@ def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
                 broken = "return [...document.images].filter(i => !i.naturalWidth).map(i => i.alt)"
                 assert window.run(broken) == [], "every chart is drawn"
         assert window.messages() == []
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [(("ladder", "seed=1"), "lockstep ladder seed=1"), (("seed=1,2",), "lockstep train -m seed=1,2")],
+)
+def test_a_page_of_several_runs_has_the_line_that_makes_it_again(
+    tmp_path: Path, words: tuple[str, ...], line: str
+) -> None:
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity(base={}, swept=("seed",), words=words))
+    report(str(ledger.folder))
+    assert line in Page(RunDir(ledger.folder).report).texts

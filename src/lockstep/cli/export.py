@@ -12,6 +12,7 @@ from lockstep.cli.evaluate import data_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
+from lockstep.core.safe_write import check_out
 from lockstep.data.loading.prefetch import sample
 from lockstep.inference.evaluation import check_data
 from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages
@@ -44,8 +45,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     check_packages(kind)
     file = find_weights(path)
     target = Path(out) if out is not None else file.with_suffix(FORMATS[kind].suffix)
-    if not target.parent.is_dir():
-        raise InputError(f"--out is {target}, expected a file in a folder that exists")
+    check_out(target)
     predictor = load(file, device="cpu", precision=FP32())
     stored, origin = _images(predictor, file, images)
     with progress("exporting"):

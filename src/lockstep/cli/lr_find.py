@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.charts import svg
@@ -39,8 +39,8 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=100")
     if not 0 < low < high < math.inf:
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
-    if out is not None and not Path(out).parent.is_dir():
-        raise InputError(f"--out is {out}, expected a file in a folder that exists")
+    if out is not None:
+        check_out(Path(out), ".svg")
     job = job_of([*overrides, "launcher.ranks=1"])
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:

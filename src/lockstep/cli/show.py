@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.data.pipeline import Pipeline
@@ -38,8 +38,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
         if not 1 <= number <= MOST:
             raise InputError(f"--{option} is {number}, expected from 1 to {MOST}: --{option}=4")
     file = Path("show.png" if out is None else out)
-    if file.is_dir() or not file.parent.is_dir():
-        raise InputError(f"--out is {file}, expected a file in a folder that exists")
+    check_out(file, ".png")
     job = job_of([*overrides, "launcher.ranks=1"])
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))

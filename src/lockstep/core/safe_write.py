@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.core.errors import StorageError
+from lockstep.core.errors import InputError, StorageError
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
@@ -38,6 +38,13 @@ def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         fail_to_write(path, error)
+
+
+def check_out(path: Path, suffix: str = "") -> None:
+    """Raise InputError if `path`, which a user has named by `--out`, is no name for a new file or a plain one."""
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()) or not path.name.endswith(suffix):
+        name = f" whose name ends with {suffix}" * bool(suffix)
+        raise InputError(f"--out is {path}, expected a file{name} in a folder that exists")
 
 
 def sync(path: Path) -> None:
