@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -62,7 +63,8 @@ class Parts:
 def parts(seed: int = 0, optimizer: Any = None) -> Parts:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (seed + 3))
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0 ** (seed + 3), "_growth_tracker": seed + 5})
     return Parts(model, (optimizer or AdamW()).build(model), EMA(model, 0.9), scaler)
 
 
@@ -661,6 +663,18 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir)
         InputError, match=r"\(batch: here 32, there 64\); resume with the same values.*init_from=PATH"
     ):
         checkpoint.check_fingerprint({**IDENTITY, "batch": 32}, path)
+
+
+@pytest.mark.parametrize(
+    ("files", "difference"),
+    [({}, "files.a: here nothing, there 1"), ({"a": 1, "b": 2}, "files.b: here 2, there nothing")],
+)
+def test_a_fact_that_only_one_of_two_runs_has_is_a_difference(
+    run: RunDir, files: dict[str, int], difference: str
+) -> None:
+    (path,) = saved(run, 1, fingerprint={**IDENTITY, "files": {"a": 1}})
+    with pytest.raises(InputError, match=re.escape(f"({difference})")):
+        checkpoint.check_fingerprint({**IDENTITY, "files": files}, path)
 
 
 def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:

@@ -34,6 +34,12 @@ def test_how_a_job_is_run_is_not_what_it_is() -> None:
         ("seed=1", "seed"),
         ("optimizer=sgd", "optimizer"),
         ("train.ema=0.99", "average"),
+        ("train.sampling=balanced", "sampling"),
+        ("loss=focal", "loss"),
+        ("input.mean=[0.5]", "normalisation"),
+        ("input.std=[0.5]", "normalisation"),
+        ("input.interpolation=bicubic", "interpolation"),
+        ("strategy=strict", "repro"),
     ],
 )
 def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) -> None:

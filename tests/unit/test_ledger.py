@@ -267,6 +267,9 @@ def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new
     again = ledger.enter([(["batch=8", "seed=2"], "x"), (["seed=3", "batch=8"], "seed=3")])
     assert [record.folder for record in (*first, *again)] == ["000-seed=1", "001-seed=2", "001-seed=2", "002-seed=3"]
     assert ledger.records() == [*first, again[1]]
+    (tmp_path / "jobs" / "000.json").unlink()
+    (after_a_loss,) = ledger.enter([(["seed=4"], "seed=4")])
+    assert after_a_loss.number == 3, "the numbers of other jobs stay theirs"
 
 
 def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:

@@ -45,8 +45,10 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
     assert first.so_far() == pytest.approx({"hours": 0.5, "gpu_hours": 1.0, "kwh": 2.0, "usd": 3.0}, rel=1e-3)
     first.saved(100, tmp_path)
     assert RunDir(tmp_path).spent()["joules_per_image"] == pytest.approx(7.2e6 / (100 * 50))
-    second = spending(tmp_path)
+    second = spending(tmp_path, hours=1.4)
     second.began -= 3600
+    second.check()
+    assert second.stop.requested, "the budget is that of all parts"
     assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)
     second.end("completed")
     assert RunDir(tmp_path).spent() == pytest.approx({**second.so_far(), "joules_per_image": 2880}, rel=1e-3)
