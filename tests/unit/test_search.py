@@ -19,6 +19,7 @@ from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
 from lockstep.core.errors import InputError, StorageError
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State
+from lockstep.sweep.search import Search
 
 optuna = pytest.importorskip("optuna")
 LINE = ("seed=3", "x=interval(0,1)", "kind=a,b")
@@ -157,6 +158,29 @@ def test_values_that_are_drawn_again_as_their_job_ends_are_answered_once(tmp_pat
         ["x=1,2,3,4"]
     )
     assert [trial.value for trial in study_in(tmp_path).trials] == [1.0] * 12
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: Path, retries: bool) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    ledger.create(Identity(base={}, swept=("x",), words=()))
+    (record,) = ledger.enter([(["x=a"], "x=a")])
+    failed = ledger.end(record, State.failed, exit_code=70, error="it is wrong")
+    search = Search(
+        study,
+        {"x": optuna.distributions.CategoricalDistribution(["a"])},
+        (),
+        ledger,
+        objectives=["score"],
+        trials=2,
+        at_once=1,
+        sampler=lambda ended: optuna.samplers.RandomSampler(seed=ended),
+        retries=retries,
+        prunes=False,
+    )
+    assert search.ask() == [["x=a"]] * retries
+    assert not retries or search.follow(failed) == []
+    assert [trial.user_attrs["error"] for trial in study.trials] == ["it is wrong"] * 2
 
 
 def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
