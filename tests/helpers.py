@@ -47,6 +47,8 @@ QUICK = ("name=test", "telemetry.interval=1", "logger=jsonl", "device=cpu")
 # A quarter of the default model's channels. A CPU without bfloat16 instructions needs 2.4 s for a step of the default
 # model over 300 digits in bf16, and 0.15 s for a step of this one.
 NARROW = "model.width=8"
+# Random images in place of the digits, as many as a test asks for: 1,442 take most of the time of a short run.
+FAKE = ("dataset=fake", "dataset.classes=10", "dataset.channels=1", "dataset.size=8", "augment=shift")
 
 
 @functools.cache
@@ -151,13 +153,52 @@ class Case:
     stop_in: int | None = None
 
 
+class Gang:
+    """Real ranks over gloo that train job after job, whenever they are asked to, until the context ends."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in ("done", *map(str, range(ranks))):
+            os.mkfifo(folder / name)
+
+    def __enter__(self) -> Gang:
+        self.to_ranks = [os.open(self.folder / str(rank), os.O_RDWR) for rank in range(self.ranks)]
+        words = ("helpers:gang_here", str(self.folder), str(self.ranks))
+        if sys.platform == "linux":
+            self.process: Fork | subprocess.Popen[str] = forks().start(*words)
+        else:
+            fresh = "import forks, sys; forks.run(sys.path, *sys.argv[1:])"
+            self.process = subprocess.Popen([sys.executable, "-c", fresh, *words], cwd=ROOT / "tests", text=True)
+        self.done = (self.folder / "done").open("rb")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell(None)
+        code = self.process.wait(240)
+        for end in self.to_ranks:
+            os.close(end)
+        self.done.close()
+        if isinstance(self.process, Fork):
+            self.process.close()
+        assert code == 0, (self.folder / "output").read_text()
+
+    def train(self, case: Case) -> None:
+        """Have the ranks train a job, and wait until they have."""
+        run_dir(case.path, f"launcher.ranks={self.ranks}", "launcher.threads=1", *case.overrides)
+        self._tell((str(case.path), case.stop_at, case.stop_in))
+        assert self.done.read(self.ranks) == b"." * self.ranks, (self.folder / "output").read_text()
+
+    def _tell(self, case: tuple[object, ...] | None) -> None:
+        for end in self.to_ranks:
+            os.write(end, json.dumps(case).encode() + b"\n")
+
+
 def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
     """Train many jobs one after another in one gang of real ranks over gloo."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for case in cases:
-        run_dir(case.path, f"launcher.ranks={ranks}", "launcher.threads=1", *case.overrides)
-    (folder / "cases.json").write_text(json.dumps([(str(case.path), case.stop_at, case.stop_in) for case in cases]))
-    launch(gang_entry, folder, ranks)
+    with Gang(folder, ranks) as started:
+        for case in cases:
+            started.train(case)
 
 
 @functools.cache
@@ -187,17 +228,25 @@ def launch_here(module: str, folder: str, ranks: str) -> None:
     Spawn(ranks=int(ranks), threads=1).run(importlib.import_module(module).exit_as_rank, RunDir.at(Path(folder)))
 
 
-def gang_entry(folder: Path) -> None:
-    """Run all cases as one rank of a gang. `exit_as_rank` calls this."""
-    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
-        for path, stop_at, stop_in in json.loads((folder / "cases.json").read_text()):
-            last = joined.rank == joined.size - 1
-            run_until(joined, RunDir(Path(path)), stop_at, stop_in if last else None)
+def gang_here(folder: str, ranks: str) -> None:
+    """Start the ranks of a `Gang`, and wait for their end."""
+    with Path(folder, "done").open("wb"), Path(folder, "output").open("wb") as output:
+        for stream in (1, 2):  # nobody reads a pipe while the ranks work
+            os.dup2(output.fileno(), stream)
+        launch_here("helpers", folder, ranks)
 
 
 def exit_as_rank(folder: Path) -> None:
-    """The entry point that the spawn launcher calls in a rank."""
-    gang_entry(folder)
+    """What a rank of a `Gang` does: each case that it is told. The spawn launcher calls this."""
+    with (
+        process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined,
+        (folder / str(joined.rank)).open() as told,
+        (folder / "done").open("wb", buffering=0) as done,
+    ):
+        while case := json.loads(told.readline()):
+            path, stop_at, stop_in = case
+            run_until(joined, RunDir(Path(path)), stop_at, stop_in if joined.rank == joined.size - 1 else None)
+            done.write(b".")
     sys.exit(0)
 
 

@@ -13,8 +13,12 @@ from pathlib import Path
 
 import torch
 
+import forks
+import helpers
 from forks import Fork
-from helpers import NARROW, ROOT, forks, records
+from helpers import NARROW, ROOT, records
+from lockstep.launcher.elastic import Elastic
+from lockstep.launcher.spawn import Spawn
 
 JOB = ("batch=300", "optimizer=sgd", "telemetry.interval=1", "logger=jsonl", NARROW, "model.dropout=0")
 TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
@@ -22,6 +26,9 @@ TWO = ("strategy=ddp", "launcher.ranks=2", "launcher.threads=1")
 FRESH = ("strategy=allreduce", *TWO[1:])
 LONG = ("epochs=1000", "schedule=constant")
 SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*FRESH, "launcher=elastic"), ("launcher.threads=1",)
+# `start(..., launch=FORKING)`: the elastic launcher forks its ranks too. `test_launchers.py` shows that fresh ones,
+# which each spend four seconds of a core on imports, give the same run.
+FORKING = ("processes:forking",)
 THREADED = ("OPENBLAS_NUM_THREADS", "2")  # with this variable a command has several threads, so it forks no ranks
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 MARK = "LOCKSTEP_TEST_RUN"
@@ -51,12 +58,17 @@ def start(
     return background(folder, *launch, *words, afresh=afresh, **environment)
 
 
+def forking(*words: str) -> None:
+    Elastic.can_fork = Spawn.can_fork
+    forks.run(sys.path, *words)
+
+
 def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> Process:
     """Start a command in the background, as `start` does; `processes(folder)` finds it and its children."""
     environment[MARK] = str(folder)
     process: Process
     if (words[0] in (sys.executable, "lockstep") or ":" in words[0]) and not afresh:
-        process = forks().start(*(words[1:] if words[0] == sys.executable else words), cwd=cwd, **environment)
+        process = helpers.forks().start(*(words[1:] if words[0] == sys.executable else words), cwd=cwd, **environment)
     else:
         process = subprocess.Popen(
             words,
@@ -91,9 +103,15 @@ def wait_for(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def running(folder: Path, *overrides: str, steps: int = 3, afresh: bool = False) -> Process:
+def running(
+    folder: Path,
+    *overrides: str,
+    steps: int = 3,
+    launch: tuple[str, ...] = (sys.executable,),
+    afresh: bool = False,
+) -> Process:
     """Start a job and wait until it has finished `steps` steps."""
-    process = start(folder, *overrides, afresh=afresh)
+    process = start(folder, *overrides, launch=launch, afresh=afresh)
     wait_for(lambda: process.poll() is not None or steps_done(folder) >= steps)
     assert process.poll() is None, process.communicate()
     return process

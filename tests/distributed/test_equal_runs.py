@@ -7,20 +7,24 @@ are compared, and by the largest error that sums of this length can have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import NARROW, Case, gang, losses, records, train_here, weights
+from helpers import FAKE, NARROW, Case, Gang, losses, records, train_here, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
-# 1,442 examples in batches of 240: seven steps an epoch, the last of two examples, so that of three ranks one
-# has an empty shard. Eight steps cross into the second epoch.
+# 182 examples in batches of 60: four steps an epoch, the last of two examples, so that of three ranks one has an
+# empty shard. Six steps cross into the second epoch.
+BATCH = 60
 BASE = (
-    "batch=240",
-    "steps=8",
+    *FAKE,
+    "dataset.examples=182",
+    f"batch={BATCH}",
+    "steps=6",
     "optimizer=sgd",
     "optimizer.lr=0.05",
     "train.clip_norm=5",
@@ -33,8 +37,8 @@ NORMED = (
     "model=test_resnet",
     "model.drop_rate=0.2",
     "model.drop_path_rate=0.2",
-    "dataset.input_size=16",
-    "batch=48",
+    "dataset.size=16",
+    "batch=24",
     "steps=4",
     "train.eval_every=4",
     "precision=fp64",
@@ -112,7 +116,6 @@ REFERENCES = {
     **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
     **{name: (*BASE, *words) for name, words in FROZEN.items()},
 }
-FEW_TESTS = 5  # so many tests train only their own cases
 
 
 def cases(folder: Path, ranks: int) -> dict[str, Case]:
@@ -135,32 +138,28 @@ def cases(folder: Path, ranks: int) -> dict[str, Case]:
 
 
 class Runs(dict[str, Path]):
-    """The runs on some ranks, by their names, trained when a test first asks for one.
+    """The runs on some ranks, by their names, each trained when a test first asks for it."""
 
-    A gang takes seconds to start, so all cases share one; `alone` trains only the case that is asked for.
-    """
-
-    def __init__(self, folder: Path, ranks: int, *, alone: bool) -> None:
+    def __init__(self, folder: Path, gang: Gang | None) -> None:
         super().__init__()
-        self.folder, self.ranks, self.alone = folder, ranks, alone
+        self.folder, self.gang = folder, gang
+        self.cases = cases(folder, gang.ranks) if gang else {}
 
     def __missing__(self, name: str) -> Path:
-        if self.ranks == 1:
+        if self.gang is None:
             self[name] = train_here(self.folder / name, *REFERENCES[name]).path
-            return self[name]
-        planned = cases(self.folder, self.ranks)
-        chosen = {name: planned[name]} if self.alone else planned
-        gang(self.folder / f"gang-{name}", self.ranks, list(chosen.values()))
-        self.update({name: case.path for name, case in chosen.items()})
+        else:
+            self.gang.train(self.cases[name])
+            self[name] = self.cases[name].path
         return self[name]
 
 
 @pytest.fixture(scope="module")
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Runs]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[int, Runs]]:
     """The runs on one, two and three ranks."""
     root = tmp_path_factory.mktemp("runs")
-    alone = sum(item.path == request.path for item in request.session.items) <= FEW_TESTS
-    return {ranks: Runs(root / str(ranks), ranks, alone=alone) for ranks in (1, 2, 3)}
+    with Gang(root / "gang2", 2) as two, Gang(root / "gang3", 3) as three:
+        yield {1: Runs(root / "1", None), 2: Runs(root / "2", two), 3: Runs(root / "3", three)}
 
 
 def largest_difference(one: Path, other: Path) -> float:
@@ -220,8 +219,8 @@ def test_weights_and_evaluation_agree_at_the_end(runs: dict[int, Runs], ranks: i
 
 
 def test_float32_begins_as_float64_does_on_one_rank(runs: dict[int, Runs]) -> None:
-    # The longest sum is a gradient of the first layer: over the 64 pixels of 240 images.
-    bound = 240 * 64 * torch.finfo(torch.float32).eps
+    # The longest sum is a gradient of the first layer: over the 64 pixels of each image of a batch.
+    bound = BATCH * 64 * torch.finfo(torch.float32).eps
     assert losses(runs[3]["fp32"])[:3] == pytest.approx(losses(runs[1]["plain"])[:3], rel=bound)
 
 

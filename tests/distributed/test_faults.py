@@ -13,6 +13,7 @@ import pytest
 from helpers import records, train
 from processes import (
     ELASTIC,
+    FORKING,
     FORKS,
     FRESH,
     INLINE,
@@ -65,7 +66,7 @@ def test_a_suspended_rank_is_found_and_every_rank_leaves_its_stacks(
     tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *launcher, *LONG, HANGS_AFTER)
+    process = running(folder, *launcher, *LONG, HANGS_AFTER, launch=FORKING)
     send(signal.SIGSTOP, ranks(folder, process)[1])
     err = fails_as_hanging(folder, process)
     assert "rank 0 was in" in err
@@ -86,7 +87,7 @@ def test_an_image_that_never_comes_is_found_and_the_place_is_named(tmp_path: Pat
 def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
     for launcher in (SPAWN, ELASTIC):
         folder = tmp_path / launcher[-1].partition("=")[2]
-        process = running(folder, *launcher, *LONG)
+        process = running(folder, *launcher, *LONG, launch=FORKING)
         send(signal.SIGKILL, ranks(folder, process)[1])
         code, err = ended(process)  # by its watchdog it would in ten minutes
         assert (code, summary(folder)["status"]) == (70, "failed")
@@ -96,7 +97,8 @@ def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
 
 def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *ELASTIC, "launcher.restarts=1", "steps=30", "checkpoint.every=5", steps=12)
+    words = (*ELASTIC, "launcher.restarts=1", "steps=30", "checkpoint.every=5")
+    process = running(folder, *words, steps=12, launch=FORKING)
     send(signal.SIGKILL, ranks(folder, process)[1])
     code, err = ended(process)
     assert code == 0, err
@@ -105,7 +107,7 @@ def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
 
 def test_a_stop_of_one_rank_stops_the_job_and_is_no_reason_to_restart(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *ELASTIC, *LONG, "launcher.restarts=3")
+    process = running(folder, *ELASTIC, *LONG, "launcher.restarts=3", launch=FORKING)
     send(signal.SIGUSR1, ranks(folder, process)[1])
     code, err = ended(process)
     assert code == 75, err
@@ -131,7 +133,7 @@ def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path, how: str, monk
 
 def test_a_second_interrupt_ends_a_job_that_cannot_stop(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *ELASTIC, *LONG)
+    process = running(folder, *ELASTIC, *LONG, launch=FORKING)
     send(signal.SIGSTOP, ranks(folder, process)[1])
     process.send_signal(signal.SIGINT)
     time.sleep(1.2)
@@ -180,6 +182,8 @@ def test_a_job_is_out_of_reach_from_outside_and_gone_with_its_killed_launcher(
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
     process = running(folder, *launcher, *LONG, *STREAMING)
+    commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in [process.pid, *ranks(folder, process)]}
+    assert (len(commands) == 1) == (launcher == SPAWN and FORKS), "the ranks of elastic are fresh interpreters"
     pids = set(processes(folder))
     assert listening(pids) == {"0100007F"}  # 127.0.0.1
     process.kill()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import as_ranks, command, losses, records, train, weights
+from helpers import as_ranks, command, forked, losses, records, train, weights
 from processes import ELASTIC, FRESH, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
 
 STEPS = 10
@@ -67,9 +67,9 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
 
 
 def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference: Path, tmp_path: Path) -> None:
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-c", "from torch.distributed.run import main; main()", "--standalone", "--nproc-per-node=2")
     words = (f"steps={STEPS}", "strategy=allreduce", "launcher.threads=1")
-    done = command(*launch, "train.py", *JOB, *words, f"output_root={tmp_path}")
+    done = forked(*torchrun, "train.py", *JOB, *words, f"output_root={tmp_path}")
     assert done.code == 0, done.err
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     assert_same(folder, reference)
@@ -143,14 +143,13 @@ def test_three_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "differs", "signal_to", "expected"),
     [
-        ((), (), None, 0),
         (("batch=100000",), (), None, 2),
         ((), ("steps=11",), None, 2),
         (("steps=100000", "launcher.restarts=3"), (), 0, 75),
         (("steps=100000", "launcher.restarts=3"), (), 1, 75),
         (("optimizer.lr=1e6", "precision=fp32", "steps=1000", "launcher.restarts=3"), (), None, 76),
     ],
-    ids=["done", "refused", "another command", "stopped on main's", "stopped on the other", "not finite"],
+    ids=["refused", "another command", "stopped on main's", "stopped on the other", "not finite"],
 )
 def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
     tmp_path: Path, overrides: tuple[str, ...], differs: tuple[str, ...], signal_to: int | None, expected: int

@@ -167,7 +167,6 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
 
 TORCHRUN = ("-c", "from torch.distributed.run import main; main()")
 C10D = ("--rdzv-backend=c10d",)
-LAUNCH = ("-c", "from torch.distributed.launch import main; main()")  # adds `--local-rank=0` to the command
 
 
 @pytest.mark.parametrize(
@@ -175,10 +174,9 @@ LAUNCH = ("-c", "from torch.distributed.launch import main; main()")  # adds `--
     [
         # By itself torchrun does not know the address as one of a machine whose own name is 127.0.1.1.
         (*TORCHRUN, "--nnodes=2", "--rdzv-endpoint={main}:29500", *C10D, "--rdzv-conf=is_host={hosts}"),
-        (*LAUNCH, "--nnodes=2", "--node_rank={node}", "--master_addr={main}", "--master_port=29500"),
         ("RANK={node}", "WORLD_SIZE=2", "MASTER_ADDR={main}", "MASTER_PORT=29500"),
     ],
-    ids=["torchrun", "torch.distributed.launch", "by hand"],
+    ids=["torchrun", "by hand"],
 )
 def test_ranks_that_others_start_on_two_machines_give_the_run_of_one(
     machines: tuple[Machine, Machine], alone: Path, tmp_path: Path, launch: tuple[str, ...]

@@ -2,46 +2,48 @@
 
 from __future__ import annotations
 
-import sys
+import ctypes
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import ROOT, Done, built, command, losses, train, train_here
+from helpers import Done, built, forked, losses, train, train_here
+from lockstep.config import composition
 from lockstep.core.world import World
 from lockstep.training import dry_run, micro_batch_search
 
 pytestmark = pytest.mark.slow
 
-# Activations of about 6 MB an image: a batch of 64 needs 400 MB, eight images 50 MB.
+# Activations of about 3.4 MB an image: a batch of 64 needs 220 MB, eight images 27 MB.
 LARGE = (
-    *("dataset=fake", "dataset.examples=64", "dataset.channels=1", "dataset.size=64", "dataset.classes=10"),
+    *("dataset=fake", "dataset.examples=64", "dataset.channels=1", "dataset.size=48", "dataset.classes=10"),
     *("model.width=64", "batch=64", "steps=1", "optimizer=sgd", "train.eval_batch=4"),
 )
-LIMITED = """
-import resource, sys
-from pathlib import Path
-from helpers import train_here
-from lockstep.config import composition
-composition.register()
-train_here(Path(sys.argv[1]) / "warm", "steps=1", "batch=8", "optimizer=sgd")
-pages = int(Path("/proc/self/statm").read_text().split()[0])
-bound = pages * resource.getpagesize() + 220 * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-train_here(Path(sys.argv[1]) / "run", *sys.argv[2:])
-"""
+ROOM = 120 * 2**20
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # glibc's numbers (malloc.h)
 
 
-def limited(folder: Path, *overrides: str) -> Done:
-    """Train in a process that may allocate 220 MiB more than it has after a small run.
+def limited_here(folder: str, *overrides: str) -> None:
+    """Train in this process, which may allocate `ROOM` more than it has after a small run.
 
     It is the address space that is limited, so what is freed has to leave it: by default glibc keeps large blocks.
     And it gives each thread 64 MiB of it in advance, of which the trial knows nothing.
     """
-    mallopt = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
-    return command(sys.executable, "-c", LIMITED, str(folder), *LARGE, *overrides, cwd=ROOT / "tests", **mallopt)
+    composition.register()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 65536)
+    libc.mallopt(M_ARENA_MAX, 1)
+    train_here(Path(folder, "warm"), "steps=1", "batch=8", "optimizer=sgd")
+    bound = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ROOM
+    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    train_here(Path(folder, "run"), *overrides)
+
+
+def limited(folder: Path, *overrides: str) -> Done:
+    return forked("test_memory:limited_here", str(folder), *LARGE, *overrides)
 
 
 def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
         "dataset.channels=1",
         "batch=auto",
         "steps=1",
-        "dataset.examples=2000",
+        "dataset.examples=256",
         f"output_root={tmp_path}",
     )
     assert done.code == 0, done.err

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import NARROW, Case, gang, losses, records, train_here, weights
+from helpers import FAKE, NARROW, Case, gang, losses, records, train_here, weights
 from lockstep import checkpoint
 
-# 1,442 examples in batches of 300: five steps an epoch, so that stops fall inside epochs and on their ends.
-COMMON = (
-    "batch=300",
+# 242 examples in batches of 50: five steps an epoch, so that stops fall inside epochs and on their ends.
+DATA = (*FAKE, "dataset.examples=242", "batch=50")
+SETTINGS = (
     "epochs=2",
     "optimizer=sgd",
     "optimizer.lr=0.05",
@@ -23,8 +23,9 @@ COMMON = (
     "model.dropout=0.3",
     "checkpoint.every=1ep",
 )
+COMMON = (*DATA, *SETTINGS)
 STEPS = 10
-NORMED = ("model=test_resnet", "model.channels_last=true", "dataset.input_size=16", "batch=300", "steps=4")
+NORMED = (*DATA, "model=test_resnet", "model.channels_last=true", "dataset.size=16", "steps=4")
 IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 
@@ -64,7 +65,7 @@ def test_one_rank_resumes_to_the_bit_from_any_step(whole: Path, tmp_path: Path, 
 
 def test_a_run_all_in_bfloat16_resumes_to_the_bit(tmp_path: Path) -> None:
     # Of 32 pixels: on a map of a single one, some versions of oneDNN leave gradients of a strided convolution unset.
-    pure = (*NORMED, "dataset.input_size=32", "batch=100", "precision=bf16_pure", "optimizer=muon")
+    pure = (*NORMED, "dataset.size=32", "precision=bf16_pure", "optimizer=muon")
     reference = weights(train_here(tmp_path / "whole", *pure))
     run = train_here(tmp_path / "run", *pure, stop_at=2).path
     actual = weights(train_here(run, *pure))
@@ -80,9 +81,9 @@ def untimed(run: Path) -> list[dict[str, object]]:
     ]
 
 
-# Asked for once within each step, between its two micro-batches, and 19 times in each of the evaluations of model and
-# average after steps 5 and 10: once before them, and behind each of their blocks.
-@pytest.mark.parametrize(("place", "step"), [(3, 2), (9, 5), (46, 7), (70, 10)])
+# Asked for once within each step, between its two micro-batches, and four times in each of the evaluations of model
+# and average after steps 5 and 10: once before them, and behind each of their blocks.
+@pytest.mark.parametrize(("place", "step"), [(3, 2), (7, 5), (16, 7), (24, 10)])
 def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
     tmp_path: Path, whole_in_blocks: Path, place: int, step: int
 ) -> None:
@@ -95,7 +96,7 @@ def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
 
 
 def test_statistics_of_a_step_that_was_cut_are_taken_back(tmp_path: Path) -> None:
-    job = ("model=test_resnet", "dataset.input_size=16", "batch=300", "steps=3", "train.micro_batches=3")
+    job = (*DATA, "model=test_resnet", "dataset.size=16", "steps=3", "train.micro_batches=3")
     expected = weights(train_here(tmp_path / "whole", *job))
     run = train_here(tmp_path / "run", *job, stop_in=4).path
     train_here(run, *job)
@@ -103,7 +104,7 @@ def test_statistics_of_a_step_that_was_cut_are_taken_back(tmp_path: Path) -> Non
 
 
 def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None:
-    job = (*COMMON, "train.micro_batches=1", "train.eval_batch=100", "strategy=ddp")
+    job = (*COMMON, "train.micro_batches=1", "train.eval_batch=20", "strategy=ddp")
     gang(tmp_path / "gang", 3, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
     (newest, *_) = checkpoint.candidates(tmp_path / "run" / "checkpoints")
     progress = checkpoint.read_facts(newest)["progress"]
@@ -113,7 +114,7 @@ def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
-ENDING = (NARROW, "model.dropout=0.3", "batch=300", "steps=4", "train.eval_every=4", "train.eval_batch=100")
+ENDING = (*DATA, NARROW, "model.dropout=0.3", "steps=4", "train.eval_every=4", "train.eval_batch=20")
 # Of a rank: asked for in the last evaluation, and after the last step, when only its save is left.
 AT_THE_END = {"evaluation": {"stop_in": 2}, "save": {"stop_at": 4}}
 SOLO = {"single": ("optimizer=sgd", "train.ema=0.9"), "dp": ("strategy=dp",)}
@@ -155,11 +156,9 @@ def test_a_stop_at_the_very_end_changes_no_bit(tmp_path: Path, options: str, pla
 def test_a_stop_of_several_ranks_at_the_very_end_changes_no_bit(tmp_path: Path) -> None:
     jobs = {strategy: (*ENDING, f"strategy={strategy}") for strategy in TOGETHER}
     whole = [Case(tmp_path / f"{name}-whole", job) for name, job in jobs.items()]
-    stopped = [
-        Case(tmp_path / f"{name}-{place}", job, **stop)
-        for name, job in jobs.items()
-        for place, stop in AT_THE_END.items()
-    ]
+    # Each in one of the two places, and `ddp` in both.
+    places = [*zip(jobs, itertools.cycle(AT_THE_END), strict=False), ("ddp", "save")]
+    stopped = [Case(tmp_path / f"{name}-{place}", jobs[name], **AT_THE_END[place]) for name, place in places]
     gang(tmp_path / "gang", 2, [*whole, *stopped])
     gang(tmp_path / "again", 2, [Case(case.path, case.overrides) for case in stopped])
     for case in stopped:
@@ -234,7 +233,14 @@ def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_orde
 
 
 def test_a_checkpoint_by_the_clock_is_written_at_a_step_that_all_ranks_agree_on(tmp_path: Path) -> None:
-    job = (*COMMON, "strategy=ddp", "checkpoint.every=0.001s", "train.eval_every=100%", "checkpoint.keep=100")
+    job = (
+        "batch=300",
+        *SETTINGS,
+        "strategy=ddp",
+        "checkpoint.every=0.001s",
+        "train.eval_every=100%",
+        "checkpoint.keep=100",
+    )
     gang(tmp_path / "gang", 2, [Case(tmp_path / "run", job)])
     saved = [int(path.name[-8:]) for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")][::-1]
     assert saved[-1] == STEPS

@@ -18,6 +18,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.launcher import attach, create_on_main
 from processes import (
     ELASTIC,
+    FORKING,
     FORKS,
     FRESH,
     INLINE,
@@ -159,10 +160,10 @@ def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
     tmp_path: Path, launcher: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *launcher, *LONG, "launcher.timeout=3s")
-    os.killpg(process.pid, signal.SIGTSTP)  # as Ctrl-Z does; the ranks of `elastic` are not in this group
+    process = running(folder, *launcher, *LONG, "launcher.timeout=3s", launch=FORKING)
+    os.killpg(process.pid, signal.SIGTSTP)  # as Ctrl-Z does
     wait_for(lambda: all(suspended(pid) for pid in [process.pid, *ranks(folder, process)]))
-    time.sleep(5)
+    time.sleep(4)
     before = steps_done(folder)
     os.killpg(process.pid, signal.SIGCONT)
     wait_for(lambda: process.poll() is not None or steps_done(folder) > before + 3)

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers import NARROW, Case, gang, losses, train_here, weights
+from helpers import FAKE, NARROW, Case, Gang, gang, losses, train_here, weights
 from lockstep import checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
 COMMON = (
-    "batch=240",
+    *FAKE,
+    "dataset.examples=182",
+    "batch=60",
     "steps=6",
     "train.clip_norm=5",
     "train.ema=0.9",
@@ -27,12 +29,13 @@ COMMON = (
 )
 RESUMED = ("fsdp", "zero", "accelerate", "pipeline")
 VIT = (
+    *FAKE,
     "model=test_vit",
-    "dataset.input_size=32",
+    "dataset.examples=96",
+    "dataset.size=32",
     "batch=24",
     "steps=2",
     "train.eval_every=2",
-    "train.eval_batch=355",
     "model.drop_path_rate=0.1",
 )
 FORMATS = {
@@ -54,12 +57,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     whole = [Case(root / name, (*COMMON, f"strategy={name}")) for name in RESUMED]
     stopped = [Case(root / f"{name}-stopped", (*COMMON, f"strategy={name}"), stop_at=3) for name in (*RESUMED, "ddp")]
     formats = [Case(root / f"vit-{name}", (*VIT, *words)) for name, words in FORMATS.items()]
-    gang(root / "gang", 2, [*whole, *stopped, *formats])
-    for name in (*RESUMED, "ddp"):
-        for copy_name in ("same", "three", "single"):
-            shutil.copytree(root / f"{name}-stopped", root / f"{name}-{copy_name}")
-    again = [Case(root / f"{name}-same", (*COMMON, f"strategy={name}")) for name in RESUMED]
-    gang(root / "again", 2, again)
+    with Gang(root / "gang", 2) as two:
+        for case in (*whole, *stopped, *formats):
+            two.train(case)
+        for name in (*RESUMED, "ddp"):
+            for copy_name in ("same", "three", "single"):
+                shutil.copytree(root / f"{name}-stopped", root / f"{name}-{copy_name}")
+        for name in RESUMED:
+            two.train(Case(root / f"{name}-same", (*COMMON, f"strategy={name}")))
     next_strategy = {
         "fsdp": "zero",
         "zero": "pipeline",

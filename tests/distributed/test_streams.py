@@ -55,11 +55,16 @@ def with_stream(stream: str, state: str, *words: str) -> None:
     forks.run(sys.path, *words)
 
 
-def with_each_stream(code: str) -> None:
-    """Run a program with each stream in each state, and exit with 1 if one ends with another code than `code`."""
-    wrong = []
+def with_streams(code: str) -> None:
+    """Run a program with streams in their states, and name those with which it ends with another code than `code`.
+
+    Success and one of the errors meet each stream in each state; the other errors, which come to their codes in the
+    same way, meet each stream once.
+    """
+    wrong, first = [], [0, *ERRORS].index(int(code))
+    states = {stream: STATES if first < 2 else STATES[(first + at) % 3 :][:1] for at, stream in enumerate(STREAMS)}
     program = ENDS.replace("ERROR", f"errors.{ERRORS[int(code)]}('the job')" if int(code) else "None")
-    for stream, state in ((stream, state) for stream in STREAMS for state in STATES):
+    for stream, state in [(stream, state) for stream, chosen in states.items() for state in chosen]:
         if not (child := os.fork()):
             with_stream(stream, state, "-c", program)
         actual = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -69,7 +74,7 @@ def with_each_stream(code: str) -> None:
 
 @pytest.mark.parametrize("code", [0, *ERRORS])
 def test_no_stream_changes_an_exit_code(code: int) -> None:
-    done = forked("test_streams:with_each_stream", str(code))
+    done = forked("test_streams:with_streams", str(code))
     assert (done.code, done.out.splitlines()[-1]) == (0, "wrong: []")
     assert "Traceback" not in done.err
 
@@ -117,8 +122,7 @@ def test_a_stop_is_saved_without_a_stream(tmp_path: Path, stream: str) -> None:
 @pytest.mark.slow
 def test_a_real_shell_that_closes_them_gets_the_same_codes(tmp_path: Path) -> None:
     words = (sys.executable, "train.py", *QUICK, f"output_root={tmp_path}")
-    for ending in ("<&- >&- 2>&-", ">/dev/full 2>/dev/full"):
-        assert command("sh", "-c", f'"$@" {ending}', "sh", *words).code == 0
+    assert command("sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words).code == 0
     assert command("bash", "-c", '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}', "bash", *words).code == 0
 
 
@@ -128,7 +132,7 @@ C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8"
 @pytest.mark.slow
 def test_a_path_in_utf_8_is_one_in_the_locale_c_too(tmp_path: Path) -> None:
     folder = tmp_path / "café-写真"
-    words = ("train.py", *QUICK, *SPAWN, "launcher=elastic", f"output_root='{folder}'", "name='año'")
+    words = ("train.py", *QUICK, "launcher=elastic", "launcher.ranks=1", f"output_root='{folder}'", "name='año'")
     process = background(tmp_path, sys.executable, *words, afresh=True, **C_LOCALE)
     code, err = ended(process)
     assert (code, err) == (0, "")

@@ -228,7 +228,7 @@ def flip(path: Path, bit: int) -> None:
 def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     bits = 8 * (path / name).stat().st_size
-    for bit in {*range(0, bits, max(1, bits // 200)), *range(64), *range(bits - 64, bits)}:
+    for bit in {*range(0, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
         flip(path / name, bit)
         assert checkpoint.find_corruption(path), f"bit {bit} of {name}"
         flip(path / name, bit)

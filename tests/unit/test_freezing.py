@@ -9,7 +9,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
-from helpers import losses, train_here, weights
+from helpers import FAKE, losses, train_here, weights
 from lockstep.checkpoint import load_start
 from lockstep.core.errors import InputError
 from lockstep.core.head import head_parameters
@@ -18,9 +18,11 @@ from lockstep.optim import SGD, AdamW
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 
 RUN = (
+    *FAKE,
     "model=test_resnet",
-    "dataset.input_size=16",
-    "batch=240",
+    "dataset.examples=180",
+    "dataset.size=16",
+    "batch=60",
     "precision=fp64",
     "optimizer=sgd",
     "train.eval_every=2",
@@ -126,7 +128,7 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
 
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
     frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=2", "steps=4", "optimizer=adamw", "train.ema=0.5")
-    frozen += ("batch=60", "train.eval_every=100%")
+    frozen += ("batch=15", "train.eval_every=100%")
     whole = train_here(tmp_path / "whole", *frozen)
     for stop in (1, 3):
         path = tmp_path / f"stopped{stop}"

@@ -81,7 +81,7 @@ class Blank(Screen):
     def refresh(self) -> None: ...
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.integers(1, 10), max_size=24), st.randoms(use_true_random=False), st.sampled_from([None, 1, 3]))
 def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
     needs: list[int], random: Any, most: int | None

@@ -234,11 +234,11 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     ),
     "a deep model": (
         {"model": {"_target_": TIMM, "name": "vit_tiny_patch16_224", "options": {"depth": 16384}}},
-        "the layers of the model take more than 1 s to list",
+        "the layers of the model take more than 0.3 s to list",
     ),
     "huge images": (
         {"model": {"_target_": TIMM, "name": "maxvit_tiny_tf_224"}, "input_shape": [1, 16384, 16384]},
-        "the layers of the model take more than 1 s to list",
+        "the layers of the model take more than 0.3 s to list",
     ),
     "a wide model": (
         {"model": {"_target_": TIMM, "name": "swin_tiny_patch4_window7_224", "options": {"embed_dim": 16384 - 64}}},
@@ -271,7 +271,7 @@ def test_a_hostile_description_is_one_sentence(
     sentence: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 1)
+    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.3)
     file = tmp_path / "weights.safetensors"
     metadata = {METADATA_KEY: values} if isinstance(values, str) else values and changed(digits, **values)
     save_file(load_file(digits.weights), file, metadata)

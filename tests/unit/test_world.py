@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import resource
 import sys
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from helpers import forks, result
 from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import Place, is_launched, launched
@@ -142,9 +142,10 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         own_gpu(2)
 
 
-def join_and_stop(rank: int, port: int) -> None:
+def join_and_stop(text: str, port: str) -> None:
     """Join a process group as one of two ranks, and raise `Stopped` in it."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    rank = int(text)
+    os.environ.update(RANK=text, WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=port)
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     try:
         with join(device="cpu", backend="gloo", timeout=240, threads=1) as world:
@@ -159,10 +160,6 @@ def join_and_stop(rank: int, port: int) -> None:
 
 def test_ranks_join_their_group_and_leave_it() -> None:
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=join_and_stop, args=(rank, store.port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    assert [process.exitcode for process in ranks] == [0, 0]
+    ranks = [forks().start("test_world:join_and_stop", str(rank), str(store.port)) for rank in range(2)]
+    for done in map(result, ranks):
+        assert done.code == 0, done.err
