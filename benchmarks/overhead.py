@@ -315,6 +315,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[str], Epoch]]] = {
     "bare, fused": ("torch", lambda name: bare(name, Slices(), fused=True)),
     "bare, DataLoader": ("torch", lambda name: bare(name, through_a_loader())),
     "chunked, fused": ("torch", lambda name: bare(name, Chunks(), fused=True)),
+    "Lockstep, no logging": ("torch", lambda name: lockstep(name, "telemetry.interval=100%", "logger=jsonl")),
     "Lockstep": ("torch", lockstep),
     "Accelerate": ("accelerate", lambda name: accelerate(name, Slices())),
     "Accelerate, DataLoader": ("accelerate", lambda name: accelerate(name, through_a_loader())),

@@ -240,10 +240,10 @@ def exit_as_rank(folder: Path) -> None:
     """What a rank of a `Gang` does: each case that it is told. The spawn launcher calls this."""
     with (
         process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined,
-        (folder / str(joined.rank)).open() as told,
+        (folder / str(joined.rank)).open() as cases,
         (folder / "done").open("wb", buffering=0) as done,
     ):
-        while case := json.loads(told.readline()):
+        while case := json.loads(cases.readline()):
             path, stop_at, stop_in = case
             run_until(joined, RunDir(Path(path)), stop_at, stop_in if joined.rank == joined.size - 1 else None)
             done.write(b".")

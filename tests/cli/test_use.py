@@ -144,7 +144,7 @@ def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path:
         (("outputs", "--split", "val"), "weights: there are no weights at outputs"),
         (("nowhere/latest",), "weights: no run has been started in nowhere"),
         (("outputs/pets", "dataset.pth=x"), "dataset.pth: there is no such key"),
-        (("outputs/pets", "--splitt", "val"), "--splitt val is nothing that it takes. Did you mean '--split'?"),
+        (("outputs/pets", "--splitt", "val"), "--splitt is nothing that it takes. Did you mean '--split'?"),
     ],
     ids=["another key", "other classes", "no folder", "no run", "no latest", "no such key", "no such flag"],
 )

@@ -100,7 +100,6 @@ class Forwarding(StopRequest):
         """Send the stop again, for ranks that had not started when it arrived."""
         if self.requested:
             self.send(signal.SIGKILL if self.force else signal.SIGTERM)
-            self.send(signal.SIGCONT)  # a process that was suspended on its own hears it too
 
 
 @contextmanager

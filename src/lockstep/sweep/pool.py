@@ -171,6 +171,8 @@ class Pool:
         self.has_killed |= number == signal.SIGKILL
         for _, _, process in self.running:
             process.send_signal(number)
+            if number == signal.SIGTERM:
+                process.send_signal(signal.SIGCONT)  # a job that was suspended on its own hears it too
 
 
 def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
