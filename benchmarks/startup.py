@@ -6,10 +6,10 @@
 All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
 `plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
 `metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. The cost of a job of a sweep is the
-time of `-m` over several jobs of one step minus that over one job, for each further job. `the job` is the time that
-such a job reports itself, and `Hydra` the same sweep with a job that does nothing. `Hydra --cfg job` is a Hydra
-program that does nothing, with an empty config; the aim is that `--cfg job` takes at most 1.15 times as long.
-Medians, in turns.
+time from its start to that of the next one, where jobs of one step run one after another. `the job` is the time that
+such a job reports itself, and `Hydra` a sweep of Hydra's basic launcher with a job that prints the time.
+`Hydra --cfg job` is a Hydra program that does nothing, with an empty config; the aim is that `--cfg job` takes at
+most 1.15 times as long. Medians, in turns.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import argparse
 import functools
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -160,14 +161,14 @@ def transformers() -> None:
 
 
 def hydra_alone() -> None:
-    """A sweep whose jobs do nothing."""
+    """A sweep whose jobs print the time."""
     import hydra
 
     from lockstep.config import composition
 
     composition.register()
     sys.argv = ["train.py", *sys.argv[3:]]
-    hydra.main(config_path=str(ROOT / "conf"), config_name="config")(lambda composed: None)()
+    hydra.main(config_path=str(ROOT / "conf"), config_name="config")(lambda composed: print(f"\n{time.time()}"))()
 
 
 def hydra_empty() -> None:
@@ -221,12 +222,26 @@ def seconds(*words: str) -> float:
     return time.perf_counter() - began
 
 
-def each_job(*words: str, loop: tuple[str, ...] = ("train.py",)) -> float:
-    """Milliseconds that one more job of a sweep takes."""
+def between(starts: Iterable[float]) -> float:
+    """Milliseconds from the start of a job to that of the next one, the median."""
+    return 1000 * statistics.median(after - before for before, after in itertools.pairwise(sorted(starts)))
+
+
+def each_job(*words: str) -> float:
+    """Milliseconds that one more job of a sweep takes, whose jobs run one after another."""
     with tempfile.TemporaryDirectory() as folder:
-        sweep = (sys.executable, *loop, "-m", *JOB, "steps=1", f"output_root={folder}", *words)
-        one, many = (seconds(*sweep, f"seed=range({number})") for number in (1, JOBS + 1))
-    return 1000 * (many - one) / JOBS
+        words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
+        command(sys.executable, "train.py", *words)
+        records = (json.loads(path.read_text()) for path in Path(folder).glob("sweeps/*/jobs/*.json"))
+        return between(record["started"] for record in records)
+
+
+def each_job_of_hydra() -> float:
+    """The same for a sweep of Hydra's basic launcher whose jobs only print the time."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = ("-m", "hydra/launcher=basic", f"hydra.sweep.dir={folder}", f"seed=range({JOBS + 1})")
+        out = command(sys.executable, __file__, "--loop", "hydra_alone", *words)
+    return between(float(line) for line in out.splitlines() if line[:1].isdigit())
 
 
 def the_job(*words: str) -> float:
@@ -271,7 +286,7 @@ def main() -> None:
         "the job": the_job,
         "Lockstep": each_job,
         "elastic": lambda: each_job("launcher=elastic"),
-        "Hydra": lambda: each_job(loop=(__file__, "--loop", "hydra_alone")),
+        "Hydra": each_job_of_hydra,
     }
     tables: dict[str, tuple[str, dict[str, Cases]]] = {
         "step": ("seconds to the first step", {"basicnet": one, "the default job": digits, "basicnet, 2 ranks": two}),
