@@ -27,7 +27,7 @@ from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, record_of
-from lockstep.sweep.line import _alone
+from lockstep.sweep.line import _alone, sweep_of_line
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
@@ -414,6 +414,25 @@ def test_a_ledger_of_another_version_is_left_alone(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError, match="is of version 2 of the ledger, and this Lockstep has 1"):
         ledger.identity()
+
+
+def test_a_line_finds_its_sweep_and_says_which_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (Ledger(tmp_path / "sweeps" / name) for name in ("20260101-1", "20260102-2"))
+    older.create(ONE)
+    assert sweep_of_line(tmp_path, ONE) is not None
+    assert sweep_of_line(tmp_path, dataclasses.replace(ONE, swept=("batch",))) is None
+    assert capsys.readouterr().out == ""
+    newer.create(ONE)
+    (newer.folder / "sweep.json").write_text("{")
+    match = sweep_of_line(tmp_path, ONE)
+    assert match is not None
+    assert (match.folder, capsys.readouterr().out) == (older.folder, "")
+    (older.folder / "sweep.json").write_text("[1]")
+    assert sweep_of_line(tmp_path, ONE) is None
+    sentence = "this line begins a new sweep: an earlier one cannot be read (and 1 more), "
+    assert sentence in capsys.readouterr().out
 
 
 def test_a_sweep_is_its_base_config_and_the_keys_that_it_varies() -> None:

@@ -70,7 +70,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
     if block.resume in ("auto", "new"):
         ledger = Ledger(Path(config.hydra.sweep.dir).absolute())
         if block.resume == "auto" and not named:
-            ledger = _same(Path(config.output_root), identity) or ledger
+            ledger = sweep_of_line(Path(config.output_root), identity) or ledger
     else:
         ledger = _resumed(Path(config.output_root), str(block.resume))
         if named:
@@ -151,13 +151,22 @@ def _swept(words: list[str]) -> tuple[str, ...]:
     return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
 
 
-def _same(root: Path, identity: Identity) -> Ledger | None:
-    """The newest sweep that this line began, or one with other values of the same keys; None if there is none."""
+def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
+    """The newest sweep that this line began, or one with other values of the same keys; None if there is none.
+
+    Warns of sweeps that cannot be read: one of them may have been the one.
+    """
+    unreadable = []
     for path in sorted((root / SWEEPS).glob("*/sweep.json"), reverse=True):
         ledger = Ledger(path.parent.absolute())
-        with suppress(InputError):  # a damaged ledger is that of another sweep
+        try:
             if ledger.identity().hash == identity.hash:
                 return ledger
+        except InputError as error:
+            unreadable.append(str(error).rpartition(";")[0])
+    if unreadable:
+        others = f" (and {len(unreadable) - 1} more)" * (len(unreadable) > 1)
+        log.show_warning(f"this line begins a new sweep: an earlier one cannot be read{others}, {unreadable[0]}")
     return None
 
 
