@@ -158,13 +158,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "same values, or take only its weights with init_from=PATH",
         ),
         ("resume=latest", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
+        ("resume=ROOT/latest", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
         ("init_from=LATEST model=basicnet steps=1", " tensors differ, e.g. 1.bias (here None, there (32,))"),
     ],
 )
 def test_a_refused_resume_leaves_the_old_run_as_it_was(finished: Path, overrides: str, expected: str) -> None:
     before = tree(finished)
-    words = overrides.replace("LATEST", str(finished / (finished / "latest").read_text().strip())).split()
-    assert expected in sentence(train(f"output_root={finished}", "device=cpu", *words))
+    run = finished / (finished / "latest").read_text().strip()
+    words = overrides.replace("LATEST", str(run)).replace("ROOT", str(finished)).split()
+    roots = [] if "ROOT" in overrides else [f"output_root={finished}"]
+    assert expected in sentence(train(*roots, "device=cpu", *words))
     assert tree(finished) == before
 
 

@@ -49,6 +49,8 @@ def test_runs_and_tagged_weights_are_ours_to_complete(word: str, completed: list
 def test_a_path_that_is_there_needs_no_quotes_of_hydra(place: Path) -> None:
     run = "outputs/sweeps/s/000-seed=1,lr=2"
     assert quoted_path(f"resume={run}") == f'resume="{run}"'
+    Path("outputs/sweeps/latest").write_text("s/000-seed=1,lr=2\n")
+    assert quoted_path("init_from=outputs/sweeps/latest") == f'init_from="{run}"'
     assert quoted_path("resume=outputs/1-digits") == "resume=outputs/1-digits"
     assert quoted_path("seed=1,2") == "seed=1,2"
     assert quoted_path("dataset.path=~/my photos") == 'dataset.path="~/my photos"'  # no shell replaces this ~

@@ -11,6 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from lockstep.core.run_dir import pointed
+
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
@@ -41,11 +43,15 @@ def quoted_path(word: str) -> str:
     """A word of the command line, quoted for Hydra if it sets a path that exists, or a path that begins with `~`.
 
     The runs of a sweep have `=` and `,` in their names, and a shell completes these names without quotes. Shells do
-    not expand the `~` of `dataset.path=~/photos`, and Hydra cannot parse it.
+    not expand the `~` of `dataset.path=~/photos`, and Hydra cannot parse it. `outputs/latest` becomes the run that it
+    names now: it names another one when this run is resumed.
     """
     key, _, path = word.partition("=")
     if key not in (*RUNS, *FOLDERS) or not path:
         return word
+    if key in RUNS and Path(path).is_file():
+        path = str(pointed(Path(path), Path(), key))
+        word = f"{key}={path}"
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word
 
 

@@ -19,7 +19,7 @@ from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
-LATEST = "latest"
+LATEST, BEST = "latest", "best"  # text files with the name of a folder beside them
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
 # The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
@@ -243,3 +243,23 @@ def latest(root: Path) -> RunDir | None:
             f"resume=latest: {root / LATEST} names {folder}, expected a folder below {root}; name it with resume=PATH"
         )
     return RunDir(folder)
+
+
+def pointed(path: Path, root: Path, key: str) -> Path:
+    """The folder that a user's path names: the newest run for `latest`, the best job for `best` of a sweep.
+
+    `latest` without a folder is the newest run of `root`. `key` begins the error.
+
+    Raises:
+        InputError: no run was started there.
+    """
+    if path.name == LATEST and not path.is_dir():
+        root = root if path == Path(LATEST) else path.parent
+        newest = latest(root)
+        if newest is None:
+            raise InputError(f"{key}: no run has been started in {root} yet; name a run folder")
+        here = Path.cwd()
+        return newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
+    if path.name == BEST and path.is_file():
+        return path.parent / Path(safe_read.read_text(path).strip()).name
+    return path

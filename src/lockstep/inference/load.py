@@ -14,8 +14,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import LATEST, RunDir, latest
-from lockstep.core.safe_read import read_text
+from lockstep.core.run_dir import RunDir, pointed
 from lockstep.data.pipeline import Pipeline, normalisation
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
@@ -73,17 +72,7 @@ def find_weights(path: str | Path) -> Path:
     Raises:
         InputError: there are no weights.
     """
-    place = Path(path)
-    if place.name == LATEST and not place.is_dir():
-        root = place.parent if len(place.parts) > 1 else Path("outputs")
-        newest = latest(root)
-        if newest is None:
-            raise InputError(f"{KEY}: no run has been started in {root}; name a run folder or a file of weights")
-        here = Path.cwd()
-        place = newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
-    elif place.name == "best" and place.is_file():  # of a sweep, or of the checkpoints of a run
-        place = place.parent / Path(read_text(place).strip()).name
-    return checkpoint.weights_file(place, KEY)
+    return checkpoint.weights_file(pointed(Path(path), Path("outputs"), KEY), KEY)
 
 
 def run_of(file: Path) -> RunDir | None:

@@ -20,7 +20,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
 from lockstep.core.plan import Plan
-from lockstep.core.run_dir import MANIFEST, RunDir, latest
+from lockstep.core.run_dir import MANIFEST, RunDir, pointed
 from lockstep.core.safe_read import UnreadableFile, read_if_exists, read_json
 
 if TYPE_CHECKING:  # importing it imports torch
@@ -153,12 +153,7 @@ def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path 
         raise InputError(problem)
     if invocation.sweep:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
-    path = Path(values["resume"]).expanduser()
-    if values["resume"] == "latest":
-        newest = latest(Path(values["output_root"]))
-        if newest is None:
-            raise InputError(f"resume=latest: no run has been started in {values['output_root']} yet")
-        path = newest.path
+    path = pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
     if (path / MANIFEST).is_file():
         return None
     if RunDir(path).overrides.is_file():

@@ -14,7 +14,7 @@ from lockstep.config.schema import GROUPS
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.run_dir import LATEST, RunDir, latest
+from lockstep.core.run_dir import RunDir, pointed
 from lockstep.core.safe_read import UnreadableFile, is_number
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.record import Direction, Record, State, born
@@ -68,10 +68,7 @@ def existing(path: str) -> Path:
     Raises:
         InputError: there is none.
     """
-    folder = Path(path)
-    if folder.name == LATEST and not folder.is_dir():
-        newest = latest(folder.parent if len(folder.parts) > 1 else Path("outputs"))
-        folder = folder if newest is None else newest.path
+    folder = pointed(Path(path), Path("outputs"), path)
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; name a run, a sweep, or a folder of them, such as outputs")
     return folder
