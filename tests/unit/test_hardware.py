@@ -28,6 +28,7 @@ from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.telemetry import gpu, gpu_counters, hardware
 from lockstep.telemetry.hardware import Monitor, Processes, parts_of
+from lockstep.telemetry.report import HARDWARE
 from processes import wait_for
 
 
@@ -430,3 +431,12 @@ def test_a_rank_that_has_ended_already_is_not_sampled(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     assert parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid(), ended.pid]) == []
+
+
+@pytest.mark.usefixtures("machine")
+def test_the_page_of_a_run_has_a_name_for_each_figure(tmp_path: Path) -> None:
+    joules = tmp_path / "energy_uj"
+    joules.write_text("0")
+    of_cpu = Processes([os.getpid()], counters=[joules]).sample(0)
+    of_gpu = {*gpu.sample("GPU-aa"), *gpu_counters.ACTIVE, *gpu_counters.LINKS}
+    assert {tag.removeprefix("cpu/") for tag in of_cpu} | of_gpu == {*HARDWARE}

@@ -64,7 +64,7 @@ class Page(HTMLParser):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     words = ("epochs=2", "model.width=8", "metric=[f1]", "telemetry.report=never")
     run = train_here(tmp_path_factory.mktemp("trained") / "run", *words)
-    run.write_summary(**SIGHT)
+    run.write_summary(**SIGHT, gpu_util=97.5)
     choices = {"model": "digitnet", "dataset": "digits", "optimizer": "adamw", "experiment": None}
     (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     run.command.write_text("python train.py model.width=8\n")
@@ -88,6 +88,7 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
         assert text in page.text
     for text in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
         assert text in page.text
+    assert "GPU utilisation, % 97.5" in " ".join(page.text.split())
     rows = page.text
     assert "model.width 8 32" in " ".join(rows.split()), "what differs from the defaults, with the default"
     pictures = [of for tag, of in page.tags if tag == "img" and "title" in of]

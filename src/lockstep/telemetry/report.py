@@ -60,6 +60,26 @@ USAGE: dict[str, dict[str, tuple[str, str]]] = {
     "GPU power, W": {"gpu/power_w/": ("", "")},
 }
 
+# What the page calls the figures of `summary.json` about the hardware: those of a GPU and of the CPU.
+HARDWARE = {
+    "util": "utilisation, %",
+    "sm_active": "multiprocessors at work, %",
+    "tensor_active": "tensor cores at work, %",
+    "memory_active": "memory at work, %",
+    "mem_gb": "memory, GB",
+    "power_w": "power, W",
+    "temp_c": "temperature, °C",
+    "sm": "clock, MHz",
+    "slowed": "slowed by heat or the power limit, share of the time",
+    "pcie_in_mb_s": "in over PCIe, MB/s",
+    "pcie_out_mb_s": "out over PCIe, MB/s",
+    "nvlink_in_mb_s": "in over NVLink, MB/s",
+    "nvlink_out_mb_s": "out over NVLink, MB/s",
+    "cores": "cores in use",
+    "read_mb_s": "read, MB/s",
+    "write_mb_s": "written, MB/s",
+}
+
 
 class Notes(list[str]):
     """Sentences about what cannot be shown."""
@@ -186,10 +206,8 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
     names = {"img_per_s": "images per second", "data_wait_pct": "waiting for data, %"}
-    names |= {
-        key: key.replace("_", " ") for key in facts if key.startswith(("gpu_", "cpu_")) and is_number(facts[key])
-    }
-    yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if key in facts)
+    names |= {f"{part.lower()}_{key}": f"{part} {name}" for part in ("GPU", "CPU") for key, name in HARDWARE.items()}
+    yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if is_number(facts.get(key)))
 
 
 def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]]) -> Iterator[tuple[str, str]]:
