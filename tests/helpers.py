@@ -10,10 +10,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forks import Fork, Forks
+from lockstep.cli.prove_run import running
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import process_group, world
@@ -325,6 +328,22 @@ def result(process: Fork, timeout: float = 240) -> Done:
 def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
     """Run a command as a fork of an interpreter that has imported torch; `Forks.start` describes the words."""
     return result(forks().start(*words, cwd=cwd, **environment), timeout)
+
+
+@contextmanager
+def running_fork(words: list[str], *, capture: bool = False) -> Iterator[Fork | subprocess.Popen[str]]:
+    """`prove_run.running`, with `python -m lockstep` as a fork of an interpreter that has imported torch."""
+    if words[:3] != [sys.executable, "-m", "lockstep"] or sys.platform != "linux":
+        with running(words, capture=capture) as fresh:
+            yield fresh
+        return
+    process = forks().start(*words[2:], HYDRA_FULL_ERROR="0")
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.close()
 
 
 def as_ranks(*words: str, ranks: int = 2) -> list[Done]:

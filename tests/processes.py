@@ -29,6 +29,7 @@ SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*FRESH, "launcher=elastic"),
 # `start(..., launch=FORKING)`: the elastic launcher forks its ranks too. `test_launchers.py` shows that fresh ones,
 # which each spend four seconds of a core on imports, give the same run.
 FORKING = ("processes:forking",)
+TORCHRUN = (sys.executable, "-c", "from torch.distributed.run import main; main()")
 THREADED = ("OPENBLAS_NUM_THREADS", "2")  # with this variable a command has several threads, so it forks no ranks
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 MARK = "LOCKSTEP_TEST_RUN"

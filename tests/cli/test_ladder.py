@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helpers import resolved
+from helpers import resolved, running_fork
 from lockstep.cli import ladder as module
 from lockstep.cli.ladder import Rung, chosen, ladder, rungs, sentence_in
 from lockstep.cli.ladder_table import is_measured, row_of, show
@@ -40,8 +40,10 @@ def climb(
 
 @pytest.mark.slow
 def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The rung of torchrun is the real command in new processes; the others are forks."""
+    monkeypatch.setattr(module, "running", running_fork)
     script = tmp_path / "mine.py"
     script.write_text("import beside_it\n" + SCRIPT)
     (tmp_path / "beside_it.py").touch()

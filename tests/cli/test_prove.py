@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import Done, forked
+from helpers import forked, running_fork
+from lockstep.cli import prove, prove_run
 from lockstep.cli.prove import COMMON, cases, compare, for_strategy
 from lockstep.cli.prove_run import Case, Outcome
 
@@ -21,30 +23,24 @@ REFERENCE = Outcome(
 )
 
 
-# The command with some of its cases: each is a fresh interpreter or two.
-SOME = """
-import sys
-from lockstep.cli import main, prove
-every, names = prove.cases, sys.argv.pop(1).split(",")
-prove.cases = lambda *sizes, **named: [case for case in every(*sizes, **named) if case.name in names]
-main.main()
-"""
-
-
-def prove(*arguments: str, cwd: Path) -> Done:
-    return forked("lockstep", "prove", *arguments, cwd=cwd)
-
-
 @pytest.mark.slow
-def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left_out(tmp_path: Path) -> None:
+def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Two ranks, and a killed run of them. A linear model has no stages for a pipeline."""
     some, refused = ["single", "ddp 2", "ddp 2 killed"], ["pipeline 2", "pipeline 2 killed"]
-    words = ("prove", "--ranks", "2", "--steps", "4", "model=linear")
-    done = forked("-c", SOME, ",".join(some + refused), *words, cwd=tmp_path, TMPDIR=str(tmp_path))
-    assert done.code == 0, done.out + done.err
-    assert [line.split("  ")[1] for line in done.out.splitlines() if line.endswith("pass")] == some
-    assert "without pipeline 2: strategy=pipeline has 2 stages, but this model can be cut into 1" in done.out
-    assert [line for line in done.out.splitlines() if "pipeline 2 killed" in line and "refused" in line]
+    planned = [case for case in cases([2], micro_batches=None, others=OTHERS) if case.name in some + refused]
+    monkeypatch.setattr(prove, "cases", lambda *sizes, **named: planned)
+    monkeypatch.setattr(prove_run, "running", running_fork)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    prove.prove(["model=linear"], steps=4, ranks="2")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[1] for line in lines if line.endswith("pass")] == some
+    assert any(
+        "without pipeline 2: strategy=pipeline has 2 stages, but this model can be cut into 1" in line
+        for line in lines
+    )
+    assert [line for line in lines if "pipeline 2 killed" in line and "refused" in line]
     assert not list(tmp_path.glob("lockstep-prove-*"))
 
 
@@ -136,7 +132,7 @@ def test_the_users_config_is_run_as_it_is() -> None:
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:
-    done = prove(*arguments, cwd=tmp_path)
+    done = forked("lockstep", "prove", *arguments, cwd=tmp_path)
     assert done.code == 2
     assert sentence in done.err
     assert "Traceback" not in done.err

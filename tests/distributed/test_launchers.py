@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from helpers import as_ranks, command, forked, losses, records, train, weights
-from processes import ELASTIC, FRESH, JOB, PATIENCE, TWO, ended, processes, start, steps_done, summary, wait_for
+from processes import (
+    ELASTIC,
+    FRESH,
+    JOB,
+    PATIENCE,
+    TORCHRUN,
+    TWO,
+    ended,
+    processes,
+    start,
+    steps_done,
+    summary,
+    wait_for,
+)
 
 STEPS = 10
 
@@ -67,7 +80,7 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
 
 
 def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference: Path, tmp_path: Path) -> None:
-    torchrun = ("-c", "from torch.distributed.run import main; main()", "--standalone", "--nproc-per-node=2")
+    torchrun = (*TORCHRUN[1:], "--standalone", "--nproc-per-node=2")
     words = (f"steps={STEPS}", "strategy=allreduce", "launcher.threads=1")
     done = forked(*torchrun, "train.py", *JOB, *words, f"output_root={tmp_path}")
     assert done.code == 0, done.err

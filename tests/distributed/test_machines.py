@@ -15,7 +15,7 @@ import torch
 
 from helpers import losses, records, weights
 from namespaces import Machine, Unavailable, two_machines
-from processes import Process, background, ended, processes, start, steps_done, wait_for
+from processes import TORCHRUN, Process, background, ended, processes, start, steps_done, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -165,7 +165,6 @@ def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
     assert not list(shared.iterdir())
 
 
-TORCHRUN = ("-c", "from torch.distributed.run import main; main()")
 C10D = ("--rdzv-backend=c10d",)
 
 
@@ -173,7 +172,7 @@ C10D = ("--rdzv-backend=c10d",)
     "launch",
     [
         # By itself torchrun does not know the address as one of a machine whose own name is 127.0.1.1.
-        (*TORCHRUN, "--nnodes=2", "--rdzv-endpoint={main}:29500", *C10D, "--rdzv-conf=is_host={hosts}"),
+        (*TORCHRUN[1:], "--nnodes=2", "--rdzv-endpoint={main}:29500", *C10D, "--rdzv-conf=is_host={hosts}"),
         ("RANK={node}", "WORLD_SIZE=2", "MASTER_ADDR={main}", "MASTER_PORT=29500"),
     ],
     ids=["torchrun", "by hand"],

@@ -24,6 +24,7 @@ from processes import (
     INLINE,
     LONG,
     SPAWN,
+    TORCHRUN,
     background,
     children,
     ended,
@@ -183,7 +184,7 @@ def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launch
 
 
 def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Path) -> None:
-    torchrun = (str(Path(sys.executable).parent / "torchrun"), "--standalone", "--nproc-per-node=2")
+    torchrun = (*TORCHRUN, "--standalone", "--nproc-per-node=2")
     soon = ("--no-python", sys.executable, "-c", REPLACED, "lockstep.launcher.attach", "REACHED_S", "0.5")
     process = start(tmp_path / "run", *FRESH, *LONG, launch=(*torchrun, *soon))
     wait_for(lambda: children(process.pid))

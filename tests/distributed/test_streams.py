@@ -24,7 +24,7 @@ import sys
 from lockstep.cli import main, run, train
 from lockstep.core import errors, log
 def job(*_):
-    log.say("a word " * 10_000)
+    log.say("a word " * 2_000)
     if sys.argv[1:] != ["seed=0"]:
         raise ERROR
     return 1.0
@@ -123,7 +123,8 @@ def test_a_stop_is_saved_without_a_stream(tmp_path: Path, stream: str) -> None:
 def test_a_real_shell_that_closes_them_gets_the_same_codes(tmp_path: Path) -> None:
     words = (sys.executable, "train.py", *QUICK, f"output_root={tmp_path}")
     assert command("sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words).code == 0
-    assert command("bash", "-c", '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}', "bash", *words).code == 0
+    mistake = (*words, "batch=nonsense")
+    assert command("bash", "-c", '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}', "bash", *mistake).code == 2
 
 
 C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
