@@ -50,7 +50,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
-from lockstep.job import prepare
+from lockstep.job.create import create_run
 from lockstep.job.launch import launch
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Lock, job_lock
@@ -167,7 +167,7 @@ def stopped_halfway(folder: Path, seed: int) -> None:
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
-        with suppress(Stopped), prepare.prepare(decide_resume(job, called), called, lock) as run_dir:
+        with suppress(Stopped), create_run(decide_resume(job, called), called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
@@ -186,7 +186,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf")),
             job_lock(called) as lock,
-            prepare.prepare(decide_resume(job, called), called, lock) as run_dir,
+            create_run(decide_resume(job, called), called, lock) as run_dir,
         ):
             launch(run_dir)
 

@@ -25,7 +25,7 @@ from lockstep.config import composition, flags, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.job import prepare
+from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.job.validate import check_data_memory, check_memory
@@ -40,7 +40,7 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
         with job_lock(called) as lock:
-            return prepare.prepare(decide_resume(job, called), called, lock).run_dir
+            return create_run(decide_resume(job, called), called, lock).run_dir
 
 
 def refusal(output_root: Path, *overrides: str) -> str:

@@ -18,7 +18,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.prepare import Preparation
+from lockstep.job.create import Preparation
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,9 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
     ):
         run = begun(tmp_path / str(number))
         run.metrics.write_text("")
-        Preparation.write(run, {}).close(error)
+        preparation = Preparation.write(run, {})
+        run.start_summary()
+        preparation.close(error)
         assert run.read_summary() == {"status": status, "exit_code": code, "error": sentence}
 
 

@@ -85,9 +85,9 @@ def _lead(decide: Decide, invocation: Invocation, machines: Machines | None = No
         if not is_launched() and (folder := decide().folder) is not None:
             lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
         configure_native_threads()
-        from lockstep.job.launch import launch  # these need torch
-        from lockstep.job.prepare import prepare
+        from lockstep.job.create import create_run  # these need torch
+        from lockstep.job.launch import launch
         from lockstep.launcher import create_on_main
 
-        with create_on_main(lambda: prepare(decide(), invocation, lock), program.say) as run_dir:
+        with create_on_main(lambda: create_run(decide(), invocation, lock), program.say) as run_dir:
             return launch(run_dir, machines)
