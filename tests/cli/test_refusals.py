@@ -38,7 +38,7 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
     with initialize_config_dir(str(ROOT / "conf")):
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
-        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
         with job_lock(called) as lock:
             return create_run(decide_resume(job, called), called, lock).run_dir
 

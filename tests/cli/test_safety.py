@@ -42,7 +42,7 @@ SECRET = "correct-horse-battery-staple"
 def refusal(root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf")):  # noqa: PT011, PT012
-        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=None, hydra="")
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
             create_run(decide_resume(job, called), called, lock)

@@ -162,9 +162,9 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
         run = begun(tmp_path / str(number))
         run.metrics.write_text("")
         preparation = Preparation.write(run, {})
-        run.start_summary()
+        run.start_summary(started=1.5)
         preparation.close(error)
-        assert run.read_summary() == {"status": status, "exit_code": code, "error": sentence}
+        assert run.read_summary() == {"started": 1.5, "status": status, "exit_code": code, "error": sentence}
 
 
 def test_a_fault_before_training_keeps_its_folder_too(tmp_path: Path) -> None:

@@ -12,10 +12,8 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import Resume
 from lockstep.job.run_folder import job_lock, lock_run_folder
-from lockstep.runtime import program
-from lockstep.sweep.ledger import record_of
+from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.record import State
-from lockstep.sweep.recording import recorded
 
 if TYPE_CHECKING:
     from lockstep.launcher import Machines
@@ -70,13 +68,13 @@ def submit_job(decide: Decide, invocation: Invocation) -> None:
     configure_native_threads()
     from lockstep.config import components  # these need torch
     from lockstep.job.submit import submission
-    from lockstep.sweep import array
+    from lockstep.sweep import report
 
     with job_lock(invocation) as lock:
         launcher = components.build("launcher", decide().launcher)
-        array.WAITING.append(submission(decide(), launcher, invocation, lock))
+        report.WAITING.append(submission(decide(), launcher, invocation, lock))
     if not invocation.sweep:
-        array.submit_all()
+        report.submit_all()
 
 
 def _lead(decide: Decide, invocation: Invocation, machines: Machines | None = None) -> float | None:
@@ -89,5 +87,5 @@ def _lead(decide: Decide, invocation: Invocation, machines: Machines | None = No
         from lockstep.job.launch import launch
         from lockstep.launcher import create_on_main
 
-        with create_on_main(lambda: create_run(decide(), invocation, lock), program.say) as run_dir:
+        with create_on_main(lambda: create_run(decide(), invocation, lock)) as run_dir:
             return launch(run_dir, machines)

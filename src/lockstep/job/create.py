@@ -51,16 +51,14 @@ class Preparation:
     Fields:
         run_dir: the run folder.
         described: whether the folder had any of these files before.
-        before: the old content of these files and of the ranks' error files; None for one that did not exist.
+        before: the old content of these files, the summary and the ranks' error files; None without such a file.
         logs_before: the size of each log, to which a job that was refused by a rank has added lines.
-        summary_before: the identity of the summary's file (`_file_id`).
     """
 
     run_dir: RunDir
     described: bool
     before: Mapping[Path, bytes | None]
     logs_before: Mapping[Path, int]
-    summary_before: tuple[int, int] | None
 
     @classmethod
     def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
@@ -69,13 +67,14 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written; all files are as they were.
         """
-        before = {path: read_if_exists(path) for path in (*texts, *run_dir.logs.glob("rank*.error.json"))}
+        before = {
+            path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.logs.glob("rank*.error.json"))
+        }
         preparation = cls(
             run_dir=run_dir,
             described=any(before[path] for path in texts),
             before=before,
             logs_before={path: path.stat().st_size for path in run_dir.log_files() if path not in before},
-            summary_before=_file_id(run_dir.summary),
         )
         try:
             # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
@@ -113,12 +112,14 @@ class Preparation:
 
     def close(self, error: BaseException) -> None:
         """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
-        same_summary = _file_id(self.run_dir.summary) == self.summary_before
-        if isinstance(error, InputError) and (same_summary or not self.run_dir.began):
-            with suppress(OSError, StorageError, UnreadableFile):
-                self.undo()
-        else:
+        has_started = self.run_dir.began
+        with suppress(UnreadableFile):
+            has_started &= read_if_exists(self.run_dir.summary) != self.before[self.run_dir.summary]
+        if has_started or not isinstance(error, InputError):
             self.run_dir.write_ending(error)
+            return
+        with suppress(OSError, StorageError, UnreadableFile):
+            self.undo()
 
     def __enter__(self) -> RunDir:
         return self.run_dir
@@ -128,12 +129,3 @@ class Preparation:
     ) -> None:
         if error is not None:
             self.close(error)
-
-
-def _file_id(path: Path) -> tuple[int, int] | None:
-    """The identity of a file, which changes when the file is replaced; None if the file does not exist."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return None
-    return status.st_ino, status.st_mtime_ns

@@ -64,11 +64,7 @@ def port(job: ResolvedJob) -> Iterator[Finding]:
 
 
 def plan(job: ResolvedJob, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
-    """How the global batch and the epochs are cut, and the bytes that the run takes.
-
-    Raises:
-        InputError: the job does not fit its data, or what it resumes.
-    """
+    """How the global batch and the epochs are cut, and the bytes that the run takes."""
     steps = check_plan(job)
     if resumed is not None:
         check_resumable(job, steps, resumed, ended=has_ended(run))

@@ -45,11 +45,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
 
 
 def job_of(overrides: Sequence[str]) -> ResolvedJob:
-    """The job of the words of a command, resolved and checked without its data. Nothing is written.
-
-    Raises:
-        InputError: the job does not fit.
-    """
+    """The job of the words of a command, resolved and checked without its data. Nothing is written."""
     values = composition.composed(list(overrides))
     with composition.composing():
         return checked_job(decide_resume(values, Invocation.current()))
@@ -59,9 +55,6 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
     """The job of a command, resolved, and checked as far as that is possible without its data.
 
     `sweep` is whether other jobs run in this process.
-
-    Raises:
-        InputError: the job does not fit.
     """
     job = components.build_job(resume.values)
     resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
@@ -76,9 +69,6 @@ def check_run(job: ResolvedJob, *, starts: bool, fetch: bool) -> Plan:
 
     Missing data is downloaded if `fetch` is set. It must not be set if only the run folder names the data's folder,
     because somebody else may have written the run folder.
-
-    Raises:
-        InputError: it does not fit.
     """
     if job.init_from is not None and starts:
         checkpoint.weights_file(Path(job.init_from))
@@ -93,11 +83,7 @@ def check_run(job: ResolvedJob, *, starts: bool, fetch: bool) -> Plan:
 
 
 def check_plan(job: ResolvedJob) -> Plan:
-    """The plan of a job whose data is there, and which fits it and the memory.
-
-    Raises:
-        InputError: it does not fit.
-    """
+    """The plan of a job whose data is there, and which fits it and the memory."""
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     if job.train.freeze_until is not None:

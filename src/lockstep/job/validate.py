@@ -31,11 +31,7 @@ LARGE = 1024  # the side of images for which the layers of some networks of timm
 
 
 def check_effects(job: ResolvedJob) -> None:
-    """Refuse a key that has no effect because of another key.
-
-    Raises:
-        InputError: the job has such a key.
-    """
+    """Refuse a key that has no effect because of another key."""
     model = job.model
     if model.compile_mode is not CompileMode.default and not model.compile:
         raise InputError(
@@ -71,22 +67,14 @@ def check_effects(job: ResolvedJob) -> None:
 
 
 def check_packages(job: ResolvedJob) -> None:
-    """Refuse a logger whose package is not installed.
-
-    Raises:
-        InputError: a package is missing.
-    """
+    """Refuse a logger whose package is not installed."""
     for name, logger in job.logger.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
 
 
 def check_folders(job: ResolvedJob) -> None:
-    """Refuse paths for data and runs that are not folders and cannot become folders.
-
-    Raises:
-        InputError: a path is wrong.
-    """
+    """Refuse paths for data and runs that are not folders and cannot become folders."""
     for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
         try:
             nearest = next(folder for folder in (path, *path.parents) if folder.is_symlink() or folder.exists())
@@ -201,11 +189,7 @@ def _check_graph(job: ResolvedJob) -> None:
 
 
 def check_threads(job: ResolvedJob) -> None:
-    """Refuse more processes or threads than a system can start, because it would kill a program that starts them.
-
-    Raises:
-        InputError: there are too many.
-    """
+    """Refuse more processes or threads than a system can start, because it would kill a program that starts them."""
     ranks, threads = job.launcher.ranks, job.launcher.threads
     workers = job.loader.workers
     if is_launched():
@@ -225,11 +209,7 @@ def check_threads(job: ResolvedJob) -> None:
 
 
 def check_data_memory(job: ResolvedJob) -> None:
-    """Refuse a data set that makes more images than fit into memory.
-
-    Raises:
-        InputError: the images do not fit.
-    """
+    """Refuse a data set that makes more images than fit into memory."""
     if size := job.dataset.generated_bytes:
         name, examples = type(job.dataset).__name__.lower(), getattr(job.dataset, "examples", 1)
         fitting = max(1, int(examples * available_memory() / 2 / size))
@@ -237,11 +217,7 @@ def check_data_memory(job: ResolvedJob) -> None:
 
 
 def check_memory(job: ResolvedJob, plan: Plan) -> None:
-    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message.
-
-    Raises:
-        InputError: something does not fit.
-    """
+    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
     # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
     usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
     on_cpu = job.device == "cpu"
