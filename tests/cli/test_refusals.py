@@ -20,7 +20,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, built, train_here
+from helpers import ROOT, built, train, train_here
 from lockstep.config import composition, flags, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
@@ -840,3 +840,21 @@ def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_a
         prepared(f"resume={run.path}", f"output_root={tmp_path}")
         assert "the overrides of the run cannot be compared with it" in capsys.readouterr().out
         assert (run.hydra / "config.yaml").read_text() == config
+
+
+REFUSED = (
+    ("resume=nowhere",),
+    ("resume=latest",),
+    ("resume=nowhere", "init_from=nowhere"),
+    ("batch=auto", "train.micro_batches=3"),
+    ("sweep.retry=true",),
+    ("launcher=slurm", "launcher.dry_run=true", "resume=nowhere"),
+    ("launcher=elastic", "launcher.nodes=2"),
+    ("device=cpu", "model.pretrained=true", "init_from=nowhere"),
+)
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_a_refused_job_leaves_no_folder_wherever_it_is_refused(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    done = train(*overrides, "hydra.run.dir=new", cwd=tmp_path)
+    assert (done.code, [*tmp_path.iterdir()]) == (2, []), done.err

@@ -13,12 +13,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, Node, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.config import other_words
 from lockstep.config.commands import override, parsed, program_name, program_words, typed
@@ -184,10 +179,7 @@ _MESSAGES = (
     (r"Value '(.*)' of type .* '(?:Optional\[)?Union\[.*str.*\]'", "is '{0}', expected a number or a word: {key}=1"),
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
-    (
-        r"Unsupported interpolation type (\S+)",
-        "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE",
-    ),
+    (r"Unsupported interpolation type (\S+)", "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE"),
     (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
 )

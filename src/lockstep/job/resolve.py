@@ -65,9 +65,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
         repro="strict" if strategy.fixed_order else "exact",
         train=replace(
-            job.train,
-            micro_batches=_micro_batches(job, strategy, world_size),
-            eval_batch=_eval_batch(job, dataset),
+            job.train, micro_batches=_micro_batches(job, strategy, world_size), eval_batch=_eval_batch(job, dataset)
         ),
         augment=_augment(job, dataset),
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),

@@ -24,17 +24,7 @@ from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.agent import Meeting, NotEnough, ranks_here
 from lockstep.launcher.attach import is_listening, wait
 from lockstep.launcher.base import first_failure, remove_error_files
-from lockstep.launcher.machine import (
-    CLAIMED,
-    CONNECTED,
-    FIRST_S,
-    JOINED,
-    READ,
-    REFUSED,
-    REPORTED,
-    STATE,
-    Machine,
-)
+from lockstep.launcher.machine import CLAIMED, CONNECTED, FIRST_S, JOINED, READ, REFUSED, REPORTED, STATE, Machine
 from lockstep.launcher.processes import POLL_S
 
 # Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
