@@ -304,7 +304,7 @@ def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -
         keys = [word.partition("=")[0] for word in proposed]
         unchanged = [word for word in words if word.partition("=")[0].strip("+") not in keys]
         if "dataset=fake" in words and "dataset.examples=" in advice:  # so many images take half a minute to make
-            check_data_memory(built(*unchanged, *proposed))
+            check_data_memory(built(*unchanged, *proposed).dataset)
             continue
         with suppress(Exception):
             prepared(f"output_root={tmp_path / 'typed'}", *unchanged, *proposed)

@@ -258,8 +258,11 @@ def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> N
 
 def test_a_run_that_never_logged_and_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    Preparation.write(run, {run.config: "other"}).close(InputError("no"))
-    assert run.config.read_text() == "written"
+    summary = run.summary.read_bytes()
+    preparation = Preparation.write(run, {run.config: "other"})
+    run.start_summary(started=1.5)
+    preparation.close(InputError("no"))
+    assert (run.config.read_text(), run.summary.read_bytes()) == ("written", summary)
 
 
 def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(

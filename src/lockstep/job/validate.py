@@ -9,15 +9,16 @@ needs of processes, threads and memory is a lower bound: a job that is refused c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from lockstep.core.data_protocols import BoxAugment
+from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Logger
 from lockstep.data.datasets.files import crops_files
 from lockstep.models.nets import CompileMode, check_size, sketch
 from lockstep.runtime.host import available_memory, check_room, cores
@@ -66,18 +67,19 @@ def check_effects(job: ResolvedJob) -> None:
         )
 
 
-def check_packages(job: ResolvedJob) -> None:
+def check_packages(loggers: Mapping[str, Logger]) -> None:
     """Refuse a logger whose package is not installed."""
-    for name, logger in job.logger.items():
+    for name, logger in loggers.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
 
 
-def check_folders(job: ResolvedJob) -> None:
+def check_folders(**folders: str) -> None:
     """Refuse paths for data and runs that are not folders and cannot become folders."""
-    for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
+    for key, folder in folders.items():
+        path = Path(folder)
         try:
-            nearest = next(folder for folder in (path, *path.parents) if folder.is_symlink() or folder.exists())
+            nearest = next(parent for parent in (path, *path.parents) if parent.is_symlink() or parent.exists())
             fits = nearest.is_dir()
         except OSError as error:
             raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
@@ -96,10 +98,10 @@ def check_job(job: ResolvedJob) -> None:
         job.loader.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
-        lambda: check_packages(job),
+        lambda: check_packages(job.logger),
         lambda: check_threads(job),
-        lambda: check_folders(job),
-        lambda: check_data_memory(job),
+        lambda: check_folders(data_root=job.data_root, output_root=job.output_root),
+        lambda: check_data_memory(job.dataset),
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
         lambda: _check_graph(job),
@@ -208,10 +210,10 @@ def check_threads(job: ResolvedJob) -> None:
         )
 
 
-def check_data_memory(job: ResolvedJob) -> None:
+def check_data_memory(dataset: Source) -> None:
     """Refuse a data set that makes more images than fit into memory."""
-    if size := job.dataset.generated_bytes:
-        name, examples = type(job.dataset).__name__.lower(), getattr(job.dataset, "examples", 1)
+    if size := dataset.generated_bytes:
+        name, examples = type(dataset).__name__.lower(), getattr(dataset, "examples", 1)
         fitting = max(1, int(examples * available_memory() / 2 / size))
         check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")
 
