@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from types import TracebackType
 
 from lockstep.config import components, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
@@ -18,6 +20,7 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import prepare
 from lockstep.job.resume import Resume
 from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.runtime import environment
 
 
 def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
@@ -29,6 +32,8 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> Preparatio
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
     job = prepare(resume, invocation)
+    if job.launcher.can_fork():
+        import_for_ranks(job)
     root, folder = Path(job.output_root), resume.folder
     run_dir = RunDir.at(folder) if folder is not None else RunDir.create(root, job.name)
     lock.take(run_dir.lock)
@@ -42,6 +47,19 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> Preparatio
             run_dir.composed: yaml_io.dump(resume.composed),
         },
     )
+
+
+def import_for_ranks(job: Job) -> None:
+    """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
+    from lockstep.job import launch  # noqa: F401  # late, because only a rank needs all of it
+
+    environment.own_source()
+    parts = (job.model, job.strategy, *job.logger.values())
+    modules = {name for part in parts for name in getattr(part, "imports", ())}
+    modules |= {"torch._dynamo"} if job.model.compile else set()
+    modules |= {"torchmetrics.classification"} if job.metric else set()
+    for name in sorted(modules):
+        importlib.import_module(name)
 
 
 @dataclass(frozen=True, kw_only=True)

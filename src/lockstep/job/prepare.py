@@ -5,7 +5,6 @@ here but data and published weights that are missing.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,14 +14,12 @@ import torch
 from lockstep import checkpoint
 from lockstep.config import components, composition
 from lockstep.config.invocation import Invocation
-from lockstep.config.schema import Job
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, check_resumable, decide_resume
 from lockstep.job.validate import check_job, check_memory
-from lockstep.runtime import environment
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -39,8 +36,6 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     plan = check_run(job, starts=resume.checkpoint is None, fetch=resume.may_fetch)
     if resume.checkpoint is not None:
         check_resumable(job, plan, resume.checkpoint, ended=resume.ended)
-    if job.launcher.can_fork():
-        import_for_ranks(job)
     return job
 
 
@@ -102,16 +97,3 @@ def _check_data(dataset: Source) -> None:
         raise InputError(
             f"{error}; a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
         ) from error
-
-
-def import_for_ranks(job: Job) -> None:
-    """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
-    from lockstep.job import launch  # noqa: F401  # late, because only a rank needs all of it
-
-    environment.own_source()
-    parts = (job.model, job.strategy, *job.logger.values())
-    modules = {name for part in parts for name in getattr(part, "imports", ())}
-    modules |= {"torch._dynamo"} if job.model.compile else set()
-    modules |= {"torchmetrics.classification"} if job.metric else set()
-    for name in sorted(modules):
-        importlib.import_module(name)

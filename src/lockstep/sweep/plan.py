@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.job.prepare import import_for_ranks
+from lockstep.job.create import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.runs import ELSEWHERE
 
