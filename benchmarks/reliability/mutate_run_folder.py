@@ -50,7 +50,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
-from lockstep.job import prepare
+from lockstep.job.create import create_run
 from lockstep.job.launch import launch
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Lock, job_lock
@@ -163,11 +163,11 @@ class _StopAt(StopRequest):
 def stopped_halfway(folder: Path, seed: int) -> None:
     """Run the job in `folder` and stop it after step `STOP_AT`."""
     overrides = (*JOB, f"seed={seed}", f"output_root={folder.parent}")
-    called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="{}\n")
+    called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="{}\n")
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
-        with suppress(Stopped), prepare.prepare(decide_resume(job, called), called, lock) as run_dir:
+        with suppress(Stopped), create_run(decide_resume(job, called), called, lock) as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
@@ -175,9 +175,7 @@ def stopped_halfway(folder: Path, seed: int) -> None:
 def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
     """Run `python train.py resume=FOLDER`, with the config that Hydra has already `composed` for this command."""
     overrides = (f"resume={folder}", f"output_root={folder.parent}")
-    called = Invocation(
-        overrides=overrides, command="python train.py", sweep=False, number=0, folder=None, hydra="{}\n"
-    )
+    called = Invocation(overrides=overrides, command="python train.py", sweep=False, folder=None, hydra="{}\n")
     job = {**composed, "resume": str(folder), "output_root": str(folder.parent)}
 
     def command() -> None:
@@ -186,7 +184,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.bypass_hydra_errors(),
             initialize_config_dir(str(ROOT / "conf")),
             job_lock(called) as lock,
-            prepare.prepare(decide_resume(job, called), called, lock) as run_dir,
+            create_run(decide_resume(job, called), called, lock) as run_dir,
         ):
             launch(run_dir)
 

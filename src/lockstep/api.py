@@ -63,8 +63,8 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.config import extensions as known
     from lockstep.config.invocation import Invocation
     from lockstep.core.safe_write import storing
+    from lockstep.job.create import create_run
     from lockstep.job.launch import launch
-    from lockstep.job.prepare import prepare
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
     from lockstep.telemetry.sinks import read_figures
@@ -77,7 +77,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
             with storing(invocation.folder):
                 invocation.folder.mkdir(parents=True, exist_ok=True)
         with composition.composing():  # a resume composes the overrides of its run
-            prepared = prepare(decide_resume(values, invocation), invocation, lock)
+            prepared = create_run(decide_resume(values, invocation), invocation, lock)
         with prepared as run_dir:
             objective = launch(run_dir)
     return Result(

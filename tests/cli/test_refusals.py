@@ -20,12 +20,12 @@ import torch
 from hydra import compose, initialize_config_dir
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, built, train_here
+from helpers import ROOT, built, train, train_here
 from lockstep.config import composition, flags, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.job import prepare
+from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.job.validate import check_data_memory, check_memory
@@ -38,9 +38,9 @@ def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
     with initialize_config_dir(str(ROOT / "conf")):
         job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
-        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=folder, hydra="")
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
         with job_lock(called) as lock:
-            return prepare.prepare(decide_resume(job, called), called, lock).run_dir
+            return create_run(decide_resume(job, called), called, lock).run_dir
 
 
 def refusal(output_root: Path, *overrides: str) -> str:
@@ -304,7 +304,7 @@ def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -
         keys = [word.partition("=")[0] for word in proposed]
         unchanged = [word for word in words if word.partition("=")[0].strip("+") not in keys]
         if "dataset=fake" in words and "dataset.examples=" in advice:  # so many images take half a minute to make
-            check_data_memory(built(*unchanged, *proposed))
+            check_data_memory(built(*unchanged, *proposed).dataset)
             continue
         with suppress(Exception):
             prepared(f"output_root={tmp_path / 'typed'}", *unchanged, *proposed)
@@ -840,3 +840,21 @@ def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_a
         prepared(f"resume={run.path}", f"output_root={tmp_path}")
         assert "the overrides of the run cannot be compared with it" in capsys.readouterr().out
         assert (run.hydra / "config.yaml").read_text() == config
+
+
+REFUSED = (
+    ("resume=nowhere",),
+    ("resume=latest",),
+    ("resume=nowhere", "init_from=nowhere"),
+    ("batch=auto", "train.micro_batches=3"),
+    ("sweep.retry=true",),
+    ("launcher=slurm", "launcher.dry_run=true", "resume=nowhere"),
+    ("launcher=elastic", "launcher.nodes=2"),
+    ("device=cpu", "model.pretrained=true", "init_from=nowhere"),
+)
+
+
+@pytest.mark.parametrize("overrides", REFUSED, ids=" ".join)
+def test_a_refused_job_leaves_no_folder_wherever_it_is_refused(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    done = train(*overrides, "hydra.run.dir=new", cwd=tmp_path)
+    assert (done.code, [*tmp_path.iterdir()]) == (2, []), done.err

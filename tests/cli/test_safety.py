@@ -29,7 +29,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir, latest
 from lockstep.core.world import World
-from lockstep.job import prepare
+from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.training import experiment
@@ -42,10 +42,10 @@ SECRET = "correct-horse-battery-staple"
 def refusal(root: Path, *overrides: str) -> str:
     """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
     with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf")):  # noqa: PT011, PT012
-        called = Invocation(overrides=overrides, command="", sweep=False, number=0, folder=None, hydra="")
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=None, hydra="")
         job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
-            prepare.prepare(decide_resume(job, called), called, lock)
+            create_run(decide_resume(job, called), called, lock)
     error = messages.translate(raised.value)
     assert isinstance(error, InputError), repr(raised.value)
     assert not root.exists()

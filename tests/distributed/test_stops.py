@@ -202,7 +202,7 @@ def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(attach, "REACHED_S", 0.2)
     folder = nullcontext(RunDir(Path()))
-    with pytest.raises(RankFailed, match="does not answer"), create_on_main(lambda: folder, lambda error: None):
+    with pytest.raises(RankFailed, match="does not answer"), create_on_main(lambda: folder):
         pass
 
 

@@ -26,12 +26,11 @@ from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
-from lockstep.sweep.ledger import Identity, Ledger, record_of
+from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import _alone, sweep_of_line
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
-from lockstep.sweep.recording import recorded
 from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]

@@ -13,7 +13,7 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.config.timm_names import timm_models
+from lockstep.config.options import timm_models
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
 from lockstep.models.nets import MaxPoolTo, TimeLimit, TooSlowError, check_size, sketch

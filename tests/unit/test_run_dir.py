@@ -18,7 +18,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.prepare import Preparation
+from lockstep.job.create import Preparation
 
 
 @pytest.mark.parametrize(
@@ -161,8 +161,10 @@ def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path)
     ):
         run = begun(tmp_path / str(number))
         run.metrics.write_text("")
-        Preparation.write(run, {}).close(error)
-        assert run.read_summary() == {"status": status, "exit_code": code, "error": sentence}
+        preparation = Preparation.write(run, {})
+        run.start_summary(started=1.5)
+        preparation.close(error)
+        assert run.read_summary() == {"started": 1.5, "status": status, "exit_code": code, "error": sentence}
 
 
 def test_a_fault_before_training_keeps_its_folder_too(tmp_path: Path) -> None:
@@ -256,8 +258,11 @@ def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> N
 
 def test_a_run_that_never_logged_and_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
-    Preparation.write(run, {run.config: "other"}).close(InputError("no"))
-    assert run.config.read_text() == "written"
+    summary = run.summary.read_bytes()
+    preparation = Preparation.write(run, {run.config: "other"})
+    run.start_summary(started=1.5)
+    preparation.close(InputError("no"))
+    assert (run.config.read_text(), run.summary.read_bytes()) == ("written", summary)
 
 
 def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(

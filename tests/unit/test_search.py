@@ -167,10 +167,10 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
     (record,) = ledger.enter([(["x=a"], "x=a")])
     failed = ledger.end(record, State.failed, exit_code=70, error="it is wrong")
     search = Search(
-        study,
-        {"x": optuna.distributions.CategoricalDistribution(["a"])},
-        (),
-        ledger,
+        study=study,
+        space={"x": optuna.distributions.CategoricalDistribution(["a"])},
+        fixed=(),
+        ledger=ledger,
         objectives=["score"],
         trials=2,
         at_once=1,

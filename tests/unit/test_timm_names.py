@@ -7,7 +7,7 @@ import sys
 import timm
 
 from helpers import command
-from lockstep.config.timm_names import is_timm_model, timm_models
+from lockstep.config.options import is_timm_model, timm_models
 
 
 def test_the_catalog_is_the_list_that_timm_gives() -> None:
@@ -24,5 +24,5 @@ def test_a_name_counts_alone_and_with_a_tag() -> None:
 
 def test_reading_the_catalog_imports_neither_timm_nor_torch() -> None:
     loaded = "bool({'timm', 'torch'} & sys.modules.keys())"
-    code = f"import sys, lockstep.config.timm_names as c; c.timm_models(); sys.exit({loaded})"
+    code = f"import sys, lockstep.config.options as c; c.timm_models(); sys.exit({loaded})"
     assert command(sys.executable, "-c", code).code == 0

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
 from lockstep.config.hydra_policy import EXTENSION
+from lockstep.config.options import is_timm_model, timm_models
 from lockstep.config.schema import GROUPS, MANY
-from lockstep.config.timm_names import is_timm_model, timm_models
 
 
 class NamedOptions(ConfigSource):

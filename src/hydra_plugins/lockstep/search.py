@@ -88,10 +88,10 @@ class OptunaSweeper(Sweeper):
                 ) from error
             self._run(
                 Search(
-                    study,
-                    space,
-                    fixed,
-                    Ledger(folder),
+                    study=study,
+                    space=space,
+                    fixed=fixed,
+                    ledger=Ledger(folder),
                     objectives=self.objectives,
                     trials=self.n_trials,
                     at_once=self.n_jobs,
@@ -181,11 +181,7 @@ class OptunaSweeper(Sweeper):
 
 
 def distribution(word: Override) -> BaseDistribution:
-    """Optuna's distribution for a sweep of Hydra's.
-
-    Raises:
-        InputError: there is none.
-    """
+    """Optuna's distribution for a sweep of Hydra's."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value = word.value()

@@ -15,11 +15,7 @@ RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
 def arguments() -> argparse.Namespace:
-    """The arguments of the command line.
-
-    Raises:
-        InputError: there is a mistake in them.
-    """
+    """The arguments of the command line."""
     parser = Parser(prog="lockstep", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")

@@ -109,11 +109,7 @@ class Rung:
 
 
 def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Rung]:
-    """The rungs of a job, in the order of the tutorials.
-
-    Raises:
-        InputError: a script cannot be read.
-    """
+    """The rungs of a job, in the order of the tutorials."""
     many = ("launcher=spawn", f"launcher.ranks={ranks}")
     yield Rung("one device", ("strategy=single", "launcher.ranks=1"))
     yield Rung("DataParallel", ("strategy=dp", "launcher.ranks=1"))
@@ -183,11 +179,7 @@ def ladder(
 
 
 def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
-    """The first rung, and those that `--only` names.
-
-    Raises:
-        InputError: there is no such rung.
-    """
+    """The first rung, and those that `--only` names."""
     if only is None:
         return climbed
     names = {slug(rung.name): rung for rung in climbed}
@@ -228,11 +220,7 @@ def _key(rung: Rung, turn: int) -> tuple[str, ...]:
 
 
 def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
-    """Run a rung from its start, and record how it ended.
-
-    Raises:
-        Stopped: it was stopped.
-    """
+    """Run a rung from its start, and record how it ended."""
     folder = ledger.folder / record.folder
     shutil.rmtree(folder, ignore_errors=True)
     record = ledger.start(record)

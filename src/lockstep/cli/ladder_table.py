@@ -46,6 +46,8 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
     rates = [summary["img_per_s"] for summary in summaries]
     rate = statistics.median(rates) if rates else None
     faster = None if rate is None else rate / (first or {"img_per_s": rate})["img_per_s"]
+    # Of a CPU, the memory of all ranks; a run of a second does not know it.
+    memory = [s["gpu_memory"] / 1e9 if "gpu_memory" in s else s.get("cpu_mem_gb") for s in summaries]
     return {
         "rung": rung,
         "img_per_s": rate,
@@ -53,7 +55,7 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
         "speed_up": faster,
         "efficiency": faster / devices if faster is not None and devices else None,
         "communication": _median(summary.get("time", {}).get("communication") for summary in summaries),
-        "memory_gb": _median(map(_memory_gb, summaries)),
+        "memory_gb": _median(memory),
         "top1": _median(summary.get("objective") for summary in summaries),
         "difference": difference(losses, first["losses"] if first else losses),
         "losses": losses,
@@ -64,11 +66,6 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def _memory_gb(summary: Mapping[str, Any]) -> float | None:
-    """The most memory of main's GPU, or the memory of all ranks of a CPU, which a run of a second does not know."""
-    return summary["gpu_memory"] / 1e9 if "gpu_memory" in summary else summary.get("cpu_mem_gb")
 
 
 def losses_of(run_dir: RunDir) -> dict[int, float]:

@@ -79,11 +79,7 @@ def pack(
 
 
 def check_packed(target: str) -> None:
-    """Read a packed data set whole and compare it with the hashes in its manifest.
-
-    Raises:
-        InputError: a file is missing or has changed.
-    """
+    """Read a packed data set whole and compare it with the hashes in its manifest."""
     folder = Path(target).absolute()
     size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
     with progress("checking", size) as advance:

@@ -63,10 +63,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
-        _sizes(ranks),
-        micro_batches=_other_micro_batches(job),
-        others=_equal_strategies(job),
-        everything=everything,
+        _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything
     )
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)

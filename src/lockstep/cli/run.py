@@ -11,11 +11,9 @@ from lockstep.core.launched import is_launched
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import Resume
-from lockstep.job.run_folder import job_lock, lock_run_folder
-from lockstep.runtime import program
-from lockstep.sweep.ledger import record_of
+from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.record import State
-from lockstep.sweep.recording import recorded
 
 if TYPE_CHECKING:
     from lockstep.launcher import Machines
@@ -25,7 +23,7 @@ Decide = Callable[[], Resume]
 SLURM = "lockstep.launcher.Slurm"
 
 
-def run_job(decide: Decide, invocation: Invocation) -> float | None:
+def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     """Lock, check and launch one job; returns its objective, or None if main is on another machine.
 
     Raises:
@@ -34,13 +32,13 @@ def run_job(decide: Decide, invocation: Invocation) -> float | None:
     folder = None if invocation.sweep or is_launched() else decide().folder
     entry = record_of(folder) if folder is not None else None
     if entry is None or entry[1].state is State.done:
-        return _run_job(decide, invocation)
-    return recorded(*entry, lambda: _run_job(decide, invocation))  # a job of a sweep, which goes on alone
+        return _run_job(decide, invocation, lock)
+    return recorded(*entry, lambda: _run_job(decide, invocation, lock))  # a job of a sweep, which goes on alone
 
 
-def _run_job(decide: Decide, invocation: Invocation) -> float | None:
+def _run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     if is_launched() or str((launcher := decide().launcher).get("nodes", 1)) in ("1", "1:1"):
-        return _lead(decide, invocation)
+        return _lead(decide, invocation, lock)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
     from lockstep.job import worker  # these need torch
@@ -49,7 +47,7 @@ def _run_job(decide: Decide, invocation: Invocation) -> float | None:
 
     with meeting(launcher, invocation) as role:
         if not isinstance(role, Member):
-            return _lead(decide, invocation, role)
+            return _lead(decide, invocation, lock, role)
         role.run_attempts(worker.main)
     return None
 
@@ -61,7 +59,7 @@ def submits(decide: Decide) -> bool:
     return decide().launcher.get("_target_") == SLURM
 
 
-def submit_job(decide: Decide, invocation: Invocation) -> None:
+def submit_job(decide: Decide, invocation: Invocation, lock: Lock) -> None:
     """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end.
 
     Raises:
@@ -70,24 +68,22 @@ def submit_job(decide: Decide, invocation: Invocation) -> None:
     configure_native_threads()
     from lockstep.config import components  # these need torch
     from lockstep.job.submit import submission
-    from lockstep.sweep import array
+    from lockstep.sweep import report
 
-    with job_lock(invocation) as lock:
-        launcher = components.build("launcher", decide().launcher)
-        array.WAITING.append(submission(decide(), launcher, invocation, lock))
+    launcher = components.build("launcher", decide().launcher)
+    report.WAITING.append(submission(decide(), launcher, invocation, lock))
     if not invocation.sweep:
-        array.submit_all()
+        report.submit_all()
 
 
-def _lead(decide: Decide, invocation: Invocation, machines: Machines | None = None) -> float | None:
+def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: Machines | None = None) -> float | None:
     """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
-    with job_lock(invocation) as lock:
-        if not is_launched() and (folder := decide().folder) is not None:
-            lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
-        configure_native_threads()
-        from lockstep.job.launch import launch  # these need torch
-        from lockstep.job.prepare import prepare
-        from lockstep.launcher import create_on_main
+    if not is_launched() and (folder := decide().folder) is not None:
+        lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
+    configure_native_threads()
+    from lockstep.job.create import create_run  # these need torch
+    from lockstep.job.launch import launch
+    from lockstep.launcher import create_on_main
 
-        with create_on_main(lambda: prepare(decide(), invocation, lock), program.say) as run_dir:
-            return launch(run_dir, machines)
+    with create_on_main(lambda: create_run(decide(), invocation, lock)) as run_dir:
+        return launch(run_dir, machines)

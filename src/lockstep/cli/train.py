@@ -46,14 +46,16 @@ def train_job(composed: DictConfig) -> float | None:
     from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
     from lockstep.config.invocation import Invocation
     from lockstep.job.resume import decide_resume
+    from lockstep.job.run_folder import job_lock
 
     with program.bypass_hydra_errors():
         invocation = Invocation.current()
         decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
-        if submits(decide):
-            submit_job(decide, invocation)
-            return None
-        objective = run_job(decide, invocation)
+        with job_lock(invocation) as lock:
+            if submits(decide):
+                submit_job(decide, invocation, lock)
+                return None
+            objective = run_job(decide, invocation, lock)
     forgive_output()  # train.log has the lines of the run
     return objective
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lockstep.config.commands import RUNS
 from lockstep.config.messages import key_of
-from lockstep.config.timm_names import tagged_names
+from lockstep.config.options import tagged_names
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 
 OUTPUTS = "outputs"
@@ -41,11 +41,9 @@ def matches(word: str) -> list[str] | None:
     elif key_of(word) in RUNS and not value.startswith(("/", ".", "~")):
         values = [LATEST] if LATEST.startswith(value) and Path(OUTPUTS, LATEST).is_file() else []
         paths = sorted(Path().glob(f"{glob.escape(value or f'{OUTPUTS}/')}*/"))
-        values += [f"{path}{'' if _is_run(path) else '/'}" for path in paths if str(path).isprintable()]
+        for path in filter(lambda path: str(path).isprintable(), paths):
+            is_run = RunDir(path).overrides.is_file() or (path / MANIFEST).is_file()
+            values.append(f"{path}{'' if is_run else '/'}")
     else:
         return None
     return [f"{key}={text}" for text in values]
-
-
-def _is_run(folder: Path) -> bool:
-    return RunDir(folder).overrides.is_file() or (folder / MANIFEST).is_file()

@@ -108,8 +108,12 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         check_word(text)
         if hydra_policy.is_of_hydra(text):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
+    return _compose(configs.name, [*configs.searchpath, *stored, *overrides])
+
+
+def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> DictConfig:
     try:
-        return compose(configs.name, overrides=[*configs.searchpath, *stored, *overrides], return_hydra_config=False)
+        return compose(name, overrides=overrides, return_hydra_config=with_hydra)
     except Exception as error:
         raise translate(error) or messages.translate_before_job(error) or error from error
 
@@ -131,10 +135,7 @@ def composed(overrides: list[str]) -> dict[str, Any]:
     with composing():
         for word in overrides:
             check_word(word)
-        try:
-            config = compose("config", overrides=overrides, return_hydra_config=True)
-        except Exception as error:
-            raise translate(error) or messages.translate_before_job(error) or error from error
+        config = _compose("config", overrides, with_hydra=True)
         if config.hydra.mode == RunMode.MULTIRUN:
             raise InputError(
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"

@@ -80,11 +80,7 @@ class Extension:
 
 
 def use(packages: Sequence[str]) -> None:
-    """Register packages as extensions of this program and of the ranks that it starts.
-
-    Raises:
-        InputError: a package does not exist.
-    """
+    """Register packages as extensions of this program and of the ranks that it starts."""
     named = [_locate(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
     if named:
         os.environ[VARIABLE] = json.dumps({extension.package: str(extension.folder.parent) for extension in named})
@@ -115,11 +111,7 @@ def active() -> tuple[Extension, ...]:
 
 
 def locate(group: str, module: str, name: str) -> type | None:
-    """The class `name` in a module of an extension, if it is declared as an option of `group`; else None.
-
-    Raises:
-        InputError: the module cannot be imported.
-    """
+    """The class `name` in a module of an extension, if it is declared as an option of `group`; else None."""
     extension = next((extension for extension in active() if extension.has(module)), None)
     if extension is None:
         return None
@@ -131,7 +123,8 @@ def locate(group: str, module: str, name: str) -> type | None:
     if not exists:
         return None
     extension.load(module)
-    return options.declared_class(group, module, name)
+    classes = options.declared(group).values()
+    return next((cls for cls in classes if (cls.__module__, cls.__qualname__) == (module, name)), None)
 
 
 def shown() -> str:

@@ -61,11 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def check_flags(words: Sequence[str]) -> None:
-    """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`.
-
-    Raises:
-        InputError: there is such a flag, or the one that takes Hydra's own settings from a run folder.
-    """
+    """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`."""
     from hydra.main import get_args_parser
 
     flags, rest = Parser(parents=[get_args_parser()], add_help=False).parse_known_args(list(words))

@@ -152,11 +152,7 @@ class CheckedLoader:
             _check_source("hydra.searchpath", str(path))
 
     def _check(self, composed: DictConfig, overrides: list[Override]) -> None:
-        """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives.
-
-        Raises:
-            InputError: there is one.
-        """
+        """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives."""
         node = OmegaConf.to_container(composed, resolve=False)
         values = dict(leaves(node.get("hydra") if isinstance(node, dict) else None))
         if any(key[:2] == ("job", "env_copy") for key in values):  # first: no sentence may show a variable's value

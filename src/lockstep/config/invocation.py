@@ -59,7 +59,6 @@ class Invocation:
         overrides: the overrides of the job's keys.
         command: the whole command, quoted for a shell.
         sweep: whether the job is part of a sweep.
-        number: the number of the job in its sweep; 0 without a sweep.
         folder: the run folder, if the sweep or the command names it.
         hydra: Hydra's own config as YAML.
         configs: the config files that the command names.
@@ -68,7 +67,6 @@ class Invocation:
     overrides: tuple[str, ...]
     command: str
     sweep: bool
-    number: int
     folder: Path | None
     hydra: str
     configs: ConfigFiles = ConfigFiles()
@@ -90,7 +88,6 @@ class Invocation:
             overrides=overrides,
             command=typed([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
-            number=int(hydra.job.num) if sweep else 0,
             folder=folder.absolute() if sweep or folder != Path() else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
@@ -98,11 +95,7 @@ class Invocation:
 
 
 def check_folders(overrides: Iterable[object], *, sweep: bool) -> None:
-    """Refuse an override of Hydra that names a folder which a job of this kind does not use.
-
-    Raises:
-        InputError: there is one.
-    """
+    """Refuse an override of Hydra that names a folder which a job of this kind does not use."""
     ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
     for text in map(str, overrides):
         if key_of(text).startswith(f"hydra.{ignored}."):

@@ -13,12 +13,7 @@ from typing import Any
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import ListConfig, Node, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.config import other_words
 from lockstep.config.commands import override, parsed, program_name, program_words, typed
@@ -48,11 +43,7 @@ def note(proposal: str) -> str:
 
 
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overload the parser, or make Hydra write files.
-
-    Raises:
-        InputError: the word is not Unicode, too long, too deeply nested, or has a number with too many digits.
-    """
+    """Refuse a word of the command line that would overload the parser, or make Hydra write files."""
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
     depth = deepest = 0
@@ -149,16 +140,12 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
 
 def unreadable(error: Exception) -> InputError:
     """The error for a value of the command line or of a config file that cannot be composed."""
+    line = " ".join(str(error).split()) or "no reason given"
+    line = line if len(line) <= 200 else f"{line[:197]}..."
     return InputError(
-        f"the config cannot be composed ({type(error).__name__}: {shown_message(str(error)) or 'no reason given'}); "
+        f"the config cannot be composed ({type(error).__name__}: {line}); "
         "look at the values that are not the defaults; HYDRA_FULL_ERROR=1 shows where"
     )
-
-
-def shown_message(text: str) -> str:
-    """A library's message in one line, cut if it is long."""
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else f"{line[:197]}..."
 
 
 def _no_such_file(path: str, options: list[str]) -> str:
@@ -192,10 +179,7 @@ _MESSAGES = (
     (r"Value '(.*)' of type .* '(?:Optional\[)?Union\[.*str.*\]'", "is '{0}', expected a number or a word: {key}=1"),
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
-    (
-        r"Unsupported interpolation type (\S+)",
-        "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE",
-    ),
+    (r"Unsupported interpolation type (\S+)", "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE"),
     (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
 )

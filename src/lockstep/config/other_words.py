@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, typed
+from lockstep.config.options import is_timm_model
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, Job
-from lockstep.config.timm_names import is_timm_model
 from lockstep.core.run_dir import MANIFEST, RunDir
 
 # Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;

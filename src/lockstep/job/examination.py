@@ -16,7 +16,7 @@ from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.job.prepare import check_plan
-from lockstep.job.resume import check_resumable
+from lockstep.job.resume import check_resumable, has_ended
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import GB, amount, cores, free_memory
 from lockstep.strategy import Single
@@ -64,14 +64,10 @@ def port(job: ResolvedJob) -> Iterator[Finding]:
 
 
 def plan(job: ResolvedJob, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
-    """How the global batch and the epochs are cut, and the bytes that the run takes.
-
-    Raises:
-        InputError: the job does not fit its data, or what it resumes.
-    """
+    """How the global batch and the epochs are cut, and the bytes that the run takes."""
     steps = check_plan(job)
     if resumed is not None:
-        check_resumable(job, steps, run, resumed)
+        check_resumable(job, steps, resumed, ended=has_ended(run))
     ranks = job.strategy.data_world(replace(World.solo(), size=job.launcher.world_size)).size
     pieces, last = ranks * steps.micro_batches, steps.examples % steps.batch
     text = f"{steps.batch} = {ranks} rank{'s' * (ranks != 1)} x {steps.micro_batches} micro-batch"

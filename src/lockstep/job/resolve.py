@@ -9,7 +9,7 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.config.schema import InputBlock, Job
+from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
@@ -62,16 +62,16 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         job,
         device=device,
         strategy=strategy,
-        launcher=_launcher(job, strategy, ranks, device, sweep=sweep),
+        launcher=_launcher(job.launcher, strategy, ranks, device, sweep=sweep),
         repro="strict" if strategy.fixed_order else "exact",
         train=replace(
             job.train,
-            micro_batches=_micro_batches(job, strategy, world_size),
-            eval_batch=_eval_batch(job, dataset),
+            micro_batches=_micro_batches(job.train, strategy, world_size),
+            eval_batch=_eval_batch(job.train, dataset),
         ),
-        augment=_augment(job, dataset),
+        augment=_augment(job.augment, dataset),
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
-        input=_input(job, dataset, trained),
+        input=_input(job.input, dataset, trained),
         dataset=dataset,
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
@@ -81,9 +81,8 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     return ResolvedJob.of(resolved)
 
 
-def _launcher(job: Job, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
-    """The launcher of a job, with numbers for `auto`."""
-    launcher = job.launcher
+def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
+    """The launcher, with numbers for `auto`."""
     if type(launcher) is AutoLauncher:
         alone = is_launched() or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))
@@ -133,9 +132,9 @@ def _strategy(job: Job) -> Strategy:
     return Strict()
 
 
-def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
+def _micro_batches(train: TrainBlock, strategy: Strategy, ranks: int) -> int | str:
     """The micro-batches of a step. With `repro=strict`, each virtual shard is a micro-batch."""
-    micro_batches = job.train.micro_batches
+    micro_batches = train.micro_batches
     if not isinstance(strategy, Strict):
         return micro_batches
     if micro_batches != 1:
@@ -147,18 +146,18 @@ def _micro_batches(job: Job, strategy: Strategy, ranks: int) -> int | str:
     return max(1, strategy.shards // ranks)
 
 
-def _eval_batch(job: Job, dataset: Source) -> int:
+def _eval_batch(train: TrainBlock, dataset: Source) -> int:
     """The images of a block of evaluation. `auto` only depends on pixels, so that all machines add in one order."""
-    if job.train.eval_batch != "auto":
-        return int(job.train.eval_batch)
+    if train.eval_batch != "auto":
+        return int(train.eval_batch)
     _, height, width = dataset.input_shape
     return max(1, min(EVAL_BATCH, EVAL_PIXELS // (height * width)))
 
 
-def _augment(job: Job, dataset: Source) -> Augment:
+def _augment(augment: Augment, dataset: Source) -> Augment:
     """The augmentation that the user chose, or the data set's usual one."""
-    if not isinstance(job.augment, AutoAugment):
-        return job.augment
+    if not isinstance(augment, AutoAugment):
+        return augment
     usual: Augment = components.build_option("augment", dataset.usual_augment)
     return usual
 
@@ -179,17 +178,15 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     return job.model.trained_input() if job.starts_trained else None
 
 
-def _input(job: Job, dataset: Source, trained: TrainedInput | None) -> InputBlock:
+def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> InputBlock:
     """How pixels are normalised and resized: as set by the user, else as for the weights, else as for the data."""
     channels = dataset.input_shape[0]
     known = trained.normalisation(channels) if trained is not None else None
     mean, std = known or (dataset.mean, dataset.std)
-    interpolation = job.input.interpolation
+    interpolation = block.interpolation
     if interpolation == "auto":
         interpolation = trained.interpolation if trained is not None else INTERPOLATION
-    chosen = InputBlock(
-        mean=list(job.input.mean or mean), std=list(job.input.std or std), interpolation=interpolation
-    )
+    chosen = InputBlock(mean=list(block.mean or mean), std=list(block.std or std), interpolation=interpolation)
     for key, values in (("mean", chosen.mean), ("std", chosen.std)):
         if len(values or ()) != channels:
             raise InputError(

@@ -7,7 +7,7 @@ checkpoint is damaged, and `lockstep.training.fingerprint` what makes a run the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,21 +36,21 @@ class Resume:
     """What a command continues, and the config of its job.
 
     Fields:
-        values: the composed config: of the command, or of the run that it continues with the command's overrides.
-        overrides: the overrides that give `values`.
+        composed: the composed config: of the command, or of the run that it continues with the command's overrides.
+        values: the same with the batch that the job has, if an override says `batch=auto`.
+        overrides: the overrides that give `composed`.
         run: the folder of the run that `resume=` names; None if it names a checkpoint or nothing.
         folder: the folder of the job, which this run has or the command names; None for a new one.
-        configs: the config files that the command names.
         may_fetch: whether missing data may be downloaded. Not to a folder that only the run folder names, because
             somebody else may have written the run folder.
     """
 
+    composed: Mapping[str, Any]
     values: Mapping[str, Any]
     overrides: tuple[str, ...]
     run: Path | None
     folder: Path | None
-    configs: ConfigFiles
-    may_fetch: bool = True
+    may_fetch: bool
 
     @property
     def launcher(self) -> Mapping[str, Any]:
@@ -63,6 +63,11 @@ class Resume:
         if not isinstance(node, Mapping):
             raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
         return node
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run to continue was completed."""
+        return has_ended(self.folder)
 
     @cached_property
     def checkpoint(self) -> Path | None:
@@ -95,25 +100,46 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         raise InputError(
             "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
         )
-    if run is None:
-        return Resume(
-            values=values, overrides=invocation.overrides, run=None, folder=named, configs=invocation.configs
-        )
-    own, overrides = _values_of_run(RunDir(run), invocation)
-    data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
-    return Resume(
+    overrides, may_fetch = invocation.overrides, True
+    if run is not None:
+        own, overrides = _values_of_run(RunDir(run), invocation)
+        data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
+        may_fetch = data_root in (None, values["data_root"])
         # Somebody else may have written the run folder, so only the present command may name another output folder.
-        values={**own, "output_root": values["output_root"]},
+        values = {**own, "output_root": values["output_root"]}
+    return Resume(
+        composed=values,
+        values=_without_auto_batch(values, overrides, invocation.configs),
         overrides=overrides,
         run=run,
-        folder=run,
-        configs=invocation.configs,
-        may_fetch=data_root in (None, values["data_root"]),
+        folder=named if run is None else run,
+        may_fetch=may_fetch,
     )
 
 
-def check_resumable(job: ResolvedJob, plan: Plan, folder: Path | None, resumed: Path) -> None:
-    """Check that a job in `folder` can continue from the checkpoint `resumed`, and that steps are left to do.
+def _without_auto_batch(
+    values: Mapping[str, Any], overrides: Sequence[str], configs: ConfigFiles
+) -> Mapping[str, Any]:
+    """Replace `batch=auto` by the batch that the job has without this override, and `train.micro_batches=auto`.
+
+    The batch identifies a run, so it must not depend on the memory of a machine.
+    """
+    remaining = [word for word in overrides if messages.key_of(word) != "batch" or "auto" not in word]
+    if values["batch"] != "auto" or len(remaining) == len(overrides):  # a recipe cannot say it: `resolve` refuses it
+        return values
+    if values["train"]["micro_batches"] not in (1, "auto"):
+        raise InputError(
+            f"batch=auto chooses train.micro_batches, which is {values['train']['micro_batches']}; leave out one of "
+            "them"
+        )
+    batch = composition.to_dict(composition.recompose(remaining, (), configs))["batch"]
+    return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
+
+
+def check_resumable(job: ResolvedJob, plan: Plan, resumed: Path, *, ended: bool) -> None:
+    """Check that a job can continue from the checkpoint `resumed`, and that steps are left to do.
+
+    `ended` is whether all of its run was completed, and not only its last step.
 
     Raises:
         InputError: the checkpoint is of another run, or the run has ended.
@@ -123,7 +149,6 @@ def check_resumable(job: ResolvedJob, plan: Plan, folder: Path | None, resumed: 
 
     checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
     step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
-    ended = folder is None or _ended(RunDir(folder))
     if step > total:
         raise InputError(
             f"resume: {resumed} stands at step {step}, and this job would end at step {total}; train longer with "
@@ -136,10 +161,10 @@ def check_resumable(job: ResolvedJob, plan: Plan, folder: Path | None, resumed: 
         )
 
 
-def _ended(run_dir: RunDir) -> bool:
-    """Whether a run was completed, which takes more than its last step. A damaged summary is replaced later."""
+def has_ended(folder: Path | None) -> bool:
+    """Whether the run in a folder was completed; a checkpoint alone is of one that was."""
     try:
-        return run_dir.read_summary().get("status") == "completed"
+        return folder is None or RunDir(folder).read_summary().get("status") == "completed"
     except UnreadableFile as error:
         log.show_warning(f"{error}; it will be replaced")
         return False

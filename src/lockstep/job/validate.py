@@ -9,15 +9,16 @@ needs of processes, threads and memory is a lower bound: a job that is refused c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from lockstep.core.data_protocols import BoxAugment
+from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Logger
 from lockstep.data.datasets.files import crops_files
 from lockstep.models.nets import CompileMode, check_size, sketch
 from lockstep.runtime.host import available_memory, check_room, cores
@@ -31,11 +32,7 @@ LARGE = 1024  # the side of images for which the layers of some networks of timm
 
 
 def check_effects(job: ResolvedJob) -> None:
-    """Refuse a key that has no effect because of another key.
-
-    Raises:
-        InputError: the job has such a key.
-    """
+    """Refuse a key that has no effect because of another key."""
     model = job.model
     if model.compile_mode is not CompileMode.default and not model.compile:
         raise InputError(
@@ -70,26 +67,19 @@ def check_effects(job: ResolvedJob) -> None:
         )
 
 
-def check_packages(job: ResolvedJob) -> None:
-    """Refuse a logger whose package is not installed.
-
-    Raises:
-        InputError: a package is missing.
-    """
-    for name, logger in job.logger.items():
+def check_packages(loggers: Mapping[str, Logger]) -> None:
+    """Refuse a logger whose package is not installed."""
+    for name, logger in loggers.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
 
 
-def check_folders(job: ResolvedJob) -> None:
-    """Refuse paths for data and runs that are not folders and cannot become folders.
-
-    Raises:
-        InputError: a path is wrong.
-    """
-    for key, path in (("data_root", Path(job.data_root)), ("output_root", Path(job.output_root))):
+def check_folders(**folders: str) -> None:
+    """Refuse paths for data and runs that are not folders and cannot become folders."""
+    for key, folder in folders.items():
+        path = Path(folder)
         try:
-            nearest = next(folder for folder in (path, *path.parents) if folder.is_symlink() or folder.exists())
+            nearest = next(parent for parent in (path, *path.parents) if parent.is_symlink() or parent.exists())
             fits = nearest.is_dir()
         except OSError as error:
             raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
@@ -108,10 +98,10 @@ def check_job(job: ResolvedJob) -> None:
         job.loader.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
-        lambda: check_packages(job),
+        lambda: check_packages(job.logger),
         lambda: check_threads(job),
-        lambda: check_folders(job),
-        lambda: check_data_memory(job),
+        lambda: check_folders(data_root=job.data_root, output_root=job.output_root),
+        lambda: check_data_memory(job.dataset),
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
         lambda: _check_graph(job),
@@ -201,11 +191,7 @@ def _check_graph(job: ResolvedJob) -> None:
 
 
 def check_threads(job: ResolvedJob) -> None:
-    """Refuse more processes or threads than a system can start, because it would kill a program that starts them.
-
-    Raises:
-        InputError: there are too many.
-    """
+    """Refuse more processes or threads than a system can start, because it would kill a program that starts them."""
     ranks, threads = job.launcher.ranks, job.launcher.threads
     workers = job.loader.workers
     if is_launched():
@@ -224,24 +210,16 @@ def check_threads(job: ResolvedJob) -> None:
         )
 
 
-def check_data_memory(job: ResolvedJob) -> None:
-    """Refuse a data set that makes more images than fit into memory.
-
-    Raises:
-        InputError: the images do not fit.
-    """
-    if size := job.dataset.generated_bytes:
-        name, examples = type(job.dataset).__name__.lower(), getattr(job.dataset, "examples", 1)
+def check_data_memory(dataset: Source) -> None:
+    """Refuse a data set that makes more images than fit into memory."""
+    if size := dataset.generated_bytes:
+        name, examples = type(dataset).__name__.lower(), getattr(dataset, "examples", 1)
         fitting = max(1, int(examples * available_memory() / 2 / size))
         check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")
 
 
 def check_memory(job: ResolvedJob, plan: Plan) -> None:
-    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message.
-
-    Raises:
-        InputError: something does not fit.
-    """
+    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
     # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
     usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
     on_cpu = job.device == "cpu"

@@ -16,26 +16,24 @@ from lockstep.core import network
 from lockstep.core.errors import LockstepError, RankFailed
 from lockstep.core.launched import is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
+from lockstep.launcher.processes import POLL_S
+from lockstep.runtime import program
 
 # Seconds to wait for main's message, which main sends after it has prepared the data, and for an agent's store, which
 # exists before its ranks.
-WAIT_S, REACHED_S, POLL_S = 30 * 60.0, 15.0, 0.1
+WAIT_S, REACHED_S = 30 * 60.0, 15.0
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 OK, FAILED = "ok", "failed"
 
 
 @contextmanager
-def create_on_main(
-    make: Callable[[], AbstractContextManager[RunDir]], say: Callable[[LockstepError], None]
-) -> Iterator[RunDir]:
+def create_on_main(make: Callable[[], AbstractContextManager[RunDir]]) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
     If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
     could end main because another rank left first.
 
-    Args:
-        make: creates the folder, and returns the context in which it is used. Called by main only.
-        say: shows an error to the user.
+    `make` creates the folder, and returns the context in which it is used. Only main calls it.
     """
     if not is_launched() or launched().size == 1:
         with make() as run_dir:
@@ -52,10 +50,11 @@ def create_on_main(
         try:
             context = make()
         except LockstepError as error:
-            say(error)
+            program.say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
             if not agent_serves:
-                _await_readers(store, key)
+                # The others would wait for a store again, if this one went before they have read that main leaves.
+                wait(lambda: store.add(f"{key}/read", 0) >= launched().size - 1, READ_S)
             raise SystemExit(error.exit_code) from error
         with context as run_dir:
             store.set(key, f"{OK} {run_dir.path}")
@@ -66,13 +65,6 @@ def create_on_main(
         store.add(f"{key}/read", 1)
         raise SystemExit(int(text))
     yield RunDir(Path(text))
-
-
-def _await_readers(store: TCPStore, key: str) -> None:
-    """Let main serve its store until the other ranks have read that it leaves. They would wait for a store again."""
-    until = time.monotonic() + READ_S
-    while store.add(f"{key}/read", 0) < launched().size - 1 and time.monotonic() < until:
-        time.sleep(POLL_S)
 
 
 def _find_local_ranks(store: TCPStore) -> None:
@@ -97,13 +89,9 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     """
     address, port = store_address()
     network.addresses(address, port)  # raises for an unknown name, instead of waiting for it
-    until = time.monotonic() + seconds
     try:
-        # Poll, because signal handlers do not run while the store waits.
-        while not (serve or is_listening(address, port)):
-            if time.monotonic() > until:
-                raise DistNetworkError("it does not answer")
-            time.sleep(POLL_S)
+        if not wait(lambda: serve or is_listening(address, port), seconds):
+            raise DistNetworkError("it does not answer")
         return TCPStore(
             address,
             port,
@@ -126,20 +114,26 @@ def is_listening(address: str, port: int) -> bool:
     return True
 
 
+def wait(condition: Callable[[], bool], seconds: float) -> bool:
+    """Wait until the condition holds, at most so long; returns whether it does.
+
+    Polls, because signal handlers do not run while a store or a socket waits.
+    """
+    until = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < until:
+        time.sleep(POLL_S)
+    return holds
+
+
 def _wait_for_value(store: TCPStore, key: str, otherwise: str) -> str:
     """Wait until `key` is set in the store, and return its value.
-
-    Polls, because signal handlers do not run while the store waits.
 
     Raises:
         RankFailed: `key` is not set in time (the sentence begins with `otherwise`), or the store has gone.
     """
-    until = time.monotonic() + WAIT_S
     try:
-        while not store.check([key]):
-            if time.monotonic() > until:
-                raise RankFailed(f"{otherwise} within {WAIT_S:g} s; its output says why")
-            time.sleep(POLL_S)
+        if not wait(lambda: store.check([key]), WAIT_S):
+            raise RankFailed(f"{otherwise} within {WAIT_S:g} s; its output says why")
         return store.get(key).decode()
     except (DistNetworkError, DistStoreError) as error:
         raise RankFailed("the launcher, or the rank that serves its store, has ended") from error

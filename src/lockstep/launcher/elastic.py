@@ -115,11 +115,7 @@ class Elastic(Spawn):
         return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(meeting.host, meeting.port))
 
     def _meeting(self) -> Meeting:
-        """Where the machines meet.
-
-        Raises:
-            InputError: the rendezvous or the number of this machine is wrong.
-        """
+        """Where the machines meet."""
         least, most = self.node_range
         timeout = parse_time(self.timeout)
         assert timeout is not None

@@ -32,8 +32,7 @@ from lockstep.launcher.processes import GRACE_S, POLL_S, Forwarding, forwarding
 
 # The seconds that machines have at least for joining a new job.
 FIRST_S = 600.0
-# Seconds between two looks at the store, and to wait for a message of machines that can be gone.
-LOOK_S, ANSWER_S = 0.25, 5.0
+LOOK_S = 0.25  # seconds between two looks at the store
 # How long torch's agent may go on waiting for machines after the job has ended.
 ENDED_S = 1.0
 # The keys of the store. Main sets STATE; the others are numbers that a machine increases, most of them per attempt.
@@ -113,11 +112,7 @@ class Machine(ABC):
         return TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
     def _watch(self, talk: Thread) -> None:
-        """Wait until the job has ended; runs in the main thread.
-
-        Raises:
-            LockstepError: the job failed or was stopped, or the store is silent.
-        """
+        """Wait until the job has ended; runs in the main thread."""
         assert self.request is not None
         silent = over = ended = 0.0
         stopping, began = False, 0  # the last attempt whose ranks have been seen
@@ -196,11 +191,3 @@ class Machine(ABC):
             store.set(f"{REPORTED.format(number)}/{turn}", json.dumps(report))
             store.add(REPORTED.format(number), 1)
         return codes is None
-
-
-def wait(condition: Callable[[], bool], seconds: float = ANSWER_S) -> bool:
-    """Wait until the condition holds, at most so long; returns whether it does."""
-    until = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < until:
-        time.sleep(POLL_S)
-    return holds

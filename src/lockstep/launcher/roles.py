@@ -22,26 +22,15 @@ from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.agent import Meeting, NotEnough, ranks_here
-from lockstep.launcher.attach import is_listening
+from lockstep.launcher.attach import is_listening, wait
 from lockstep.launcher.base import first_failure, remove_error_files
-from lockstep.launcher.machine import (
-    CLAIMED,
-    CONNECTED,
-    FIRST_S,
-    JOINED,
-    LOOK_S,
-    READ,
-    REFUSED,
-    REPORTED,
-    STATE,
-    Machine,
-    wait,
-)
+from lockstep.launcher.machine import CLAIMED, CONNECTED, FIRST_S, JOINED, READ, REFUSED, REPORTED, STATE, Machine
 from lockstep.launcher.processes import POLL_S
 
 # Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
 # default for 3 to 60 s).
 SEEN_S = 30.0
+ANSWER_S = 5.0  # seconds to wait for a message of machines that can be gone
 
 
 class Machines(Machine):
@@ -105,14 +94,10 @@ class Machines(Machine):
             restarts -= isinstance(reason, RankFailed)
 
     def _reason_to_restart(self, store: TCPStore, number: int, *, can_restart: bool) -> LockstepError:
-        """Why another attempt follows the attempt `number`.
-
-        Raises:
-            LockstepError: none follows.
-        """
+        """Why another attempt follows the attempt `number`."""
         joined = store.add(JOINED.format(number), 0)
         codes: dict[int, int] = {}
-        wait(lambda: store.add(REPORTED.format(number), 0) >= joined)
+        wait(lambda: store.add(REPORTED.format(number), 0) >= joined, ANSWER_S)
         reports, silent = [], []
         for turn in range(1, joined + 1):
             if store.check([key := f"{REPORTED.format(number)}/{turn}"]):
@@ -149,7 +134,7 @@ class Machines(Machine):
         listeners = self.listeners
         if listeners is None:  # no attempt has told: machines may be about to connect
             listeners = max(self.store.add(CONNECTED, 0), self.meeting.least - 1)
-        wait(lambda: self.store.add(READ, 0) >= listeners)
+        wait(lambda: self.store.add(READ, 0) >= listeners, ANSWER_S)
 
 
 class Member(Machine):
@@ -190,23 +175,16 @@ class Member(Machine):
         self.raise_ending()
 
     def _await_main(self) -> None:
-        """Wait until main's machine serves the store.
-
-        Raises:
-            RankFailed: it does not in time.
-        """
+        """Wait until main's machine serves the store."""
         meeting, patience = self.meeting, max(self.meeting.timeout, FIRST_S)
-        until, announced = time.monotonic() + patience, False
-        while not is_listening(meeting.host, meeting.port):
-            if time.monotonic() > until:
-                raise RankFailed(
-                    f"nobody has listened at launcher.rendezvous={meeting.endpoint} for {patience:g} s; start the "
-                    "same command on that machine, or see its output"
-                )
-            if not announced:
-                log.console.print(f"waiting for main at {meeting.endpoint}")
-                announced = True
-            time.sleep(LOOK_S)
+        if is_listening(meeting.host, meeting.port):
+            return
+        log.console.print(f"waiting for main at {meeting.endpoint}")
+        if not wait(lambda: is_listening(meeting.host, meeting.port), patience):
+            raise RankFailed(
+                f"nobody has listened at launcher.rendezvous={meeting.endpoint} for {patience:g} s; start the "
+                "same command on that machine, or see its output"
+            )
 
     def _await_attempt(self, number: int) -> None:
         """Wait until main has begun this attempt or a later one, or until the job has ended."""
@@ -214,11 +192,7 @@ class Member(Machine):
             time.sleep(POLL_S)
 
     def _confirm_job(self, store: TCPStore) -> RunDir:
-        """The run folder, which this machine must see, of a job that was started with the same command.
-
-        Raises:
-            InputError: this machine cannot take part.
-        """
+        """The run folder, which this machine must see, of a job that was started with the same command."""
         if "end" in self.state:
             return RunDir(Path())
         run_dir = RunDir(Path(self.state["folder"]))
@@ -236,11 +210,7 @@ class Member(Machine):
         return run_dir
 
     def _claim(self, store: TCPStore, number: int) -> None:
-        """Claim the `launcher.node_rank` of this machine for an attempt.
-
-        Raises:
-            InputError: another machine, or another process of this one, has it.
-        """
+        """Claim the `launcher.node_rank` of this machine for an attempt."""
         if self.node_rank is None:
             return
         own = [network.machine(), os.getpid()]

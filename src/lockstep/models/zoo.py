@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lockstep.config.timm_names import is_timm_model, timm_models
+from lockstep.config.options import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS

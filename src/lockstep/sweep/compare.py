@@ -60,11 +60,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
 
 
 def direction_of(runs: Sequence[Run]) -> Direction:
-    """Which score of these runs is better.
-
-    Raises:
-        InputError: of some the larger one, of others the smaller one.
-    """
+    """Which score of these runs is better."""
     examples = {run.direction: run.folder for run in runs if run.direction is not None}
     if len(examples) > 1:
         larger, smaller = examples[Direction.maximize], examples[Direction.minimize]
@@ -111,11 +107,7 @@ def interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, fl
 
 
 def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[Row]:
-    """Rows by a column: numbers by size, then texts, and at the end what has none.
-
-    Raises:
-        InputError: there is no such column.
-    """
+    """Rows by a column: numbers by size, then texts, and at the end what has none."""
     names = dict.fromkeys(name for row in rows for name in row)
     if rows and key not in names:
         hint = did_you_mean(key, names, prefix="--sort ") or f" There are {', '.join(names)}."
@@ -131,11 +123,7 @@ def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:
-    """What differs between two runs, the likeliest cause of different scores first.
-
-    Raises:
-        InputError: a file of a run is damaged.
-    """
+    """What differs between two runs, the likeliest cause of different scores first."""
     keys = differing(runs, of_recipes=True)
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed}

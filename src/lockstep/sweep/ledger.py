@@ -1,4 +1,4 @@
-"""The ledger of a sweep: which jobs it has, and how far each is. Knows no trainer, no Hydra and no torch.
+"""The ledger of a sweep: which jobs it has, and how far each is. Knows no trainer and no torch.
 
     SWEEP/sweep.json       what the sweep is: its base config, and the keys that it varies
     SWEEP/jobs/NNN.json    the record of a job
@@ -16,19 +16,23 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.config import yaml_io
+from lockstep.config.messages import translate
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, storing, write_atomic
+from lockstep.runtime import signals
+from lockstep.runtime.program import JobError
+from lockstep.runtime.signals import StopNow
 from lockstep.sweep.record import Direction, Record, State, best_of, born, job_key
 
 VERSION = 1
@@ -254,3 +258,27 @@ def record_of(folder: Path) -> tuple[Ledger, Record] | None:
         return None
     record = ledger.record(int(number))
     return (ledger, record) if record.folder == folder.name else None
+
+
+def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None]) -> float | None:
+    """Run a job of a sweep in this process, and keep its record.
+
+    Raises:
+        LockstepError, Exception: what the job raised, if that is not a stop.
+        Stopped: the job was stopped.
+    """
+    record = ledger.start(record)
+    try:
+        objective = function()
+    except BaseException as raised:
+        error = raised.error if isinstance(raised, JobError) else raised
+        if isinstance(error, StopNow | KeyboardInterrupt):
+            error = Stopped(signals.NOT_BEGUN)
+        translated = translate(error) if isinstance(error, Exception) else None
+        known = translated or as_known(error)
+        # A full disk is no fault of the job: the same line goes on with it.
+        state = State.stopped if isinstance(known, Stopped | Interrupted | StorageError) else State.failed
+        ledger.end(record, state, exit_code=known.exit_code, error=str(known))
+        raise (translated or error) from None
+    ledger.end(record, State.done, objective=objective)
+    return objective

@@ -13,15 +13,11 @@ from lockstep.sweep.record import Direction, Record
 SCORE = "score"
 
 
-def _score(ledger: Ledger, record: Record) -> float | None:
-    return record.score
-
-
-def _seconds(ledger: Ledger, record: Record) -> float | None:
+def _seconds(run: RunDir) -> float | None:
     """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
     total, before = 0.0, 0.0
     try:
-        for text in safe_read.read_text(RunDir(ledger.folder / record.folder).metrics).splitlines():
+        for text in safe_read.read_text(run.metrics).splitlines():
             line = safe_read.parsed_json(text)
             if "perf/step_ms" in line:
                 total += float(line["perf/step_ms"]) / 1000 * (float(line["step"]) - before)
@@ -31,26 +27,17 @@ def _seconds(ledger: Ledger, record: Record) -> float | None:
     return total
 
 
-def _megabytes(ledger: Ledger, record: Record) -> float | None:
-    """The size of the exported weights."""
-    try:
-        return RunDir(ledger.folder / record.folder).weights.stat().st_size / 1e6
-    except OSError:
-        return None
-
-
-def _kwh(ledger: Ledger, record: Record) -> float | None:
-    """The energy of the run, where it was measured."""
-    return RunDir(ledger.folder / record.folder).spent().get("kwh")
-
-
-# Of each objective, its value for a job. The others are costs: less is better.
-OBJECTIVES: Mapping[str, Callable[[Ledger, Record], float | None]] = {
-    SCORE: _score,
+# The costs of a run as objectives, of which less is better; None for one that was not measured.
+COSTS: Mapping[str, Callable[[RunDir], float | None]] = {
     "seconds": _seconds,
-    "megabytes": _megabytes,
-    "kwh": _kwh,
+    "megabytes": lambda run: run.weights.stat().st_size / 1e6 if run.weights.exists() else None,  # exported weights
+    "kwh": lambda run: run.spent().get("kwh"),
 }
+OBJECTIVES = (SCORE, *COSTS)
+
+
+def _value(ledger: Ledger, record: Record, name: str) -> float | None:
+    return record.score if name == SCORE else COSTS[name](RunDir(ledger.folder / record.folder))
 
 
 def check(names: Sequence[str]) -> None:
@@ -64,14 +51,14 @@ def check(names: Sequence[str]) -> None:
 
 def values(ledger: Ledger, record: Record, names: Sequence[str]) -> list[float]:
     """The objectives of a job that is done; empty if one is unknown."""
-    known = [OBJECTIVES[name](ledger, record) for name in names] if record.score is not None else []
+    known = [_value(ledger, record, name) for name in names] if record.score is not None else []
     return [] if None in known else [value for value in known if value is not None]
 
 
 def missing(ledger: Ledger, records: Sequence[Record], names: Sequence[str]) -> list[str]:
     """A sentence for each objective that jobs that are done do not have."""
     done = [record for record in records if record.score is not None]
-    without = {name: [str(r.number) for r in done if OBJECTIVES[name](ledger, r) is None] for name in names}
+    without = {name: [str(r.number) for r in done if _value(ledger, r, name) is None] for name in names}
     return [
         f"sweep.objectives: {name} was not measured in job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, which cannot be "
         f"compared by it; leave it out: sweep.objectives=[{','.join(other for other in names if other != name)}]"

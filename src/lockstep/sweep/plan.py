@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.job.prepare import import_for_ranks
+from lockstep.job.create import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.runs import ELSEWHERE
 
@@ -31,9 +31,6 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once.
-
-    Raises:
-        InputError: the config of the job is wrong.
     """
     # The name of a job refers to Hydra's choices. `set_config` would copy them first, which takes 3 ms for each job.
     HydraConfig.instance().cfg = config  # type: ignore[assignment]

@@ -23,9 +23,8 @@ from lockstep.runtime import signals
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.ledger import Ledger, output_of
+from lockstep.sweep.ledger import Ledger, output_of, recorded
 from lockstep.sweep.record import Record, State
-from lockstep.sweep.recording import recorded
 from lockstep.sweep.view import Screen
 
 REFRESH_S = 0.5

@@ -90,11 +90,7 @@ def job_key(overrides: Sequence[str]) -> frozenset[str]:
 
 
 def checked_direction(name: Any) -> Direction:
-    """The direction of this name.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The direction of this name."""
     try:
         return Direction(name)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, and its report."""
+"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, its SLURM array, and its report."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import atexit
 import contextlib
 import sys
 import time
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -17,9 +19,34 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, started_by
 from lockstep.runtime import program
-from lockstep.sweep import array
-from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.line import choose_folder
+
+if TYPE_CHECKING:
+    from lockstep.job.submit import Submission
+
+# The jobs of the present command that wait for their submission.
+WAITING: list[Submission] = []
+
+
+def submit_all(folder: Path | None = None) -> None:
+    """Submit the waiting jobs; `folder` is the folder of their sweep.
+
+    Consecutive jobs with the same launcher settings become one array.
+    """
+    from lockstep.job.submit import preview, submit  # needs torch
+
+    waiting = [*WAITING]
+    WAITING.clear()
+    for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
+        if launcher.dry_run:
+            for line in preview([*same], folder).splitlines():
+                log.console.print(line, soft_wrap=True)
+            continue
+        for number, path in submit([*same], folder):
+            if entry := record_of(path):
+                entry[0].write(replace(entry[1], submitted=number))
+            log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)
 
 
 def _refuse_as_rank() -> None:
@@ -33,7 +60,7 @@ def _refuse_as_rank() -> None:
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
 
-    with create_on_main(refuse, program.say):
+    with create_on_main(refuse):
         raise AssertionError("a refusal ends every rank")
 
 
@@ -65,9 +92,9 @@ class Report(Callback):
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
             return
         folder = Path(config.hydra.sweep.dir)
-        if array.WAITING:
+        if WAITING:
             with program.bypass_hydra_errors():
-                array.submit_all(folder)
+                submit_all(folder)
         from lockstep.sweep.page import write_sweep_report  # imported late: they need numpy, and --help must be fast
         from lockstep.telemetry.report import is_due
 

@@ -63,11 +63,7 @@ def run_folders(root: Path) -> Iterator[Path]:
 
 
 def existing(path: str) -> Path:
-    """The folder that a user named, or the newest run for `latest`.
-
-    Raises:
-        InputError: there is none.
-    """
+    """The folder that a user named, or the newest run for `latest`."""
     folder = pointed(Path(path), Path("outputs"), path)
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder; name a run, a sweep, or a folder of them, such as outputs")
@@ -75,11 +71,7 @@ def existing(path: str) -> Path:
 
 
 def read_runs(root: Path) -> list[Run]:
-    """The runs of a folder, also those of its sweeps.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The runs of a folder, also those of its sweeps."""
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
         ledger = Ledger(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import InputError
@@ -21,10 +22,11 @@ ENDED, ERROR = "ended", "error"  # attributes of a trial
 JOURNAL = "optuna.log"
 
 
+@dataclass(kw_only=True)
 class Search:
     """The trials of a study as jobs. Those with the same values are one job, which runs once in a sweep.
 
-    Args:
+    Fields:
         study: Optuna's.
         space: what it may choose, by key.
         fixed: the overrides of every job.
@@ -35,28 +37,24 @@ class Search:
         sampler: gives the sampler after a number of trials.
         retries: whether jobs that failed in earlier calls run again.
         prunes: whether the study ends jobs before their end.
+        open: the trials that have no end yet, by their jobs.
+        of_this_call: the jobs of this call.
+        reported: the evaluations that the study knows, as numbers of a trial and of a thousandth of its steps.
     """
 
-    def __init__(
-        self,
-        study: optuna.Study,
-        space: dict[str, BaseDistribution],
-        fixed: Sequence[str],
-        ledger: Ledger,
-        *,
-        objectives: Sequence[str],
-        trials: int,
-        at_once: int,
-        sampler: Callable[[int], optuna.samplers.BaseSampler],
-        retries: bool,
-        prunes: bool,
-    ) -> None:
-        self.study, self.space, self.fixed, self.ledger = study, space, fixed, ledger
-        self.objectives, self.trials, self.at_once = objectives, trials, at_once
-        self.sampler, self.retries, self.prunes = sampler, retries, prunes
-        self.open: dict[frozenset[str], list[optuna.Trial]] = {}  # the trials that have no end yet, by their jobs
-        self.of_this_call: set[frozenset[str]] = set()  # jobs
-        self.reported: set[tuple[int, int]] = set()
+    study: optuna.Study
+    space: dict[str, BaseDistribution]
+    fixed: Sequence[str]
+    ledger: Ledger
+    objectives: Sequence[str]
+    trials: int
+    at_once: int
+    sampler: Callable[[int], optuna.samplers.BaseSampler]
+    retries: bool
+    prunes: bool
+    open: dict[frozenset[str], list[optuna.Trial]] = field(default_factory=dict)
+    of_this_call: set[frozenset[str]] = field(default_factory=set)
+    reported: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def ended(self) -> int:
@@ -69,11 +67,7 @@ class Search:
         return self.trials - self.ended - sum(map(len, self.open.values()))
 
     def ask(self) -> list[list[str]]:
-        """The jobs for the free places.
-
-        Raises:
-            InputError: the study has another space.
-        """
+        """The jobs for the free places."""
         jobs = []
         while self.left > 0 and sum(map(len, self.open.values())) < self.at_once:
             self.study.sampler = self.sampler(self.trials - self.left)
@@ -104,11 +98,7 @@ class Search:
         return record.state in (State.done, State.pruned) or (record.state is State.failed and not is_tried_again)
 
     def follow(self, record: Record | None = None) -> list[list[str]]:
-        """The jobs that follow one that has ended, or the first ones.
-
-        Raises:
-            StorageError: the disk is full.
-        """
+        """The jobs that follow one that has ended, or the first ones."""
         with storing(self.ledger.folder / JOURNAL):
             # The trials of others go on with the next line.
             if record is not None and record.state in (State.done, State.failed, State.pruned):

@@ -27,7 +27,7 @@ from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.build_data import TrainingData
 from lockstep.training.compile import compile_model
-from lockstep.training.freezing import Freezing, freeze_for_good, freeze_until, frozen_names
+from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -54,7 +54,9 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     job.model.initialise(model, images)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
     notes = [] if job.init_from is None else _start_from(model, Path(job.init_from), job.dataset.classes)
-    frozen, until = frozen_names(model, job.train.freeze), freeze_until(job, plan)
+    frozen = frozen_names(model, job.train.freeze)
+    until = job.train.freeze_until
+    until = None if until is None else plan.in_steps("train.freeze_until", until)
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
     flops = training_flops(model, shape) if peak else 0.0
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)

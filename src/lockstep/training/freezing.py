@@ -15,8 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.head import head_layers, within
-from lockstep.core.plan import Plan
-from lockstep.training.resolved_job import ResolvedJob
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
@@ -67,12 +65,6 @@ class Freezing:
     def __str__(self) -> str:
         when = "" if self.until is None else f" until step {self.until:,}"
         return f"{self.numbers:,} of them frozen{when}" if self.numbers else ""
-
-
-def freeze_until(job: ResolvedJob, plan: Plan) -> int | None:
-    """The last step in which `train.freeze` holds; None for the whole run."""
-    until = job.train.freeze_until
-    return None if until is None else plan.in_steps("train.freeze_until", until)
 
 
 def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:
