@@ -48,14 +48,12 @@ def train_job(composed: DictConfig) -> float | None:
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
 
-    with program.bypass_hydra_errors():
-        invocation = Invocation.current()
+    with program.bypass_hydra_errors(), job_lock(invocation := Invocation.current()) as lock:
         decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
-        with job_lock(invocation) as lock:
-            if submits(decide):
-                submit_job(decide, invocation, lock)
-                return None
-            objective = run_job(decide, invocation, lock)
+        if submits(decide):
+            submit_job(decide, invocation, lock)
+            return None
+        objective = run_job(decide, invocation, lock)
     forgive_output()  # train.log has the lines of the run
     return objective
 
