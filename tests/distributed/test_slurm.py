@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import slurm_cluster
-from helpers import ROOT, command, records, train, weights
+from helpers import ROOT, command, losses, records, train, weights
 from lockstep.config.commands import override
 from lockstep.core.launched import launched
 from lockstep.core.process_group import own_gpu
@@ -26,9 +27,11 @@ from processes import JOB, ended, start, steps_done, summary, wait_for
 pytestmark = pytest.mark.slow
 
 STEPS = 6
-TWO = (*JOB, "strategy=ddp", "launcher.threads=1", "device=cpu", "precision=fp64")
+STOPPED = r"stopped at step (\d+)"
+ALWAYS = (*JOB, "launcher.threads=1", "device=cpu", "schedule=constant")
+TWO = (*ALWAYS, "strategy=allreduce", "precision=fp64")
 SLURM = ("launcher=slurm", "launcher.partition=main", "launcher.ranks=1")
-LONG = ("steps=100000", "schedule=constant", "checkpoint.every=1000", "device=cpu", "launcher.threads=1")
+LONG = ("steps=100000", "checkpoint.every=1000")
 
 
 @pytest.fixture(scope="module")
@@ -48,21 +51,24 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def assert_same(folder: Path, alone: Path) -> None:
-    expected = weights(alone)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(folder).items())
+@pytest.fixture(scope="module")
+def limited(slurm: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job whose time is over while the sweep runs: SLURM looks at the limits every 30 s."""
+    words = (*ALWAYS, *LONG, "name=limited", "launcher.time=1min", "launcher.save_before=55s")
+    return submitted(slurm, tmp_path_factory.mktemp("limited"), *words)
 
 
-def queue(slurm: dict[str, str], *words: str) -> str:
-    done = command("squeue", "--noheader", "--format", "%i %T", *words, **slurm)
-    return done.out.strip()
+def queue(slurm: dict[str, str], name: str) -> list[str]:
+    """The numbers of the jobs of a name that have not ended."""
+    done = command("squeue", "--noheader", "--format=%i", f"--name={name}", **slurm)
+    assert done.code == 0, done.err
+    return done.out.split()
 
 
-def cancel(slurm: dict[str, str]) -> None:
-    """Cancel all jobs, and wait until they have ended."""
-    for line in queue(slurm).splitlines():
-        assert command("scancel", line.split()[0], **slurm).code == 0
-    wait_for(lambda: not queue(slurm))
+def cancel(slurm: dict[str, str], name: str) -> None:
+    """Cancel a job, and wait until it has ended."""
+    assert command("scancel", f"--name={name}", **slurm).code == 0
+    wait_for(lambda: not queue(slurm, name))
 
 
 def runs(folder: Path) -> list[Path]:
@@ -89,27 +95,40 @@ def ranks_of(folder: Path) -> list[int]:
     return pids
 
 
+def log_of(folder: Path) -> str:
+    """What a job has said on its first machine."""
+    return "".join(path.read_text() for path in (folder / "logs").glob("slurm-*-0.log"))
+
+
 def each_step_once(folder: Path) -> bool:
     steps = [line["step"] for line in records(folder) if "loss/train" in line]
     return steps == list(range(1, len(steps) + 1))
 
 
-def test_a_job_on_two_machines_with_a_killed_rank_and_srun_by_hand_give_the_run_of_one(
+def test_a_job_on_two_machines_outlives_a_killed_rank_makes_room_for_srun_by_hand_and_ends_when_it_is_cancelled(
     slurm: dict[str, str], alone: Path, tmp_path: Path
 ) -> None:
-    overrides = (*TWO, f"steps={STEPS}")
-    folder = submitted(slurm, tmp_path, *overrides, "launcher.nodes=2", "launcher.restarts=1")
+    words = ("name=two", "launcher.nodes=2", "launcher.cpus=4", "launcher.restarts=1")
+    folder = submitted(slurm, tmp_path, *TWO, *LONG, *words)
     wait_for(lambda: ranks_of(folder))
     os.kill(ranks_of(folder)[0], signal.SIGKILL)
+    wait_for(lambda: steps_done(folder) >= STEPS)
+    assert log_of(folder).count("all ranks are started again from the last checkpoint") == 1
+
     by_hand = tmp_path / "by hand"
-    words = ("srun", "--nodes=2", "--ntasks-per-node=1", sys.executable, "train.py")
-    done = command(*words, *overrides, f"hydra.run.dir='{by_hand}'", f"output_root={tmp_path}", cwd=ROOT, **slurm)
+    srun = ("srun", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--exclusive", sys.executable)
+    paths = (f"hydra.run.dir='{by_hand}'", f"output_root={tmp_path}")
+    done = command(*srun, "train.py", *TWO, f"steps={STEPS}", *paths, cwd=ROOT, **slurm)
     assert done.code == 0, done.err
-    wait_for(lambda: not queue(slurm))
-    assert_same(by_hand, alone)
-    assert_same(folder, alone)
-    logs = [(folder / "logs" / f"slurm-1-{node}.log").read_text() for node in (0, 1)]
-    assert logs[0].count("all ranks are started again from the last checkpoint") == 1
+    stopped = int(re.findall(STOPPED, log_of(folder))[0])
+    wait_for(lambda: steps_done(folder) > stopped)
+
+    cancel(slurm, "two")
+    assert each_step_once(folder)
+    assert summary(folder)["status"] == "stopped"
+    expected, actual = weights(alone), weights(by_hand)
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+    assert losses(folder)[:STEPS] == losses(by_hand) == losses(alone)
 
 
 @pytest.mark.parametrize("words", [("--gpus-per-task=1",), ("--gpus-per-node=2",)], ids=["one each", "all"])
@@ -135,7 +154,7 @@ def test_each_task_of_srun_takes_another_gpu(
     assert sorted(places) == [(0, 2, "0"), (1, 2, "1")]
 
 
-def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
+def test_a_sweep_is_an_array(slurm: dict[str, str], limited: Path, tmp_path: Path) -> None:
     sweep = tmp_path / "it's 100% a #sweep"
     words = (*JOB, *SLURM, "steps=2", "seed=0,1", override("hydra.sweep.dir", sweep), f"output_root={tmp_path}")
     words = (*words, 'name="it\'s #1"')
@@ -144,7 +163,7 @@ def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
     number = done.out.split("submitted job ")[1].split("_")[0]
     assert all(f"submitted job {number}_{index} of SLURM" in done.out for index in (0, 1))
     assert "submitted job" not in train("-m", *words, "device=cpu", **slurm).out, "the jobs are in the queue already"
-    wait_for(lambda: not queue(slurm))
+    wait_for(lambda: not queue(slurm, "it's #1"))
     assert [summary(folder)["status"] for folder in runs(sweep)] == ["completed"] * 2
     assert all((sweep / f"slurm-{number}_{index}.log").is_file() for index in (0, 1))
     assert [(record.state, record.submitted) for record in Ledger(sweep).records()] == [
@@ -152,26 +171,9 @@ def test_a_sweep_is_an_array(slurm: dict[str, str], tmp_path: Path) -> None:
     ]
 
 
-def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[str, str], tmp_path: Path) -> None:
-    folder = submitted(slurm, tmp_path, *JOB, *LONG, "launcher.time=1min", "launcher.save_before=55s")
-    wait_for(lambda: steps_done(folder) and summary(folder)["status"] == "stopped")
-    stopped = steps_done(folder)
-    wait_for(lambda: steps_done(folder) > stopped)
-    cancel(slurm)
-    assert each_step_once(folder)
-
-
-def test_a_job_that_makes_room_goes_on_where_it_was_and_a_cancelled_one_ends(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
-    words = (*JOB, *LONG, "launcher.cpus=4", "launcher.nodes=2", "strategy=ddp")
-    folder = submitted(slurm, tmp_path, *words)
-    wait_for(lambda: steps_done(folder) >= 3)
-    urgent = command("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true", **slurm)
-    assert urgent.code == 0, urgent.err
-    stopped = steps_done(folder)
-    assert summary(folder)["status"] == "stopped"
-    wait_for(lambda: steps_done(folder) > stopped)
-    cancel(slurm)
-    assert each_step_once(folder)
-    assert summary(folder)["status"] == "stopped"
+def test_a_job_whose_time_is_over_is_saved_and_goes_on_where_it_was(slurm: dict[str, str], limited: Path) -> None:
+    wait_for(lambda: re.search(STOPPED, log_of(limited)))
+    stopped = int(re.findall(STOPPED, log_of(limited))[-1])
+    wait_for(lambda: steps_done(limited) > stopped)
+    cancel(slurm, "limited")
+    assert each_step_once(limited)
