@@ -54,7 +54,13 @@ def cluster() -> Iterator[Any]:
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    # What a script starts in its background ignores Ctrl-C, and so do the tasks of such a cluster.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        nodes.lost = nodes.add_node(num_cpus=1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     yield nodes
     nodes.shutdown()
 
@@ -62,7 +68,6 @@ def cluster() -> Iterator[Any]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp_path: Path, cluster: Any) -> None:
-    node = cluster.add_node(num_cpus=1)
     words = ("train.py", *LINE, f"output_root={tmp_path}", f"hydra.launcher.address='{cluster.address}'")
     process = background(tmp_path, sys.executable, *words, afresh=True)
     try:
@@ -77,7 +82,7 @@ def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp
         process = background(tmp_path, sys.executable, *words, afresh=True)
         wait_for(lambda: both_held(tmp_path, after=stopped))
         before = [record.pid for record in records(tmp_path)]
-        cluster.remove_node(node, allow_graceful=False)
+        cluster.remove_node(cluster.lost, allow_graceful=False)
         release(tmp_path)
         _, err = process.communicate(timeout=PATIENCE)
         assert process.wait() == 0, err

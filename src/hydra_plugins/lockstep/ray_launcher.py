@@ -176,6 +176,8 @@ def run_command(ledger: Ledger, task: Task, environment: Mapping[str, str], fold
     """Run the command of a job on a node; returns its exit code. Cancelled by Ray, it has the job save its state."""
     from lockstep.sweep.pool import fresh
 
+    # `ray.cancel` interrupts as Ctrl-C does, which a cluster ignores that a script started in its background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     share = Share(gpus=(os.environ[VISIBLE],) if VISIBLE in os.environ else ())
     process = fresh(ledger, task, share, environment, cwd=folder)
     while (code := process.exitcode) is None:
