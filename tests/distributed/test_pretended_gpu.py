@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_two_gpus_have_a_rank_each_and_the_steps_of_two_ranks_of_the_cpu(tmp_pat
     words = (*SHORT, *SMALL, "steps=5", "strategy=ddp", "launcher.threads=1")
     where = (f"hydra.run.dir={tmp_path}/gpu", f"output_root={tmp_path}")
     path = f"{tmp_path}:{Path(__file__).parents[1]}"
-    done = command("python", "train.py", "device=cuda", *words, *where, PYTHONPATH=path, PRETENDED_GPUS="2")
+    done = command(sys.executable, "train.py", "device=cuda", *words, *where, PYTHONPATH=path, PRETENDED_GPUS="2")
     assert done.code == 0, done.err
     assert f"2 processes on 2 x {pretended_gpu.NAME} by DDP" in " ".join(done.out.split())
     assert losses(tmp_path / "gpu") == on_cpu(tmp_path / "cpu", *SMALL, "steps=5", "strategy=ddp", "launcher.ranks=2")
