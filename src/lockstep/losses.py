@@ -158,8 +158,8 @@ def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SummedLoss:
-    """The loss of a micro-batch: the sum of its examples' losses, in which a broken image counts nothing.
+class MaskedLoss:
+    """The loss of each example of a micro-batch, which is zero for a broken image.
 
     Fields:
         loss: logits (b, classes) and targets to losses (b,).
@@ -170,14 +170,10 @@ class SummedLoss:
     tolerates_broken: bool
 
     def __call__(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-        """The sum, a scalar, of logits (b, classes), targets (b,) or (b, classes), and labels (b,).
+        """The losses (b,) of logits (b, classes), targets (n,) or (n, classes), and labels (n,).
 
         There may be fewer logits: of a model that is cut into stages, only the last one has them.
         """
-        return self.of_examples(logits, targets, labels).sum()
-
-    def of_examples(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each example that has logits, (b,), of the arguments of a call."""
         if logits.shape[0] < labels.shape[0]:
             targets, labels = targets[: logits.shape[0]], labels[: logits.shape[0]]
         if not self.tolerates_broken:

@@ -34,7 +34,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
-from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Average, Calibration, Recall, build_scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
@@ -181,7 +181,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     figures = dict(
         evaluate(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
-            loss=SummedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),
+            loss=MaskedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),
             loader=Loader(
                 world=here,
                 plan=PLAN,

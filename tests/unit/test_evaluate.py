@@ -21,7 +21,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
-from lockstep.losses import BCE, CrossEntropy, Focal, SummedLoss
+from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.training.evaluate import VIEWS, evaluate, weighted_views
@@ -67,7 +67,7 @@ def scores(
     format_ = precision or FP64()
     return evaluate(
         model,
-        loss=SummedLoss(
+        loss=MaskedLoss(
             (loss or CrossEntropy()).build(source.classes, train.labels), tolerates_broken=train.skip > 0
         ),
         loader=Loader(

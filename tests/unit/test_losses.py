@@ -16,7 +16,7 @@ from torchvision.ops import sigmoid_focal_loss
 
 from helpers import built, train_here
 from lockstep.core.errors import InputError
-from lockstep.losses import BCE, CrossEntropy, Focal, SummedLoss
+from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
 
 pytestmark = pytest.mark.numerics
 
@@ -120,17 +120,17 @@ def test_an_evaluation_has_neither_smoothing_nor_weights(name: str) -> None:
 @pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_broken_image_counts_nothing(name: str, targets: Tensor) -> None:
-    summed = SummedLoss(LOSSES[name].build(CLASSES, LABELS), tolerates_broken=True)
+    losses = MaskedLoss(LOSSES[name].build(CLASSES, LABELS), tolerates_broken=True)
     labels = LABELS.clone()
     labels[3] = -100
     marked = labels if targets.ndim == 1 else targets
     logits = LOGITS.clone().requires_grad_()
-    loss = summed(logits, marked, labels)
+    loss = losses(logits, marked, labels).sum()
     loss.backward()
     assert logits.grad is not None
     assert not logits.grad[3].any()
     whole = [at for at in range(8) if at != 3]
-    close(loss.detach(), summed(LOGITS[whole], targets[whole], LABELS[whole]))
+    close(loss.detach(), losses(LOGITS[whole], targets[whole], LABELS[whole]).sum())
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.mixup import Mix, beta, box
-from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.precision import FP32, FP64
 
 pytestmark = pytest.mark.numerics
@@ -195,12 +195,12 @@ def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind
         torch.tensor([1, 2, IGNORE_INDEX, IGNORE_INDEX, 3, 4]),
     )
     mix = mixing(kind)
-    loss = SummedLoss(CrossEntropy(label_smoothing=smoothing).build(10, torch.empty(0)), tolerates_broken=True)
+    loss = MaskedLoss(CrossEntropy(label_smoothing=smoothing).build(10, torch.empty(0)), tolerates_broken=True)
     mixed, targets = mix.apply(images, labels, sample_keys(0, 0, torch.arange(6), MIX))
     assert torch.equal(mixed[1], images[1])
     assert torch.equal(targets[1], F.one_hot(labels[1], 10).double())
     logits = torch.randn(5, 10, dtype=torch.float64, requires_grad=True)
-    loss(logits, targets, labels[:-1]).backward()
+    loss(logits, targets, labels[:-1]).sum().backward()
     assert logits.grad is not None
     assert (logits.grad.abs().amax(1) > 1e-15).tolist() == [True, True, False, False, True]
 

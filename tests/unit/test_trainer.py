@@ -23,7 +23,7 @@ from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
-from lockstep.losses import CrossEntropy, SummedLoss
+from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import NO_SCORES
 from lockstep.optim import SGD
 from lockstep.optim.ema import EMA
@@ -132,7 +132,7 @@ def trainer_of(
             scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
             ema=ema,
         ),
-        loss=SummedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
+        loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
         strategy=strategy,
         precision=FP64(),
         lr=0.5,

@@ -19,7 +19,7 @@ from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.sampler import blocks
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.inference.predictor import Predictor
-from lockstep.losses import SummedLoss
+from lockstep.losses import MaskedLoss
 from lockstep.runtime.host import cores
 from lockstep.training.evaluate import best_classes
 
@@ -122,12 +122,12 @@ def evaluate_split(
     labels = split.labels.clone()
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
     criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, split.labels)
-    loss = SummedLoss(criterion.to(predictor.device).eval(), tolerates_broken=True)
+    loss = MaskedLoss(criterion.to(predictor.device).eval(), tolerates_broken=True)
     summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
         block_labels = labels[block.start : block.stop].to(predictor.device)
         logits = predictor.logits(images)
-        summed += loss(logits, block_labels, block_labels)
+        summed += loss(logits, block_labels, block_labels).sum()
         best = best_classes(logits)
         shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
         advance(len(block))

@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.losses import SummedLoss
+from lockstep.losses import MaskedLoss
 from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.runtime.host import cores
@@ -152,7 +152,7 @@ def restore(
     return Progress(**progress), str(loaded.path)
 
 
-def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> SummedLoss:
+def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> MaskedLoss:
     """The loss of a job on its device.
 
     Raises:
@@ -172,4 +172,4 @@ def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> SummedLoss
             f"the loss {name} gives a tensor of shape {shape} for {TRIED} examples, expected ({TRIED},), a number "
             'for each; a loss of torch.nn does so with reduction="none"'
         )
-    return SummedLoss(module, tolerates_broken=max(data.train.skip, data.val.skip) > 0)
+    return MaskedLoss(module, tolerates_broken=max(data.train.skip, data.val.skip) > 0)

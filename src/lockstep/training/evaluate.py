@@ -15,7 +15,7 @@ from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import SummedLoss
+from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 
@@ -24,7 +24,7 @@ from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 def evaluate(
     model: nn.Module,
     *,
-    loss: SummedLoss,
+    loss: MaskedLoss,
     loader: Loader,
     pipeline: Pipeline,
     precision: Precision,
@@ -57,7 +57,7 @@ def evaluate(
     for done, (images, labels) in enumerate(loader.eval(), start=1):
         logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
-        losses = loss.of_examples(logits, labels, labels)
+        losses = loss(logits, labels, labels)
         summed += losses.sum()
         best = best_classes(logits)
         hit = best == labels[:, None]

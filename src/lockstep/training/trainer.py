@@ -18,7 +18,7 @@ from lockstep.core.protocols import Precision, Schedule, Strategy
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import SummedLoss
+from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
@@ -40,7 +40,7 @@ class Trainer:
     world: World
     plan: Plan
     network: Network
-    loss: SummedLoss
+    loss: MaskedLoss
     strategy: Strategy
     precision: Precision
     lr: float
@@ -59,10 +59,12 @@ class Trainer:
     progress: Progress = field(default_factory=Progress)
     consensus: StopConsensus = field(init=False)
     autocast: AbstractContextManager[None] = field(init=False)
+    grad_divisor: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.consensus = StopConsensus(self.world)
         self.autocast = self.precision.autocast(self.world.device)
+        self.grad_divisor = self.strategy.grad_divisor(self.world)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -125,7 +127,7 @@ class Trainer:
         network = self.network
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
-        scale = self.strategy.grad_divisor(self.world) / shard.count
+        scale = self.grad_divisor / shard.count
         self.strategy.run_micro_batches(
             network.replica,
             shard.micro_batches(self.plan.micro_batches),
@@ -159,7 +161,7 @@ class Trainer:
         """The summed loss of a micro-batch, a scalar, and its logits (b, classes)."""
         with self.autocast:
             logits: Tensor = self.network.replica(*inputs).to(self.precision.sums)
-            loss: Tensor = self.loss(logits, targets, labels)
+            loss: Tensor = self.loss(logits, targets, labels).sum()
         return loss, logits
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:

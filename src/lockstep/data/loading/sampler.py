@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -47,19 +49,17 @@ def shard_indices(
 
     The mix partner of a sample is the next sample of the global batch; the last sample's partner is the first.
     """
-    order, order_epoch = None, -1
-    for step in range(after + 1, plan.total_steps + 1):
-        epoch = plan.epoch(step)
-        if order is None or epoch != order_epoch:
-            order_epoch = epoch
-            order = order_of(epoch).to(device) if order_of else permutation(seed, epoch, plan.examples, device)
-        start = plan.position(step) * plan.batch
-        global_batch = order[start : start + plan.batch]
-        count = global_batch.shape[0]
-        own = share(count, ranks, rank)
-        if mix_partners and own.start < own.stop:
-            own, global_batch = slice(own.start, own.stop + 1), torch.cat([global_batch, global_batch[:1]])
-        yield ShardIndices(step, epoch, global_batch[own], count)
+    per_epoch = plan.steps_per_epoch
+    for epoch in range(plan.epoch(after + 1), plan.epoch(plan.total_steps) + 1):
+        order = order_of(epoch).to(device) if order_of else permutation(seed, epoch, plan.examples, device)
+        for step in range(max(after, epoch * per_epoch) + 1, min((epoch + 1) * per_epoch, plan.total_steps) + 1):
+            start = plan.position(step) * plan.batch
+            global_batch = order[start : start + plan.batch]
+            count = global_batch.shape[0]
+            own = share(count, ranks, rank)
+            if mix_partners and own.start < own.stop:
+                own, global_batch = slice(own.start, own.stop + 1), torch.cat([global_batch, global_batch[:1]])
+            yield ShardIndices(step, epoch, global_batch[own], count)
 
 
 def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[ShardIndices]]:
@@ -67,15 +67,11 @@ def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[Sh
 
     The first group has one shard, so that a run does not wait for many before its first step.
     """
-    group: list[ShardIndices] = []
     size = 1
-    for shard in shards:
-        if group and (len(group) == size or group[0].epoch != shard.epoch):
+    for _, of_epoch in itertools.groupby(shards, key=operator.attrgetter("epoch")):
+        while group := list(itertools.islice(of_epoch, size)):
             yield group
-            group, size = [], steps
-        group.append(shard)
-    if group:
-        yield group
+            size = steps
 
 
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
