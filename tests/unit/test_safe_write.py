@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.core import safe_write
 from lockstep.core.errors import StorageError
@@ -39,11 +40,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return recorded
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_writer_goes_on(
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    write_atomic(tmp_path / "file", "content")
+    assert calls == [("sync", ".file.tmp"), ("name", "file")]
+
+
+def test_the_mark_of_a_run_without_checkpoints_is_on_the_disk_before_a_step_is_logged(
     tmp_path: Path, calls: list[tuple[str, str]]
 ) -> None:
-    write_atomic(tmp_path / "file", "content")
-    assert calls == [("sync", ".file.tmp"), ("name", "file"), ("sync", tmp_path.name)]
+    run = RunDir.at(tmp_path / "run")
+    calls.clear()
+    checkpoint.mark_saved_or_not(run)
+    assert calls == [("sync", ".none-yet.tmp"), ("name", "none-yet"), ("sync", "checkpoints")]
 
 
 def test_a_run_folder_is_on_the_disk_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
@@ -66,7 +74,7 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     named = calls.index(("name", "step-00000001"))
     before = {name for call, name in calls[:named] if call == "sync"}
     files = {"facts.json", "manifest.json", "model.safetensors", "state.pt"}
-    assert before == {"metrics.jsonl", ".step-00000001.tmp", *files}
+    assert before == {"metrics.jsonl", ".hydra", "run", ".step-00000001.tmp", *files}
     assert calls[named + 1] == ("sync", "checkpoints")
     weights = calls.index(("name", "model.safetensors"))
     assert calls[weights - 1 :: 2] == [("sync", "model.tmp"), ("sync", "run")]

@@ -20,7 +20,7 @@ from lockstep.config.commands import override, program_words, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import sync, write_atomic
 
 Say = Callable[[str], None]
 
@@ -74,6 +74,7 @@ def mark_saved_or_not(run_dir: RunDir) -> None:
             run_dir.none_yet.unlink(missing_ok=True)  # it still exists after a kill just after the first checkpoint
         return
     write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
+    sync(run_dir.checkpoints)
 
 
 def _has_saved(run_dir: RunDir) -> bool:

@@ -12,7 +12,7 @@ from lockstep.checkpoint.validation import STATE, find_corruption, has_state, ma
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import sync, write_atomic
 
 
 @dataclass(frozen=True)
@@ -112,4 +112,5 @@ def drop_state(path: Path) -> None:
     """
     if has_state(path):
         write_atomic(path / MANIFEST, manifest_without_state(path))
+        sync(path)
     (path / STATE).unlink(missing_ok=True)

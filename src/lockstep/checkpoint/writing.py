@@ -232,8 +232,10 @@ class Checkpointer:
                 torch.save({**map_tensors(state, with_own_storage), NAMES: names}, opened)
             (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
-            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint all its files.
-            for path in (self.run_dir.metrics, self.run_dir.table, *temporary.iterdir(), temporary):
+            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint and the run folder
+            # all their files.
+            logs = (self.run_dir.metrics, self.run_dir.table)
+            for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
             # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only

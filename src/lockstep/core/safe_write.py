@@ -17,6 +17,9 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a f
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a reader sees the old or the new content, also after a power cut.
 
+    After a power cut within seconds it may be the old one. Where another file relies on the new one, call `sync` for
+    its folder too.
+
     Raises:
         StorageError: the file cannot be written; its old content is unchanged.
     """
@@ -33,7 +36,6 @@ def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        sync(path.parent)
     except OSError as error:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)

@@ -42,7 +42,8 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     """
     for key in by:
         if not any(key in run.settings for run in runs):
-            raise InputError(f"--by {key}: no run has this key; they differ in {', '.join(differing(runs)) or 'none'}")
+            others = ", ".join(differing(runs)) or "none"
+            raise InputError(f"--by {key}: no run has this key; they differ in {others}")
     direction = direction_of(runs)
     keys = [*by] or [key for key in differing(runs) if key != SEED]
     members: dict[tuple[str, ...], list[Run]] = {}
