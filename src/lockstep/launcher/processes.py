@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import socket
@@ -48,6 +49,7 @@ class Fork(ForkProcess):
     """A fork of this process, which takes milliseconds: everything is imported already."""
 
     def run(self) -> None:
+        gc.freeze()  # what is inherited stays: a collection that looks through it would copy its pages
         atexit._clear()  # what the parent has to do at its end, such as removing its temporary folders, is not ours
         super().run()
 
