@@ -80,10 +80,14 @@ class Spawn(Inline):
 
 
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
-    """A rank as a fork of this process, which closes its copy of `listener`."""
-    process = Fork(
-        target=child.begin, args=(os.getpid(), entry.__module__, run_dir.path, environment, listener.fileno())
-    )
+    """A rank as a fork of this process."""
+
+    def begin() -> None:
+        listener.close()  # only the launcher needs it
+        os.environ.update(environment)
+        child.begin(entry.__module__, run_dir.path)
+
+    process = Fork(begin)
     process.start()
     return process
 
