@@ -10,8 +10,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lockstep.core import log, network
-from lockstep.core.durations import parse_time
+from lockstep.core import log, network, plan
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.protocols import Entry
@@ -122,8 +121,7 @@ class Elastic(Spawn):
     def _meeting(self) -> Meeting:
         """Where the machines meet."""
         least, most = self.node_range
-        timeout = parse_time(self.timeout)
-        assert timeout is not None
+        timeout = plan.seconds("launcher.timeout", self.timeout)
         if self.rendezvous is None:
             raise InputError(
                 f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "
