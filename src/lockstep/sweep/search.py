@@ -87,8 +87,7 @@ class Search:
         return jobs
 
     def _record(self, key: frozenset[str]) -> Record | None:
-        records = self.ledger.records() if self.ledger.exists else []
-        return next((record for record in records if job_key(record.overrides) == key), None)
+        return next((record for record in self.ledger.records() if job_key(record.overrides) == key), None)
 
     def _is_known(self, key: frozenset[str], record: Record) -> bool:
         """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
