@@ -355,7 +355,7 @@ def test_a_job_that_hears_no_signal_can_be_stopped_and_the_same_line_goes_on(
     wait_for(lambda: output.exists() and "\n\n" in output.read_text())
     os.kill(process.pid, signal.SIGINT)
     if value == "deaf":
-        time.sleep(AGAIN_S)  # one Ctrl-C can arrive twice
+        time.sleep(2 * AGAIN_S)  # one Ctrl-C can arrive twice, and a busy machine can handle the first one late
         os.kill(process.pid, signal.SIGINT)
     assert ended(process)[0] == code
     (record,) = Ledger(tmp_path / "s").records()

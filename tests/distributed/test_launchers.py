@@ -54,7 +54,7 @@ def test_a_fork_leaves_what_its_parent_has_to_remove_at_its_end() -> None:
         from lockstep.launcher.processes import Fork
         from lockstep.runtime.signals import leave
         folder = tempfile.TemporaryDirectory()
-        fork = Fork(target=leave, args=(0,))
+        fork = Fork(lambda: leave(0))
         fork.start()
         fork.join()
         print(fork.exitcode, os.path.isdir(folder.name))

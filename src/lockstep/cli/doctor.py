@@ -24,7 +24,7 @@ from lockstep.core.launched import is_launched, launched
 from lockstep.data.inspection import inspect
 from lockstep.job import examination
 from lockstep.job.prepare import checked_job
-from lockstep.job.resume import decide_resume
+from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.progress import progress
@@ -109,7 +109,7 @@ class Checkup:
 
     def examine_job(self, number: int, overrides: Sequence[str], *, sweep: bool) -> tuple[Path, list[Finding]]:
         """The folder for the runs of a job, and its findings; one that fails ends those that need it."""
-        composed: list[tuple[ResolvedJob, Path | None, Path | None, bool]] = []
+        composed: list[tuple[ResolvedJob, Resume, bool]] = []
 
         def keys() -> Findings:
             composed.append(_composed(overrides, sweep=sweep))
@@ -120,7 +120,7 @@ class Checkup:
         findings = self.check([number], "keys", keys)
         if not composed:
             return Path(), findings
-        job, run, resumed, elsewhere = composed[0]
+        job, resume, elsewhere = composed[0]
         root = Path(job.output_root)
         if not elsewhere:
             place = f"{job.device} {job.launcher}"
@@ -129,7 +129,7 @@ class Checkup:
         data = self.check([number], "data", lambda: inspect(job.dataset, self.look_s), str(job.dataset))
         if any(finding.check == "data" for finding in data):
             return root, findings
-        plan = self.check([number], "plan", lambda: examination.plan(job, run, resumed))
+        plan = self.check([number], "plan", lambda: examination.plan(job, resume))
         if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
             timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}
             key = f"{type(job.optimizer)} {timed}"
@@ -162,8 +162,8 @@ class Checkup:
         return f" (job {jobs[0]}: {typed(own)})"
 
 
-def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Path | None, Path | None, bool]:
-    """The job of a command, checked without its data; its run folder and the checkpoint that it resumes, if any.
+def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Resume, bool]:
+    """The job of a command, checked without its data, and what it resumes.
 
     The last value is whether another system runs it on other machines; it is then taken for one rank here.
     """
@@ -176,4 +176,4 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Pa
             here = {"launcher": launcher, "strategy": components.build_option("strategy", "auto")}
             nodes = {group: components.node(option) for group, option in here.items()}
             resume = replace(resume, values={**resume.values, **nodes})
-        return checked_job(resume), resume.folder, resume.checkpoint, elsewhere
+        return checked_job(resume), resume, elsewhere

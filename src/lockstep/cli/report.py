@@ -7,7 +7,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.page import write_sweep_report
-from lockstep.sweep.record import Direction, State
+from lockstep.sweep.record import State
 from lockstep.sweep.runs import existing, read_job, read_run
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import write_report
@@ -23,17 +23,16 @@ def report(path: str) -> None:
     folder = existing(path)
     ledger, damaged = Ledger(folder), []
     if ledger.exists:
-        direction = ledger.identity().direction
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
         damaged = [record.error for record in records if record.state is State.damaged]
         with progress("reporting", len(records)) as advance:
             for record in records:
-                write_report(RunDir(folder / record.folder), read_job(folder, record, direction).state)
+                write_report(RunDir(folder / record.folder), read_job(ledger, record).state)
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
         entry = record_of(folder)
-        run = read_run(folder) if entry is None else read_job(folder.parent, entry[1], Direction.maximize)
+        run = read_run(folder) if entry is None else read_job(*entry)
         written = write_report(RunDir(folder), run.state)
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")

@@ -69,8 +69,7 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
         ledger = Ledger(path)
         try:
             if path == root and ledger.exists:
-                direction = ledger.identity().direction
-                single = [read_job(path, record, direction) for record in ledger.records()]
+                single = [read_job(ledger, record) for record in ledger.records()]
             elif ledger.exists:
                 rows.append(_sweep(ledger, root))
                 damaged += [record.error for record in ledger.records() if record.state is State.damaged]

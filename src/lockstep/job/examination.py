@@ -16,7 +16,7 @@ from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.job.prepare import check_plan
-from lockstep.job.resume import check_resumable, has_ended
+from lockstep.job.resume import Resume, check_resumable
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import GB, amount, cores, free_memory
 from lockstep.strategy import Single
@@ -63,11 +63,10 @@ def port(job: ResolvedJob) -> Iterator[Finding]:
     yield Finding("port", job.launcher.try_address())
 
 
-def plan(job: ResolvedJob, run: Path | None, resumed: Path | None) -> Iterator[Finding]:
+def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
     """How the global batch and the epochs are cut, and the bytes that the run takes."""
     steps = check_plan(job)
-    if resumed is not None:
-        check_resumable(job, steps, resumed, ended=has_ended(run))
+    check_resumable(resume, job, steps)
     ranks = job.strategy.data_world(replace(World.solo(), size=job.launcher.world_size)).size
     pieces, last = ranks * steps.micro_batches, steps.examples % steps.batch
     text = f"{steps.batch} = {ranks} rank{'s' * (ranks != 1)} x {steps.micro_batches} micro-batch"
@@ -82,7 +81,7 @@ def plan(job: ResolvedJob, run: Path | None, resumed: Path | None) -> Iterator[F
         better = next(size for size in range(steps.batch, 0, -1) if not 0 < steps.examples % size < pieces)
         text = f"the last batch of an epoch has {last} images for {pieces} micro-batches; batch={better} leaves more"
         yield Finding("batch", text, Level.warning)
-    if getattr(job.model, "pretrained", False) and resumed is None:
+    if getattr(job.model, "pretrained", False) and resume.checkpoint is None:
         text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
         yield Finding("weights", text, Level.warning)
     model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))

@@ -34,8 +34,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     job = checked_job(resume, sweep=invocation.sweep and multiprocessing.parent_process() is None)
     plan = check_run(job, starts=resume.checkpoint is None, fetch=resume.may_fetch)
-    if resume.checkpoint is not None:
-        check_resumable(job, plan, resume.checkpoint, ended=resume.ended)
+    check_resumable(resume, job, plan)
     return job
 
 

@@ -66,8 +66,12 @@ class Resume:
 
     @property
     def ended(self) -> bool:
-        """Whether the run to continue was completed."""
-        return has_ended(self.folder)
+        """Whether all of the run was completed, and not only its last step; a checkpoint alone is of such a run."""
+        try:
+            return self.folder is None or RunDir(self.folder).read_summary().get("status") == "completed"
+        except UnreadableFile as error:
+            log.show_warning(f"{error}; it will be replaced")
+            return False
 
     @cached_property
     def checkpoint(self) -> Path | None:
@@ -136,10 +140,8 @@ def _without_auto_batch(
     return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
 
 
-def check_resumable(job: ResolvedJob, plan: Plan, resumed: Path, *, ended: bool) -> None:
-    """Check that a job can continue from the checkpoint `resumed`, and that steps are left to do.
-
-    `ended` is whether all of its run was completed, and not only its last step.
+def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
+    """Check that a job can continue from its checkpoint, if it has one, and that steps are left to do.
 
     Raises:
         InputError: the checkpoint is of another run, or the run has ended.
@@ -147,6 +149,9 @@ def check_resumable(job: ResolvedJob, plan: Plan, resumed: Path, *, ended: bool)
     from lockstep import checkpoint  # these need torch
     from lockstep.training.fingerprint import fingerprint, train_longer
 
+    if (resumed := resume.checkpoint) is None:
+        return
+    ended = resume.ended
     checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
     step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
     if step > total:
@@ -159,15 +164,6 @@ def check_resumable(job: ResolvedJob, plan: Plan, resumed: Path, *, ended: bool)
             f"resume: {resumed} has finished step {step} of {total}, so nothing is left to do; train longer with "
             f"{train_longer(job, plan, step)}"
         )
-
-
-def has_ended(folder: Path | None) -> bool:
-    """Whether the run in a folder was completed; a checkpoint alone is of one that was."""
-    try:
-        return folder is None or RunDir(folder).read_summary().get("status") == "completed"
-    except UnreadableFile as error:
-        log.show_warning(f"{error}; it will be replaced")
-        return False
 
 
 def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path | None:
@@ -196,11 +192,7 @@ def named_checkpoint(resume: str | None) -> str | None:
 
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The config of a run with the overrides of the present command, and all overrides.
-
-    Raises:
-        InputError: an override does not fit, or the run's own overrides no longer give the config that it keeps.
-    """
+    """The config of a run with the overrides of the present command, and all overrides."""
     stored = yaml_io.load_list(run_dir.overrides)
     added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
     try:
@@ -220,26 +212,20 @@ def _missing_extensions(run_dir: RunDir) -> str:
         facts = read_json(run_dir.environment)
     except UnreadableFile:
         return ""
-    installed = facts.get("extensions") if isinstance(facts, dict) else {}
-    active = {extension.package for extension in extensions.active()}
-    missing = (
-        [f"{package} ({origin})" for package, origin in installed.items() if package not in active]
-        if isinstance(installed, dict)
-        else []
-    )
-    if not missing:
-        return ""
-    return f" The run had extensions that are not here: {', '.join(missing)}; install them, or use its own program."
+    match facts:
+        case {"extensions": dict(installed)}:
+            active = {extension.package for extension in extensions.active()}
+            if missing := [f"{package} ({origin})" for package, origin in installed.items() if package not in active]:
+                names = ", ".join(missing)
+                return f" The run had extensions that are not here: {names}; install them, or use its own program."
+    return ""
 
 
 def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, Any], overridden: list[str]) -> None:
     """Check that the config `own`, of the run's overrides alone, is the one that the run's folder keeps.
 
-    What the command changes in `values`, by the keys `overridden`, is not compared.
-
-    Raises:
-        InputError: the configs differ, because a line of the overrides was lost or a recipe has changed; or the file
-            of the kept config cannot be replaced.
+    They differ if a line of the overrides was lost, or a recipe has changed. What the command changes in `values`, by
+    the keys `overridden`, is not compared.
     """
     try:
         stored_values = dict(leaves(yaml_io.load(run_dir.composed)))

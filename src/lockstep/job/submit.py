@@ -15,7 +15,7 @@ from pathlib import Path
 from lockstep.config import components, messages
 from lockstep.config.commands import command_of_program, override, parsed
 from lockstep.config.invocation import Invocation
-from lockstep.core.durations import parse_time
+from lockstep.core import plan
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 from lockstep.core.rules import is_one_line
@@ -104,7 +104,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
     first, several = submissions[0], len(submissions) > 1
     launcher = first.launcher
     output = root / "slurm-%A_%a.log" if several else folders[0] / "logs" / "slurm-%j.log"
-    seconds = {key: parse_time(getattr(launcher, key)) or 0.0 for key in ("time", "save_before")}
+    seconds = {key: plan.seconds(f"launcher.{key}", getattr(launcher, key)) for key in ("time", "save_before")}
     options = {
         "job-name": first.name,
         "output": str(output.parent).replace("%", "%%") + f"/{output.name}",

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+import psutil
 from torch.distributed import DistError
 
 from lockstep.core.errors import RankFailed
@@ -125,18 +124,17 @@ def _environment() -> Iterator[None]:
         yield
 
 
-def ranks_here() -> list[int]:
+def ranks_here() -> list[psutil.Process]:
     """The processes that the agent of this process has started as ranks."""
-    pids = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and child.__name__.encode() in (process / "cmdline").read_bytes():
-                pids.append(int(process.name))
-    return pids
+    ranks = []
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            if child.__name__ in process.cmdline():
+                ranks.append(process)
+    return ranks
 
 
 def send_to_ranks(number: int) -> None:
-    for pid in ranks_here():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.Signals(number))
+    for rank in ranks_here():
+        with suppress(psutil.NoSuchProcess):
+            rank.send_signal(number)

@@ -81,12 +81,7 @@ def _find_local_ranks(store: TCPStore) -> None:
 
 
 def _store(*, serve: bool, seconds: float) -> TCPStore:
-    """The store of the job's ranks.
-
-    Raises:
-        InputError: no variable has the address of the store, or its host is not known.
-        RankFailed: the store does not answer within `seconds`, or its port is taken.
-    """
+    """The store of the job's ranks, which must answer within `seconds`."""
     address, port = store_address()
     network.addresses(address, port)  # raises for an unknown name, instead of waiting for it
     try:
@@ -126,11 +121,7 @@ def wait(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def _wait_for_value(store: TCPStore, key: str, otherwise: str) -> str:
-    """Wait until `key` is set in the store, and return its value.
-
-    Raises:
-        RankFailed: `key` is not set in time (the sentence begins with `otherwise`), or the store has gone.
-    """
+    """Wait until `key` is set in the store, and return its value; `otherwise` says what it means if none comes."""
     try:
         if not wait(lambda: store.check([key]), WAIT_S):
             raise RankFailed(f"{otherwise} within {WAIT_S:g} s; its output says why")

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from lockstep.core import network
-from lockstep.core.durations import parse_time
+from lockstep.core import log, network, plan
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
+from lockstep.core.protocols import Entry
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting
 from lockstep.launcher.roles import Machines, Member
 from lockstep.launcher.spawn import Spawn
@@ -75,8 +76,11 @@ class Elastic(Spawn):
                     f"or leave out launcher.{key}"
                 )
 
-    def most_restarts(self) -> int:
-        return self.restarts
+    def run(self, entry: Entry, run_dir: RunDir) -> None:
+        restarts = self.restarts
+        while failure := self.attempt(entry, run_dir, can_restart=restarts > 0):
+            log.warn(f"{failure}; all ranks are started again from the last checkpoint")
+            restarts -= 1
 
     def can_fork(self) -> bool:
         return False
@@ -117,8 +121,7 @@ class Elastic(Spawn):
     def _meeting(self) -> Meeting:
         """Where the machines meet."""
         least, most = self.node_range
-        timeout = parse_time(self.timeout)
-        assert timeout is not None
+        timeout = plan.seconds("launcher.timeout", self.timeout)
         if self.rendezvous is None:
             raise InputError(
                 f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "

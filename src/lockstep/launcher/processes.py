@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch.distributed import TCPStore
 
 from lockstep.core.errors import Interrupted, LockstepError
+from lockstep.runtime import signals
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
@@ -46,10 +47,16 @@ class Process(Protocol):
 
 
 class Fork(ForkProcess):
-    """A fork of this process, which takes milliseconds: everything is imported already."""
+    """A fork of this process, which takes milliseconds: everything is imported already. It ends with this process."""
+
+    def __init__(self, target: Callable[[], object]) -> None:
+        super().__init__(target=target)
+        self.parent = os.getpid()
 
     def run(self) -> None:
         gc.freeze()  # what is inherited stays: a collection that looks through it would copy its pages
+        signals.begin(self.parent)
+        signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # instead of the handler of `forwarding`
         atexit._clear()  # what the parent has to do at its end, such as removing its temporary folders, is not ours
         super().run()
 

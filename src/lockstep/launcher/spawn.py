@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 from torch.distributed import TCPStore
 
-from lockstep.core import log
 from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
@@ -46,20 +45,13 @@ class Spawn(Inline):
     starts_ranks: ClassVar[bool] = True
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
-        restarts = self.most_restarts()
-        while failure := self._attempt(entry, run_dir, can_restart=restarts > 0):
-            log.warn(f"{failure}; all ranks are started again from the last checkpoint")
-            restarts -= 1
-
-    def most_restarts(self) -> int:
-        """How often failed ranks are started again."""
-        return 0
+        self.attempt(entry, run_dir)
 
     def can_fork(self) -> bool:
         """A process that has used a GPU's driver cannot be forked, and searching for a GPU uses the driver."""
         return not torch.cuda.is_available() and can_fork()
 
-    def _attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
+    def attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool = False) -> RankFailed | None:
         """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
 
         Raises:
@@ -88,10 +80,14 @@ class Spawn(Inline):
 
 
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
-    """A rank as a fork of this process, which closes its copy of `listener`."""
-    process = Fork(
-        target=child.begin, args=(os.getpid(), entry.__module__, run_dir.path, environment, listener.fileno())
-    )
+    """A rank as a fork of this process."""
+
+    def begin() -> None:
+        listener.close()  # only the launcher needs it
+        os.environ.update(environment)
+        child.begin(entry.__module__, run_dir.path)
+
+    process = Fork(begin)
     process.start()
     return process
 
@@ -119,22 +115,19 @@ class Children:
 
     def join(self) -> dict[int, int]:
         """Wait until all ranks have ended. If ranks fail, end the others and return the failed ranks' exit codes."""
-        while running := [rank.sentinel for rank in self.ranks if rank.exitcode is None]:
+        while True:
+            running = [rank.sentinel for rank in self.ranks if rank.exitcode is None]
+            failed = {number: code for number, rank in enumerate(self.ranks) if (code := rank.exitcode)}
+            if failed or not running:
+                break
             multiprocessing.connection.wait(running, POLL_S)
-            if failed := self._failures():
-                return failed
-        return self._failures()
-
-    def _failures(self) -> dict[int, int]:
-        """The exit codes of the ranks that failed. If any has failed, end the others before returning."""
-        failed = {number: code for number, rank in enumerate(self.ranks) if (code := rank.exitcode)}
         if failed:
             self.send(signal.SIGTERM)
-            until = time.monotonic() + GRACE_S
-            while any(rank.exitcode is None for rank in self.ranks):
-                if time.monotonic() > until:
-                    self.send(signal.SIGKILL)
-                time.sleep(POLL_S)
+        until = time.monotonic() + GRACE_S
+        while any(rank.exitcode is None for rank in self.ranks):
+            if time.monotonic() > until:
+                self.send(signal.SIGKILL)
+            time.sleep(POLL_S)
         return failed
 
     def send(self, number: int) -> None:

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
+import psutil
+
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
@@ -181,8 +183,7 @@ def _main_frame() -> FrameType:
 
 
 def _is_suspended(pid: int) -> bool:
-    """Whether a process is stopped by a signal (Linux; elsewhere it is not known)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except OSError:
-        return False
+    """Whether a process is stopped by a signal."""
+    with suppress(psutil.Error):  # it has ended
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    return False

@@ -156,12 +156,7 @@ def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
 
 def _content(path: Path) -> Row:
     """The content of a JSON file of a run; empty if it is missing."""
-    try:
-        loaded = safe_read.read_json(path)
-    except safe_read.UnreadableFile as error:
-        if error.missing:
-            return {}
-        raise
+    loaded = safe_read.read_json(path) if path.exists() else {}
     return loaded if isinstance(loaded, dict) else {}
 
 

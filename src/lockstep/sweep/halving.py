@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.core import log, safe_read
+from lockstep.core import log
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import is_number
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, Record, State
@@ -33,15 +36,14 @@ def shares(jobs: int, factor: int) -> list[float]:
 
 def evaluations(ledger: Ledger, record: Record) -> Iterator[tuple[float, float]]:
     """The evaluations of a job so far: the share of its steps that was done, and the score."""
-    folder = ledger.folder / record.folder
-    try:
-        total = float(safe_read.read_json(folder / "summary.json")["steps"])
-        for text in safe_read.read_text(folder / "metrics.jsonl").splitlines():
-            line = safe_read.parsed_json(text)
-            if scores := [float(line[key]) for key in SCORES if key in line]:
-                yield float(line["step"]) / total, scores[0]
-    except (InputError, LookupError, TypeError, ValueError, AttributeError, ZeroDivisionError):
-        return  # it has not begun, or its last line is being written
+    from lockstep.telemetry.sinks import read_figures  # needs torch
+
+    run = RunDir(ledger.folder / record.folder)
+    with suppress(InputError):  # a file is damaged
+        total = run.read_summary().get("steps", 0)
+        for step, figures in read_figures(run.metrics) if is_number(total) and total else ():
+            if scores := [figures[key] for key in SCORES if key in figures]:
+                yield step / total, scores[0]
 
 
 def score(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger
@@ -15,16 +15,15 @@ SCORE = "score"
 
 def _seconds(run: RunDir) -> float | None:
     """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
-    total, before = 0.0, 0.0
-    try:
-        for text in safe_read.read_text(run.metrics).splitlines():
-            line = safe_read.parsed_json(text)
-            if "perf/step_ms" in line:
-                total += float(line["perf/step_ms"]) / 1000 * (float(line["step"]) - before)
-                before = float(line["step"])
-    except (InputError, LookupError, TypeError, ValueError):
-        return None  # a job of an app that writes no such file
-    return total
+    from lockstep.telemetry.sinks import read_figures  # needs torch
+
+    total, before = 0.0, 0
+    with suppress(InputError):  # the file is damaged
+        for step, figures in read_figures(run.metrics):
+            if "perf/step_ms" in figures:
+                total += figures["perf/step_ms"] / 1000 * (step - before)
+                before = step
+    return total if before else None  # a job of an app that writes no such file
 
 
 # The costs of a run as objectives, of which less is better; None for one that was not measured.

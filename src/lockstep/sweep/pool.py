@@ -5,6 +5,7 @@ Knows no trainer and no Hydra: a job is a function, and what it needs. The ledge
 
 from __future__ import annotations
 
+import functools
 import multiprocessing.connection
 import os
 import signal
@@ -12,12 +13,13 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.commands import override
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher.processes import Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
@@ -176,7 +178,7 @@ class Pool:
 
 def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
     """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
-    process = Fork(target=_serve, args=(os.getpid(), ledger, task, share))
+    process = Fork(functools.partial(_serve, ledger, task, share))
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
     try:
         process.start()
@@ -185,10 +187,8 @@ def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
     return process
 
 
-def _serve(parent: int, ledger: Ledger, task: Task, share: Share) -> None:
+def _serve(ledger: Ledger, task: Task, share: Share) -> None:
     """Be the process of a task."""
-    signals.begin(parent)
-    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     with output_of(ledger, task.record).open("a") as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
@@ -225,13 +225,10 @@ def start(ledger: Ledger, task: Task, share: Share) -> Process:
 
 def memory_of_job(ledger: Ledger, record: Record) -> int | None:
     """What a job that is done took of its GPU, if its `summary.json` says so, with the context of CUDA."""
-    if record.state is not State.done:
-        return None
-    try:
-        summary = safe_read.read_json(ledger.folder / record.folder / "summary.json")
-        return int(summary["gpu_memory"]) + CONTEXT_BYTES
-    except (InputError, LookupError, TypeError, ValueError):
-        return None
+    if record.state is State.done:
+        with suppress(InputError, LookupError, TypeError, ValueError):
+            return int(RunDir(ledger.folder / record.folder).read_summary()["gpu_memory"]) + CONTEXT_BYTES
+    return None
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:

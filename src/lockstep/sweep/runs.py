@@ -77,15 +77,10 @@ def read_runs(root: Path) -> list[Run]:
         ledger = Ledger(folder)
         try:
             if ledger.exists:
-                direction = ledger.identity().direction
-                runs |= {folder / record.folder: read_job(folder, record, direction) for record in ledger.records()}
+                runs |= {folder / record.folder: read_job(ledger, record) for record in ledger.records()}
             elif folder not in runs:
-                known = record_of(folder)
-                runs[folder] = (
-                    read_run(folder)
-                    if known is None
-                    else read_job(folder.parent, known[1], known[0].identity().direction)
-                )
+                entry = record_of(folder)
+                runs[folder] = read_run(folder) if entry is None else read_job(*entry)
         except InputError as error:
             runs[folder] = _damaged(folder, error)
     if not runs:
@@ -93,9 +88,10 @@ def read_runs(root: Path) -> list[Run]:
     return list(runs.values())
 
 
-def read_job(sweep: Path, record: Record, direction: Direction) -> Run:
+def read_job(ledger: Ledger, record: Record) -> Run:
     """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
-    run = read_run(sweep / record.folder, record.overrides)
+    direction = ledger.identity().direction
+    run = read_run(ledger.folder / record.folder, record.overrides)
     if run.state == State.damaged:
         return run
     return replace(

@@ -39,7 +39,6 @@ class Search:
         prunes: whether the study ends jobs before their end.
         open: the trials that have no end yet, by their jobs.
         of_this_call: the jobs of this call.
-        reported: the evaluations that the study knows, as numbers of a trial and of a thousandth of its steps.
     """
 
     study: optuna.Study
@@ -54,7 +53,6 @@ class Search:
     prunes: bool
     open: dict[frozenset[str], list[optuna.Trial]] = field(default_factory=dict)
     of_this_call: set[frozenset[str]] = field(default_factory=set)
-    reported: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def ended(self) -> int:
@@ -89,8 +87,7 @@ class Search:
         return jobs
 
     def _record(self, key: frozenset[str]) -> Record | None:
-        records = self.ledger.records() if self.ledger.exists else []
-        return next((record for record in records if job_key(record.overrides) == key), None)
+        return next((record for record in self.ledger.records() if job_key(record.overrides) == key), None)
 
     def _is_known(self, key: frozenset[str], record: Record) -> bool:
         """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
@@ -130,8 +127,8 @@ class Search:
         if not self.prunes or not (trials := self.open.get(job_key(record.overrides))):
             return False
         trial = trials[0]
-        for share, score in evaluations(self.ledger, record):
-            if (step := (trial.number, round(1000 * share))) not in self.reported:
-                trial.report(score, step[1])
-                self.reported.add(step)
+        scores = {round(1000 * share): score for share, score in evaluations(self.ledger, record)}
+        known = self.study.get_trials(deepcopy=False)[trial.number].intermediate_values
+        for step in sorted(scores.keys() - known.keys()):
+            trial.report(scores[step], step)
         return bool(trial.should_prune())

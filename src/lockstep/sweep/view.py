@@ -15,6 +15,7 @@ from rich.text import Text
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
+from lockstep.core.run_dir import RunDir
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
@@ -33,8 +34,7 @@ class Screen:
         self.ledger, self.begun = ledger, begun
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
-        self.swept = (ledger.identity().swept if ledger.exists else ()) or swept_keys(records)
-        self.direction = ledger.identity().direction if ledger.exists else Direction.maximize
+        self.swept, self.direction = ledger.identity().swept or swept_keys(records), ledger.identity().direction
         self.began = time.monotonic()
         self.before = sum(record.state in (State.done, State.failed) for record in records)
         self.ended_now = 0
@@ -122,10 +122,10 @@ class Screen:
 
 def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
     """How far a job is, if it writes `summary.json` with `steps`, and `metrics.jsonl` with `step`; else empty."""
-    folder = ledger.folder / record.folder
+    run = RunDir(ledger.folder / record.folder)
     try:
-        facts = safe_read.read_json(folder / "summary.json")
-        with safe_read.opened(folder / "metrics.jsonl") as file:
+        facts = run.read_summary()
+        with safe_read.opened(run.metrics) as file:
             start = max(0, file.seek(0, 2) - TAIL)
             file.seek(start)
             texts = file.read().decode(errors="replace").splitlines()[start > 0 :]  # without one that is cut
