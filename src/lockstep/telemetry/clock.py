@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Seconds(NamedTuple):
-    """Seconds of training, and the part of them in which the loop waited for data."""
+    """Seconds of training of this process, and the part of them in which the loop waited for data."""
 
     busy: float
     waited: float
@@ -20,18 +20,17 @@ NO_TIME = Seconds(0.0, 0.0)
 
 
 class TrainingClock:
-    """Measures windows, one after another, and all of them together."""
+    """Measures the training of this process."""
 
     def __init__(self) -> None:
-        self.total = NO_TIME  # of the windows that have ended
         self.pausing: float | None = None  # when the pause under way began
         self.paused_for: defaultdict[str, float] = defaultdict(float)  # seconds of all pauses, by what they were for
         self.pauses: Counter[str] = Counter()  # and how many there were
         self.start()
 
     def start(self) -> None:
-        """Start the open window now."""
-        self.mark = self.requested = time.perf_counter()
+        """Start to count now."""
+        self.began = self.requested = time.perf_counter()
         self.waited = self.waited_before = self.paused = 0.0
 
     def add_wait(self, requested: float, received: float) -> None:
@@ -53,16 +52,8 @@ class TrainingClock:
     def so_far(self) -> Seconds:
         """All seconds up to now; up to the pause under way, if there is one."""
         now = time.perf_counter() if self.pausing is None else self.pausing
-        return Seconds(self.total.busy + now - self.mark - self.paused, self.total.waited + self.waited)
+        return Seconds(now - self.began - self.paused, self.waited)
 
     def before_step(self) -> Seconds:
-        """All seconds up to the request of the last step's data, in whose window no pause or end has come since."""
-        busy = self.total.busy + self.requested - self.mark - self.paused
-        return Seconds(busy, self.total.waited + self.waited_before)
-
-    def end_window(self) -> Seconds:
-        """End the open window, whose seconds are returned, and start the next one."""
-        window = Seconds(max(time.perf_counter() - self.mark - self.paused, 1e-9), self.waited)
-        self.total = Seconds(self.total.busy + window.busy, self.total.waited + window.waited)
-        self.start()
-        return window
+        """All seconds up to the request of the last step's data, since which no pause has come."""
+        return Seconds(self.requested - self.began - self.paused, self.waited_before)

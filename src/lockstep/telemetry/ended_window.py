@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.telemetry.clock import Seconds
-from lockstep.telemetry.epoch import Epoch
-from lockstep.telemetry.window import Window
+from lockstep.telemetry.tally import Tally
+from lockstep.telemetry.window import Span, Window
 
 
 class PendingNumbers:
@@ -39,52 +39,42 @@ class EndedWindow:
     """The figures of a window that need no wait for the device, and the pending numbers for the others.
 
     Fields:
-        first, last: the first and the last step of the window.
-        seconds: the seconds of the window.
-        seconds_so_far: the seconds of all windows of this process, up to the end of this one.
-        steps: the number of its steps that this process has done.
-        carried: the number of its examples that an earlier process trained on.
+        window: the steps of the window, which are not added up yet.
         epoch: the epoch of the last step, which adds the sums of the window to its own.
+        last: the last step of the window.
+        steps: the number of its steps that this process has done.
+        now: what the clock showed at its end.
         scalars: the figures of the last step that are Python numbers.
         sums: over all ranks, the summed loss, hits and examples of the window, and the same three of its steps in
             `epoch`; then the figures of the last step that were on the device, in the order of `on_device`.
         on_device: the names of these figures.
         checksums: the checksum of each rank's weights; None if there is nothing to compare.
-        micro_batches: the steps, the summed losses (on the device) and the numbers of examples of this rank's
-            micro-batches.
+        tallies: what this rank has counted.
     """
 
-    first: int
+    window: Span
+    epoch: Span
     last: int
-    seconds: Seconds
-    seconds_so_far: Seconds
     steps: int
-    carried: int
-    epoch: Epoch
+    now: Seconds
     scalars: Mapping[str, float]
     sums: PendingNumbers
     on_device: list[str]
     checksums: PendingNumbers | None
-    micro_batches: tuple[list[int], Tensor, list[int]]
+    tallies: list[Tally]
 
     def read(self) -> Window:
         """The window. Adds its sums to its epoch, so call it once. Waits for the device."""
-        loss, hits, examples, *rest = self.sums.read()
-        self.epoch.add(*rest[:3])
-        return Window(
-            first=self.first,
-            last=self.last,
-            loss=loss / examples,
-            top1=100 * hits / examples,
-            examples=int(examples) - self.carried,
-            seconds=self.seconds.busy,
-            waited=self.seconds.waited,
-            scalars={**self.scalars, **dict(zip(self.on_device, rest[3:], strict=True))},
+        numbers = self.sums.read()
+        self.window.add(*numbers[:3])
+        self.epoch.add(*numbers[3:6])
+        return self.window.window(
+            self.last,
+            self.now,
+            scalars={**self.scalars, **dict(zip(self.on_device, numbers[6:], strict=True))},
             checksums=[] if self.checksums is None else self.checksums.read(),
         )
 
     def first_bad_step(self, limit: float) -> int:
         """The first step of this rank whose loss is not finite or above `limit`; the last one if there is none."""
-        steps, losses, counts = self.micro_batches
-        micro_batches = zip(steps, losses.tolist(), counts, strict=True)
-        return next((step for step, loss, n in micro_batches if n and not loss / n <= limit), self.last)
+        return min((step for tally in self.tallies for step in tally.bad_steps(limit)), default=self.last)

@@ -1,10 +1,12 @@
-"""The figures of the steps between two log points, and the state of an open window in a checkpoint."""
+"""The figures of some steps in a row: of those between two log points, or of an epoch so far."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
+
+from lockstep.telemetry.clock import NO_TIME, Seconds
 
 
 @dataclass(frozen=True)
@@ -57,33 +59,40 @@ class Window:
         }
 
 
-class RankWindowState(TypedDict):
-    """The counts of a rank since the last log point.
+@dataclass(kw_only=True)
+class Span:
+    """Steps in a row that are not over, and their sums over all ranks up to the last log point.
 
-    For each micro-batch: its summed loss, its step and its number of examples. For all micro-batches: the hits.
+    Log points do not depend on where a run was stopped, so the sums have the same order however often it was stopped.
+
+    Fields:
+        first: the first step.
+        began: the seconds of this process before that step.
+        carried: the examples that an earlier process trained on.
     """
 
-    losses: list[float]
-    steps: list[int]
-    examples: list[int]
-    hits: int
+    first: int
+    began: Seconds = NO_TIME
+    carried: int = 0
+    loss: float = 0.0
+    hits: int = 0
+    examples: int = 0
 
+    def add(self, loss: float, hits: float, examples: float) -> None:
+        """Add the sums of a window that has ended."""
+        self.loss += loss
+        self.hits += int(hits)
+        self.examples += int(examples)
 
-class EpochState(TypedDict):
-    """An epoch up to the last log point, over all ranks: its number from 0, summed loss, hits and examples.
-
-    The hits of the previous epoch in the open window are subtracted from `hits`, so it can be negative.
-    """
-
-    number: int
-    loss: float
-    hits: int
-    examples: int
-
-
-class WindowState(TypedDict):
-    """The step of the last log point (`flushed`), the counts of each rank since then (`trails`), and the epoch."""
-
-    flushed: int
-    trails: list[RankWindowState]
-    epoch: EpochState
+    def window(self, last: int, now: Seconds, **further: Any) -> Window:
+        """The figures up to step `last`, after which the clock showed `now`; `further` are fields of `Window`."""
+        return Window(
+            first=self.first,
+            last=last,
+            loss=self.loss / self.examples,
+            top1=100 * self.hits / self.examples,
+            examples=self.examples - self.carried,
+            seconds=max(now.busy - self.began.busy, 1e-9),
+            waited=now.waited - self.began.waited,
+            **further,
+        )
