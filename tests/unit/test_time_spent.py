@@ -11,8 +11,7 @@ from torch import nn
 
 from helpers import train_here
 from lockstep.core.plan import Plan
-from lockstep.telemetry.clock import TrainingClock
-from lockstep.telemetry.time_left import TimeLeft
+from lockstep.telemetry.clock import TimeLeft, TrainingClock
 from lockstep.telemetry.time_spent import TimeSpent
 
 CPU = torch.device("cpu")

@@ -19,13 +19,12 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.ended_window import EndedWindow, PendingNumbers
 from lockstep.telemetry.profile import NoProfile
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.tally import EpochState, Tally, WindowState
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.telemetry.window import Span, Window
+from lockstep.telemetry.window import EndedWindow, PendingNumbers, Span, Window
 
 S = TypeVar("S", bound=Stepped)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,7 @@ def banner(
     data: TrainingData,
     network: Network,
     progress: Progress,
-    *,
     origin: str,
-    notes: Sequence[str],
     composed: Mapping[str, Any],
 ) -> None:
     """Show in a dozen lines what is about to run, and what differs from the defaults.
@@ -212,12 +210,9 @@ def banner(
         rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
-    for note in notes:
-        log.warn(note)
 
 
 def closing(
-    *,
     job: ResolvedJob,
     run_dir: RunDir,
     progress: Progress,
