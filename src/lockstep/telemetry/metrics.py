@@ -211,7 +211,7 @@ class Telemetry:
         self.examples += window.examples
         figures = window.figures(ended.steps)
         if self.peak:
-            figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
+            figures["perf/mfu_pct"] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
         self.display.window(window, ended.epoch.window(window.last, ended.now))
         if sentence := self.stragglers.find():
@@ -257,6 +257,10 @@ class Telemetry:
         self.observer.write(step, {**scalars, **spent})
         self.observer.evaluated(step, scalars, best)
         self.display.evaluated(step, scalars, epoch, best=best)
+
+    def mfu(self, rate: float) -> float:
+        """Model FLOPs utilisation, in percent, at `rate` images per second; 0 if the peak rate is unknown."""
+        return 100 * rate * self.flops / self.peak if self.peak else 0.0
 
     def time_shares(self) -> dict[str, float]:
         """The share of each part of the run in the time of this process since its first step."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.telemetry.clock import TrainingClock
 
 G = TypeVar("G")
-Stamp = float | torch.cuda.Event
+Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
 
 
@@ -154,13 +154,5 @@ class TimeSpent:
             torch.cuda.synchronize()
         for marks in self.timed:
             for (_, began), (part, ended) in itertools.pairwise(marks):
-                self.of_steps[part] += _between(began, ended)
+                self.of_steps[part] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
         self.timed.clear()
-
-
-def _between(began: Stamp, ended: Stamp) -> float:
-    if isinstance(began, float) or isinstance(ended, float):
-        assert isinstance(began, float)
-        assert isinstance(ended, float)
-        return ended - began
-    return began.elapsed_time(ended) / 1000

@@ -135,7 +135,7 @@ class RunRecord(NoRecord):
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
-        progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
+        progress, telemetry = trainer.progress, trainer.telemetry
         figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()
         of_gpu: dict[str, Any] = {}
         if self.world.device.type == "cuda":
@@ -146,10 +146,10 @@ class RunRecord(NoRecord):
             job=job,
             world=self.world,
             plan=trainer.plan,
-            model=network.model,
+            model=trainer.network.model,
             shares=shares,
             hardware=hardware,
-            mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
+            mfu=telemetry.mfu(figures["img_per_s"]),
         )
         verdict, sight = explain(evidence, seconds)
         self.run_dir.write_summary(
@@ -174,11 +174,6 @@ class RunRecord(NoRecord):
             except Exception as error:  # a plotting library can raise anything, and the run is done
                 log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
         log.say_command("report", report)
-
-
-def run_record(run_dir: RunDir, world: World) -> NoRecord:
-    """The record of this rank."""
-    return RunRecord(run_dir, world) if world.is_main else NoRecord()
 
 
 def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
