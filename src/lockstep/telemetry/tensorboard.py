@@ -151,6 +151,8 @@ class TensorBoard(Observer):
             if time.monotonic() - self.flushed > FLUSH_S:
                 self.flush()
 
+    write_gpu = write
+
     def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
         pixels, self.pixels = self.pixels, None  # of several micro-batches the first one is shown
         if pixels is not None and len(images) and not self.failed:
@@ -194,9 +196,6 @@ class TensorBoard(Observer):
             with self._tolerating_errors():
                 for file in self.files:
                     file.flush()
-
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
 
     def end(self, outcome: Outcome) -> None:
         self._write_predictions()
