@@ -145,8 +145,8 @@ def work(world: World) -> dict[str, Callable[[], float]]:
     def log_point() -> float:
         nonlocal step
         step += LOG_EVERY
-        telemetry.steps, telemetry.counts = [step], [PER_RANK]
-        telemetry.losses = torch.zeros(1, dtype=torch.float64)
+        (tally,) = telemetry.tallies
+        tally.steps, tally.counts, tally.losses = [step], [PER_RANK], torch.zeros(1, dtype=torch.float64)
         for _ in range(STEPS):
             telemetry.stragglers.next_step()
 
@@ -157,11 +157,10 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         return timed(write)
 
     def save() -> float:
-        telemetry.steps, telemetry.counts = list(range(LOG_EVERY)), [PER_RANK] * LOG_EVERY
-        telemetry.losses = torch.zeros(LOG_EVERY, dtype=torch.float64)
-        seconds = timed(telemetry.open_window)
-        telemetry.losses = telemetry.losses[:0]
-        return seconds
+        (tally,) = telemetry.tallies
+        tally.steps, tally.counts = list(range(LOG_EVERY)), [PER_RANK] * LOG_EVERY
+        tally.losses = torch.zeros(LOG_EVERY, dtype=torch.float64)
+        return timed(telemetry.open_window)
 
     block = (torch.zeros(64, 1000), torch.zeros(64, dtype=torch.int64))
     return {

@@ -96,21 +96,21 @@ FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
 @contextmanager
 def injected(name: str) -> Iterator[None]:
     """Every step of the trainers in this process begins with the fault, and keeping a bad one takes main a while."""
-    whole, keep = Trainer.step, run_record.keep_bad_step
+    whole, write = Trainer.step, run_record.write_incident
 
     def step(self: Trainer, shard: Shard) -> dict[str, Any]:
         FAULTS[name](self, shard)
         return whole(self, shard)
 
-    def slow_keep(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run: RunDir) -> None:
+    def write_slowly(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run: RunDir) -> None:
         time.sleep(0.5)
-        keep(error, trainer, weights, run)
+        write(error, trainer, weights, run)
 
-    Trainer.step, run_record.keep_bad_step = step, slow_keep
+    Trainer.step, run_record.write_incident = step, write_slowly
     try:
         yield
     finally:
-        Trainer.step, run_record.keep_bad_step = whole, keep
+        Trainer.step, run_record.write_incident = whole, write
 
 
 @contextmanager

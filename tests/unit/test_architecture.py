@@ -29,12 +29,11 @@ NAMES_MODULES: dict[str, str] = {
 ASKS_FOR_MAIN: dict[str, str] = {
     "core.world": "defines it",
     "core.log": "one voice on the terminal",
-    "training.experiment": "gives main its writer of checkpoints",
+    "training.experiment": "gives main its record and its writer of checkpoints",
     "training.build_data": "has one process of each machine prepare the files",
     "training.build_model": "lets main tell of a compilation",
     "training.build_observers": "gives main its observers",
     "metrics": "counts the predictions of all ranks on main",
-    "training.run_record": "gives main its record",
     "launcher.elastic": "main's machine is the one where the others meet",
     "launcher.attach": "one run folder and one summary for ranks that exist already",
 }

@@ -14,11 +14,10 @@ from lockstep.core.plan import Plan
 from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
-from lockstep.telemetry.clock import TrainingClock
+from lockstep.telemetry.clock import TimeLeft, TrainingClock
 from lockstep.telemetry.columns import Columns, clock, figures, fitting
 from lockstep.telemetry.display import Bar, Display, Lines, display
 from lockstep.telemetry.progress import Work, progress
-from lockstep.telemetry.time_left import TimeLeft
 from processes import wait_for
 
 PLAN = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=10)
@@ -128,7 +127,7 @@ def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
 
 def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     at_step_five = left(5)
-    at_step_five.clock.mark -= 100  # ten seconds a step
+    at_step_five.clock.began -= 100  # ten seconds a step
     at_step_five.clock.pauses.update(evaluation=3, checkpoint=2)  # all of them
     lines = Lines(PLAN, at_step_five)
     lines.evaluated(15, SCORES, None, best=False)

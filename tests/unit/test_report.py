@@ -33,7 +33,7 @@ SIGHT: dict[str, Any] = {
         "override": "loader.workers=8",
     },
     "checklist": [{"item": "workers", "state": "worth trying", "reason": "it waits", "override": "loader.workers=8"}],
-    "energy": {"kwh": 0.012, "joules_per_image": 0.5, "gpu_hours": 0.1, "usd": 0.25, "source": "NVML"},
+    "spent": {"kwh": 0.012, "joules_per_image": 0.5, "gpu_hours": 0.1, "usd": 0.25},
 }
 
 
@@ -93,6 +93,13 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
     assert "model.width 8 32" in " ".join(rows.split()), "what differs from the defaults, with the default"
     pictures = [of for tag, of in page.tags if tag == "img" and "title" in of]
     assert len(pictures) == 12
+
+
+def test_a_page_has_the_curves_of_each_gpu(run: RunDir) -> None:
+    line = {"time": 1.0, "step": 3, "uuid": "GPU-aa", "util": 50.0, "power_w": 300.0}
+    lines = ["", "{}", "[" * 5000, *(json.dumps({**line, "local_rank": rank}) for rank in (0, 1, 0, 1))]
+    run.gpu.write_text("".join(f"{text}\n" for text in lines))
+    assert {"GPU utilisation, %", "GPU power, W"} <= page_of(run).charts()
 
 
 def test_a_page_runs_nothing_and_loads_nothing(run: RunDir) -> None:

@@ -11,8 +11,7 @@ from torch import nn
 
 from helpers import train_here
 from lockstep.core.plan import Plan
-from lockstep.telemetry.clock import Seconds, TrainingClock
-from lockstep.telemetry.time_left import TimeLeft
+from lockstep.telemetry.clock import TimeLeft, TrainingClock
 from lockstep.telemetry.time_spent import TimeSpent
 
 CPU = torch.device("cpu")
@@ -99,7 +98,8 @@ def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause(
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
     step(times, nn.Linear(3, 4), micro_batches=1, reduction=0.0)
     times.clock.start()
-    times.clock.total, times.loaded = Seconds(busy=10e4, waited=6e4), 5e4
+    times.clock.began -= 10e4
+    times.clock.waited, times.loaded = 6e4, 5e4
     times.clock.paused_for["evaluation"] = 10e4
     shares = times.shares(0.0)
     assert {part: shares.pop(part) for part in ("data", "augmentation", "evaluation", "checkpoint")} == pytest.approx(
@@ -168,8 +168,7 @@ class Run:
 
     def at(self, step: int) -> float | None:
         self.clock.start()
-        busy = step + self.warm_up * (step > 0)
-        self.clock.total = self.clock.total._replace(busy=busy)
+        self.clock.began -= step + self.warm_up * (step > 0)
         for purpose, every, seconds in (("evaluation", 20, 5.0), ("checkpoint", 50, 2.0)):
             self.clock.pauses[purpose] = step // every
             self.clock.paused_for[purpose] = step // every * seconds

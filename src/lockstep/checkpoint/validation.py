@@ -199,7 +199,7 @@ def _is_window(parsed: Any) -> bool:
 
 
 def _is_rank_window(parsed: Any) -> bool:
-    """Whether parsed JSON is the `RankWindowState` of telemetry. A loss may be infinite if a scaler tolerates it."""
+    """Whether parsed JSON is the `TallyState` of telemetry. A loss may be infinite if a scaler tolerates it."""
     match parsed:
         case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(parsed) == 4:
             integers = all(isinstance(value, int) for value in [*steps, *examples])

@@ -85,7 +85,7 @@ def _place(record: Record, direction: Direction) -> tuple[bool, float]:
 def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
     """What a job cost, as far as it is known."""
     summary = RunDir(ledger.folder / record.folder).read_summary()
-    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {}), **summary.get("energy", {})}
+    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {})}
     return {name: figures[key] for name, key in COSTS.items() if is_number(figures.get(key))}
 
 

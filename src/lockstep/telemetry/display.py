@@ -11,8 +11,8 @@ from rich.text import Text
 
 from lockstep.core import log
 from lockstep.core.plan import Plan
+from lockstep.telemetry.clock import TimeLeft
 from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, bar, clock, figures, fitting
-from lockstep.telemetry.time_left import TimeLeft
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import pynvml
 import torch
 from torch import nn
 
-from lockstep.core.safe_read import parsed_json
+from lockstep.core.safe_read import is_number, parsed_json, read_lines
 from lockstep.core.world import World
 from lockstep.telemetry.gpu_counters import Counters
 from lockstep.telemetry.sinks import truncate_after
@@ -44,9 +46,10 @@ class Gpus:
         pynvml.nvmlInit()
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self.uuids, self.path = uuids, path
-        self.file, _ = truncate_after(path, 0, _step_zero)
-        self.energy = [_energy(handle) for handle in self.handles]
-        self.joules: float | None = None if None in self.energy else 0.0
+        # Every line stays on a resume: `gpu.jsonl` goes by time, not by steps.
+        self.file, _ = truncate_after(path, math.inf, lambda line: _parsed(line)[0])
+        self.joules_before = self._joules()
+        self.joules = None if self.joules_before is None else 0.0
         self.counters = [Counters(handle) for handle in self.handles]
 
     def sample(self, step: int) -> dict[str, float]:
@@ -55,10 +58,8 @@ class Gpus:
         # Sample all GPUs first: if one stops answering, there must not be half a sample.
         samples = [sample(handle) for handle in self.handles]
         samples = [figures | counters.sample() for figures, counters in zip(samples, self.counters, strict=True)]
-        if self.joules is not None:
-            after = [_energy(handle) or 0.0 for handle in self.handles]
-            self.joules += sum(new - (old or 0.0) for new, old in zip(after, self.energy, strict=True))
-            self.energy = list(after)
+        if self.joules_before is not None and (joules := self._joules()) is not None:
+            self.joules = joules - self.joules_before
         for rank, (uuid, figures) in enumerate(zip(self.uuids, samples, strict=True)):
             self.file.write(
                 json.dumps({"time": now, "step": step, "local_rank": rank, "uuid": uuid, **figures}) + "\n"
@@ -66,6 +67,11 @@ class Gpus:
         return {
             f"gpu/{name}/{rank}": value for rank, figures in enumerate(samples) for name, value in figures.items()
         }
+
+    def _joules(self) -> float | None:
+        """What the GPUs have used since their driver was loaded; None if one of them does not count it."""
+        counts = [_answer(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle) for handle in self.handles]
+        return None if None in counts else sum(filter(None, counts)) / 1000
 
     def close(self) -> None:
         self.file.close()
@@ -94,16 +100,10 @@ def sample(handle: Any) -> dict[str, float]:
     return {name: value for name, value in answers.items() if value is not None}
 
 
-def _energy(handle: Any) -> float | None:
-    """The joules that a GPU has used since its driver was loaded; None if it does not count them."""
-    millijoules = _answer(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle))
-    return None if millijoules is None else millijoules / 1000
-
-
-def _answer(query: Callable[[], float]) -> float | None:
+def _answer(query: Callable[..., float], *arguments: Any) -> float | None:
     """What NVML answers; None if the GPU or the driver does not offer it."""
     try:
-        return query()
+        return query(*arguments)
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
         return None
 
@@ -121,12 +121,20 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 
-def _step_zero(line: str) -> int:
-    """0 for every line of GPU figures, so that a resume keeps it: `gpu.jsonl` goes by time, not by steps.
+def read_samples(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """The steps in a `gpu.jsonl`, if there is one, with the figures of a GPU by tag."""
+    for line in read_lines(path) if path.exists() else ():
+        with suppress(ValueError, RecursionError):
+            yield _parsed(line or "")
 
-    Raises ValueError for any other line.
+
+def _parsed(line: str) -> tuple[int, dict[str, Any]]:
+    """The step and the figures of a line of `gpu.jsonl`.
+
+    Raises:
+        ValueError, RecursionError: it is not one of ours.
     """
     match parsed_json(line):
-        case {"time": _, "step": _, "local_rank": _, "uuid": _}:
-            return 0
+        case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
+            return step, {f"gpu/{name}/{rank}": value for name, value in figures.items() if is_number(value)}
     raise ValueError("not a line of GPU figures")

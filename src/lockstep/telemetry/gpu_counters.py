@@ -26,11 +26,7 @@ ALL_LINKS = 2**32 - 1
 
 
 class Counters:
-    """The counters of one GPU. Those that it does not offer are left out.
-
-    Args:
-        handle: NVML's handle of the GPU.
-    """
+    """The counters of the GPU with a handle of NVML. Those that it does not offer are left out."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle

@@ -36,12 +36,7 @@ class Usage(NamedTuple):
 
 
 class Processes:
-    """The processes of the ranks on this machine, and the energy of its processors.
-
-    Args:
-        numbers: the process numbers of the ranks.
-        counters: the files that count the processors' energy in microjoules.
-    """
+    """The processes of the ranks on this machine, and the energy of its processors (`counters`, in microjoules)."""
 
     def __init__(self, numbers: Iterable[int], counters: Iterable[Path] | None = None) -> None:
         self.processes = [psutil.Process(number) for number in numbers]
@@ -83,18 +78,13 @@ class Processes:
         return Usage(seconds, read, written)
 
     def close(self) -> None:
-        """There is no file."""
+        """Nothing is open."""
 
 
 class Monitor:
     """A thread of main that samples the hardware. A part of it that fails is left out from then on.
 
-    Args:
-        parts: what is sampled.
-        observer: receives the samples.
-        step: returns the last finished step.
-        sampled: called after each sample.
-        period: seconds between two samples.
+    The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
     """
 
     def __init__(

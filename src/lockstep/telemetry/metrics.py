@@ -18,15 +18,13 @@ from lockstep.core.data_protocols import MicroBatch, Stepped
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.telemetry.clock import Seconds
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.ended_window import EndedWindow, PendingNumbers
-from lockstep.telemetry.epoch import Epoch
 from lockstep.telemetry.profile import NoProfile
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.straggler import Stragglers
+from lockstep.telemetry.tally import EpochState, Tally, WindowState
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.telemetry.window import RankWindowState, Window, WindowState
+from lockstep.telemetry.window import EndedWindow, PendingNumbers, Span, Window
 
 S = TypeVar("S", bound=Stepped)
 
@@ -70,59 +68,57 @@ class Telemetry:
     ) -> None:
         self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
         self.outcome: Outcome = "failed"  # until it is known
-        self.step = self.flushed = self.resumed = step
+        self.step = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        # One entry per micro-batch since the last log point. The losses (float64) stay on the device until the next
-        # one and are summed only there, in a fixed order: a resume in the window then gives the same bits.
-        self.losses = torch.zeros(0, dtype=torch.float64, device=world.device)
-        self.steps: list[int] = []
-        self.counts: list[int] = []
-        self.hits = torch.zeros((), dtype=torch.int64, device=world.device)
-        self.carried = 0
-        self.epoch = Epoch(earlier_hits=torch.zeros_like(self.hits))
-        if window is not None:
-            self._restore_window(window)
+        no_epoch: EpochState = {"number": plan.epoch(step + 1), "loss": 0.0, "hits": 0, "examples": 0}
+        self._restore(window or {"flushed": step, "trails": [], "epoch": no_epoch})
         self.stragglers = Stragglers(world, comparable=comparable)
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
         self.late = world.device.type == "cuda"
         self.ended: deque[EndedWindow] = deque()
-        self.times = times
-        self.clock = times.clock
+        self.times, self.clock = times, times.clock
         self.profile = NoProfile()
         self.examples = 0
 
     def open_window(self) -> WindowState:
         """What every rank has counted since the last log point, for main's checkpoint. Collective."""
-        gathered = self.world.gather_to_main((self._rank_state(), int(self.epoch.earlier_hits)))
-        return {
-            "flushed": self.flushed,
-            "trails": [state for state, _ in gathered],
-            "epoch": self.epoch.state(sum(earlier for _, earlier in gathered)),
-        }
-
-    def _rank_state(self) -> RankWindowState:
         self._count()
+        gathered = self.world.gather_to_main([tally.state() for tally in self.tallies])
+        epoch = self.epoch
         return {
-            "losses": self.losses.tolist(),
-            "steps": self.steps[:],
-            "examples": self.counts[:],
-            "hits": int(self.hits),
+            "flushed": self.window.first - 1,
+            # Those of the previous epoch come first, so that each rank gets its own when `_restore` deals them out.
+            "trails": [state for states in itertools.zip_longest(*gathered) for state in states if state],
+            "epoch": {
+                "number": self.plan.epoch(epoch.first),
+                "loss": epoch.loss,
+                "hits": epoch.hits,
+                "examples": epoch.examples,
+            },
         }
 
-    def _restore_window(self, window: WindowState) -> None:
-        """Continue a window: each rank takes its own state; another number of ranks deals the states out."""
-        self.flushed = window["flushed"]
-        self.carried = sum(sum(state["examples"]) for state in window["trails"])
-        for state in window["trails"][self.world.rank :: self.world.size]:
-            self.losses = torch.cat([self.losses, self.losses.new_tensor(state["losses"])])
-            self.steps += state["steps"]
-            self.counts += state["examples"]
-            self.hits += state["hits"]
-        self.epoch = replace(self.epoch, **window["epoch"], carried=window["epoch"]["examples"])
-        for state in window["trails"]:
-            self.epoch.carried += sum(itertools.compress(state["examples"], self._of_epoch(state["steps"])))
+    def _restore(self, state: WindowState) -> None:
+        """Continue a window: each rank takes its own tallies; another number of ranks deals them out."""
+        number = state["epoch"]["number"]
+        tallies = []
+        for trail in state["trails"]:
+            steps = trail["steps"]
+            tallies.append(Tally(self.plan.epoch(steps[-1]) if steps else number, self.world.device))
+            tallies[-1].restore(trail)
+        examples = [(tally.epoch, sum(tally.counts)) for tally in tallies]
+        self.window = Span(first=state["flushed"] + 1, carried=sum(count for _, count in examples))
+        self.epoch = Span(
+            first=number * self.plan.steps_per_epoch + 1,
+            carried=state["epoch"]["examples"] + sum(count for epoch, count in examples if epoch == number),
+            loss=state["epoch"]["loss"],
+            hits=state["epoch"]["hits"],
+            examples=state["epoch"]["examples"],
+        )
+        self.tallies = tallies[self.world.rank :: self.world.size]
+        if not self.tallies or self.tallies[-1].epoch != number:
+            self.tallies.append(Tally(number, self.world.device))
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
         """Pass the shards on, and time the wait for each."""
@@ -151,7 +147,7 @@ class Telemetry:
         many = number * logits.numel() >= UNCOUNTED or number >= UNCOUNTED_MICRO_BATCHES
         if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step
             self._count()
-        if micro.epoch != self.epoch.number:
+        if micro.epoch != self.tallies[-1].epoch:
             self._begin_epoch(micro.epoch)
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         self.samples.record(micro, images)
@@ -167,10 +163,11 @@ class Telemetry:
         if self.uncounted:
             steps, losses, logits, labels = zip(*self.uncounted, strict=True)
             self.uncounted.clear()
-            self.steps += steps
-            self.counts += [micro_labels.shape[0] for micro_labels in labels]
-            self.losses = torch.cat([self.losses, torch.stack(losses).double()])
-            self.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
+            tally = self.tallies[-1]
+            tally.steps += steps
+            tally.counts += [micro_labels.shape[0] for micro_labels in labels]
+            tally.losses = torch.cat([tally.losses, torch.stack(losses).double()])
+            tally.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
 
     def end_window(
         self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None = None
@@ -183,31 +180,24 @@ class Telemetry:
         """
         self._count()
         on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
-        summed = torch.stack([self.losses.sum(), self.hits.double(), self._on_device(sum(self.counts))])
-        sums = [self.world.sum(torch.cat([summed, self._sums_of_epoch()]))]
+        sums = [self.world.sum(self._sums())]
         if on_device:
             sums.append(torch.stack([value.detach().double() for value in on_device.values()]))
-        self.ended.append(
-            EndedWindow(
-                first=self.flushed + 1,
-                last=step,
-                seconds=self.clock.end_window(),
-                seconds_so_far=self.clock.total,
-                steps=step - max(self.flushed, self.resumed),
-                carried=self.carried,
-                epoch=self.epoch,
-                scalars={name: float(value) for name, value in scalars.items() if name not in on_device},
-                sums=PendingNumbers(torch.cat(sums)),
-                on_device=list(on_device),
-                checksums=None if checksums is None else PendingNumbers(checksums),
-                micro_batches=(self.steps, self.losses, self.counts),
-            )
+        ended = EndedWindow(
+            window=self.window,
+            epoch=self.epoch,
+            last=step,
+            steps=step - max(self.window.first - 1, self.resumed),
+            now=self.clock.so_far(),
+            scalars={name: float(value) for name, value in scalars.items() if name not in on_device},
+            sums=PendingNumbers(torch.cat(sums)),
+            on_device=list(on_device),
+            checksums=None if checksums is None else PendingNumbers(checksums),
+            tallies=self.tallies,
         )
-        self.epoch.earlier_hits = torch.zeros_like(self.hits)
-        self.losses, self.steps, self.counts = self.losses[:0], [], []
-        self.hits.zero_()
-        self.carried = 0
-        self.flushed = step
+        self.ended.append(ended)
+        self.window = Span(first=step + 1, began=ended.now)
+        self.tallies = [Tally(self.tallies[-1].epoch, self.world.device)]
         return self.write_windows(leave=int(self.late))
 
     def write_windows(self, leave: int = 0) -> list[Window]:
@@ -221,9 +211,9 @@ class Telemetry:
         self.examples += window.examples
         figures = window.figures(ended.steps)
         if self.peak:
-            figures["perf/mfu_pct"] = 100 * window.rate * self.flops / self.peak
+            figures["perf/mfu_pct"] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
-        self.display.window(window, self._epoch_window(ended.epoch, window.last, ended.seconds_so_far))
+        self.display.window(window, ended.epoch.window(window.last, ended.now))
         if sentence := self.stragglers.find():
             self.display.warn(sentence)
         return window
@@ -231,36 +221,21 @@ class Telemetry:
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
         self._count()
-        self.epoch = Epoch(number, earlier_hits=self.hits.clone(), before=self.clock.before_step())
+        self.epoch = Span(first=number * self.plan.steps_per_epoch + 1, began=self.clock.before_step())
+        self.tallies.append(Tally(number, self.world.device))
 
-    def _of_epoch(self, steps: list[int]) -> list[bool]:
-        """Which steps are of the epoch under way."""
-        before = self.epoch.number * self.plan.steps_per_epoch
-        return [before < step <= before + self.plan.steps_per_epoch for step in steps]
-
-    def _sums_of_epoch(self) -> Tensor:
-        """What this rank's open window has of the epoch: summed loss, hits and examples, float64 (3,)."""
-        own = self._of_epoch(self.steps)
-        first = own.index(True) if True in own else len(own)
-        # Only a resume on other ranks mixes the steps; a list of places would be waited for.
-        losses = self.losses[first:] if all(own[first:]) else self.losses[torch.tensor(own, device=self.world.device)]
-        examples = self._on_device(sum(itertools.compress(self.counts, own)))
-        return torch.stack([losses.sum(), (self.hits - self.epoch.earlier_hits).double(), examples])
-
-    def _on_device(self, number: int) -> Tensor:
-        """A number as a float64 scalar on the device. `torch.tensor` would wait for the device."""
-        return torch.full((), number, dtype=torch.float64, device=self.world.device)
-
-    def _epoch_window(self, epoch: Epoch, step: int, seconds: Seconds) -> Window | None:
-        """The figures of an epoch up to a step, when the clock showed `seconds`."""
-        return epoch.window(epoch.number * self.plan.steps_per_epoch + 1, step, seconds)
+    def _sums(self) -> Tensor:
+        """Summed loss, hits and examples of this rank since the last log point, then those of the epoch: (6,)."""
+        sums = torch.stack([tally.sums() for tally in self.tallies])
+        of_epoch = [tally.epoch for tally in self.tallies].count(self.tallies[-1].epoch)  # the last ones
+        return torch.cat([sums.sum(0), sums[-of_epoch:].sum(0)])
 
     def _epoch_so_far(self, step: int) -> Window | None:
-        """The figures of the epoch with those of the open window. Collective, and a device sync."""
+        """The figures of the epoch with those of the open window; None without any. Collective, and a device sync."""
         self._count()
         so_far = replace(self.epoch)
-        so_far.add(*self.world.sum(self._sums_of_epoch()).tolist())
-        return self._epoch_window(so_far, step, self.clock.so_far())
+        so_far.add(*self.world.sum(self._sums()).tolist()[3:])
+        return so_far.window(step, self.clock.so_far()) if so_far.examples else None
 
     def _first_bad_step(self, ended: EndedWindow) -> int:
         """The first step with a diverged loss on any rank; the last one if only the mean is diverged. Collective."""
@@ -283,14 +258,19 @@ class Telemetry:
         self.observer.evaluated(step, scalars, best)
         self.display.evaluated(step, scalars, epoch, best=best)
 
+    def mfu(self, rate: float) -> float:
+        """Model FLOPs utilisation, in percent, at `rate` images per second; 0 if the peak rate is unknown."""
+        return 100 * rate * self.flops / self.peak if self.peak else 0.0
+
     def time_shares(self) -> dict[str, float]:
         """The share of each part of the run in the time of this process since its first step."""
         return self.times.shares(self.stragglers.waited_share)
 
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""
-        busy = max(self.clock.total.busy, 1e-9)
-        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * self.clock.total.waited / busy}
+        busy, waited = self.window.began  # the seconds up to the last log point, as the examples are
+        busy = max(busy, 1e-9)
+        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * waited / busy}
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

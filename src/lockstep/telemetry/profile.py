@@ -36,10 +36,7 @@ class NoProfile:
 class StepProfile(NoProfile):
     """Passes shards on, and profiles `STEPS` steps of this process, as one rank sees them.
 
-    Args:
-        folder: for `trace.json.gz` and `operators.txt`.
-        total: the steps of this process; a short run is profiled in its middle.
-        on_gpu: whether a GPU does the work.
+    Writes `trace.json.gz` and `operators.txt` to `folder`. Of `total` steps, if they are few, the middle is profiled.
     """
 
     def __init__(self, folder: Path, total: int, *, on_gpu: bool) -> None:

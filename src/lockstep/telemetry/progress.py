@@ -18,12 +18,7 @@ from lockstep.telemetry.display import SILENCE_S
 
 
 class Work:
-    """A piece of work and its progress.
-
-    Args:
-        activity: the work in a word, such as `evaluating`.
-        total: the number of its items; None if it is not known before the end.
-    """
+    """A piece of work in a word, such as `evaluating`, and how many of its items are done; `total` may be unknown."""
 
     def __init__(self, activity: str, total: int | None) -> None:
         self.activity, self.total = activity, total

@@ -28,6 +28,7 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
 from lockstep.telemetry.columns import clock
+from lockstep.telemetry.gpu import read_samples
 from lockstep.telemetry.sinks import read_figures
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
@@ -135,7 +136,7 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
     facts = notes.trying(run_dir.summary, run_dir.read_summary, {})
     environment = read(safe_read.read_json, run_dir.environment, {})
     figures: Figures = read(read_figures, run_dir.metrics, [])
-    gpu: Figures = read(read_figures, run_dir.gpu, [])
+    gpu: Figures = read(read_samples, run_dir.gpu, [])
     composed = read(safe_read.read_yaml, run_dir.composed, {})
     hydra = read(safe_read.read_yaml, run_dir.hydra / "hydra.yaml", {})
     command = read(safe_read.read_text, run_dir.command, "")
@@ -169,21 +170,10 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
     return f"{before}{value:{form}}{unit}" if is_number(value) else ""
 
 
-def _energy(energy: Mapping[str, Any]) -> dict[str, str]:
-    """What is known of the energy of a run; empty texts for the rest."""
-    return {
-        "energy": number(energy.get("kwh"), ".3g", " kWh"),
-        "energy of an image": number(energy.get("joules_per_image"), ".3g", " J"),
-        "GPU hours": number(energy.get("gpu_hours") or None, ".3g"),
-        "cost": number(energy.get("usd") or None, ",.2f", " USD"),
-        "energy by": str(energy.get("source") or ""),
-    }
-
-
 def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator[tuple[str, str]]:
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
-    started, seconds = facts.get("started"), facts.get("seconds")
+    started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
         "state": state or str(facts.get("status", "not known")),
         "best top-1": number(facts.get("best"), ".2f", " %")
@@ -196,7 +186,10 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "",
         "duration": clock(seconds) if seconds else "",
         "broken images left out": number(facts.get("skipped") or None, ","),
-        **_energy({**facts.get("spent", {}), **facts.get("energy", {})}),
+        "energy": number(spent.get("kwh"), ".3g", " kWh"),
+        "energy of an image": number(spent.get("joules_per_image"), ".3g", " J"),
+        "GPU hours": number(spent.get("gpu_hours") or None, ".3g"),
+        "cost": number(spent.get("usd") or None, ",.2f", " USD"),
     }
     yield from ((key, value) for key, value in rows.items() if value)
 

@@ -46,10 +46,7 @@ class _TextSink(Observer):
 class JsonLines(_TextSink):
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
 
-    Args:
-        path: the file.
-        after: where the run resumes from, `RunInfo.after`.
-        logged: the last step that the run logged before; warns if the file ends before it.
+    `after` and `logged` are those of `RunInfo`; warns if the file ends before `logged`.
     """
 
     def __init__(self, path: Path, after: float, logged: int = 0) -> None:
@@ -86,10 +83,8 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
     Lines that cannot be read are left out too, with a warning.
 
     Args:
-        path: the file.
         after: where the run resumes from, `RunInfo.after`.
         place: returns the `place_of` of a line; raises ValueError or RecursionError if it has none.
-        header: the first line.
 
     Returns:
         The open file, and the largest step in it; 0 if it has none.
@@ -137,30 +132,21 @@ COLUMNS = {
 }
 
 
-def read_figures(path: Path, until: float = math.inf) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps in a `metrics.jsonl`, if there is one, with their scalars that are finite.
-
-    Args:
-        path: the file.
-        until: where to end, as `RunInfo.after`.
-    """
+def read_figures(path: Path, after: float = math.inf) -> Iterator[tuple[int, dict[str, float]]]:
+    """The steps in a `metrics.jsonl`, if there is one, with their scalars that are finite; up to `RunInfo.after`."""
     for line in read_lines(path) if path.exists() else ():
         try:
             step, scalars = _parsed(line or "")
         except (ValueError, RecursionError):
             continue
-        if place_of(step, scalars) <= until:
+        if place_of(step, scalars) <= after:
             yield step, {tag: value for tag, value in scalars.items() if tag != STAMP and value is not None}
 
 
 class Table(_TextSink):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
-    Args:
-        path: the file.
-        plan: the plan of the run.
-        after: where the run resumes from, `RunInfo.after`.
-        latest: the last figures before that step, by tag.
+    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes.
     """
 
     def __init__(self, path: Path, plan: Plan, after: float, latest: Mapping[str, float] | None = None) -> None:

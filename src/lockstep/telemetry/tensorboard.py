@@ -27,37 +27,35 @@ from lockstep.core.safe_write import storing
 from lockstep.telemetry import pictures
 from lockstep.telemetry.events import EVENTS, SESSION, trim_events
 
-LAYOUT: dict[str, dict[str, list[Any]]] = {
+# The charts of each category of the page of custom scalars, with the tags of their curves.
+LAYOUT: dict[str, dict[str, list[str]]] = {
     "Learning": {
-        "loss": ["Multiline", ["loss/train", "loss/train_epoch", "loss/val"]],
-        "accuracy": [
-            "Multiline",
-            ["acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"],
-        ],
-        "metrics": ["Multiline", ["metric/.*"]],
+        "loss": ["loss/train", "loss/train_epoch", "loss/val"],
+        "accuracy": ["acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"],
+        "metrics": ["metric/.*"],
     },
     "Throughput": {
-        "images per second": ["Multiline", ["perf/img_per_s"]],
-        "waiting for data, %": ["Multiline", ["perf/data_wait_pct"]],
-        "step, ms": ["Multiline", ["perf/step_ms"]],
-        "where the time goes, %": ["Multiline", ["perf/time/.*"]],
-        "model FLOPs utilisation, %": ["Multiline", ["perf/mfu_pct"]],
+        "images per second": ["perf/img_per_s"],
+        "waiting for data, %": ["perf/data_wait_pct"],
+        "step, ms": ["perf/step_ms"],
+        "where the time goes, %": ["perf/time/.*"],
+        "model FLOPs utilisation, %": ["perf/mfu_pct"],
     },
     "CPU": {
-        "cores in use": ["Multiline", ["cpu/cores"]],
-        "memory, GB": ["Multiline", ["cpu/mem_gb"]],
-        "disk, MB/s": ["Multiline", ["cpu/read_mb_s", "cpu/write_mb_s"]],
+        "cores in use": ["cpu/cores"],
+        "memory, GB": ["cpu/mem_gb"],
+        "disk, MB/s": ["cpu/read_mb_s", "cpu/write_mb_s"],
     },
     "GPU": {
-        "utilisation, %": ["Multiline", ["gpu/util/.*"]],
-        "memory, GB": ["Multiline", ["gpu/mem_gb/.*"]],
-        "power, W": ["Multiline", ["gpu/power_w/.*"]],
-        "temperature, °C": ["Multiline", ["gpu/temp_c/.*"]],
+        "utilisation, %": ["gpu/util/.*"],
+        "memory, GB": ["gpu/mem_gb/.*"],
+        "power, W": ["gpu/power_w/.*"],
+        "temperature, °C": ["gpu/temp_c/.*"],
     },
     "Optimisation": {
-        "learning rate": ["Multiline", ["optim/lr"]],
-        "gradient norm": ["Multiline", ["optim/grad_norm"]],
-        "loss scale": ["Multiline", ["optim/scale"]],
+        "learning rate": ["optim/lr"],
+        "gradient norm": ["optim/grad_norm"],
+        "loss scale": ["optim/scale"],
     },
 }
 
@@ -68,7 +66,7 @@ BUCKETS = 64  # of a histogram
 OF_EVALUATIONS = ("loss/val", "acc/val", "metric/")  # how the tags of evaluations begin
 
 
-def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
+def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
     """The charts for a run with this config: `LAYOUT` without those that would stay empty."""
     on_cpu = config.get("device") == "cpu"
     scaled = str(config.get("precision", {}).get("_target_")).endswith(".FP16") and not on_cpu
@@ -88,7 +86,7 @@ class TensorBoard(Observer):
         folder: the run folder.
         after: where the run resumes from, `RunInfo.after`.
         facts: the hyper-parameters. On a resume they replace the earlier ones, as do the texts.
-        layout: the charts of each category of the page of custom scalars.
+        layout: the charts, as in `LAYOUT`.
         texts: texts about the run, by title.
         pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
         model: the model whose weights are shown as histograms; None shows none.
@@ -99,7 +97,7 @@ class TensorBoard(Observer):
         folder: Path,
         after: float,
         facts: Mapping[str, Any],
-        layout: Mapping[str, Any] = LAYOUT,
+        layout: Mapping[str, Mapping[str, list[str]]] = LAYOUT,
         *,
         texts: Mapping[str, str] | None = None,
         pixels: Callable[[Tensor], Tensor] | None = None,
@@ -118,7 +116,11 @@ class TensorBoard(Observer):
             # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
             # those in which runs differ come first. It shows five until the user asks for more.
             # Written to the run's own file: `add_hparams` would create a second run.
-            session = [custom_scalars(layout), *hparams(dict(facts), {})[1:]]
+            charts = {
+                page: {chart: ["Multiline", tags] for chart, tags in of_page.items()}
+                for page, of_page in layout.items()
+            }
+            session = [custom_scalars(charts), *hparams(dict(facts), {})[1:]]
             session += [text_of(title, text) for title, text in (texts or {}).items()]
             self._open(folder, after, session)
             self._open(folder / "val", after, [])
@@ -148,6 +150,8 @@ class TensorBoard(Observer):
                     write_event(file, step=step, summary=self.summary(value=of_file))
             if time.monotonic() - self.flushed > FLUSH_S:
                 self.flush()
+
+    write_gpu = write
 
     def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
         pixels, self.pixels = self.pixels, None  # of several micro-batches the first one is shown
@@ -192,9 +196,6 @@ class TensorBoard(Observer):
             with self._tolerating_errors():
                 for file in self.files:
                     file.flush()
-
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
 
     def end(self, outcome: Outcome) -> None:
         self._write_predictions()

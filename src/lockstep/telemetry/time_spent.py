@@ -10,36 +10,23 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.telemetry.clock import Seconds, TrainingClock
+from lockstep.telemetry.clock import TrainingClock
 
 G = TypeVar("G")
-Stamp = float | torch.cuda.Event
+Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
-# The parts, in the order in which they are shown. `step` is a step that cannot be divided.
-PARTS = (
-    "data",
-    "augmentation",
-    "forward",
-    "backward",
-    "communication",
-    "slowest_rank",
-    "optimizer",
-    "step",
-    "evaluation",
-    "checkpoint",
-)
 
 
 class TimeSpent:
     """Adds up the seconds of this process in the parts of its run.
 
-    Parts:
+    Parts, in the order in which they are shown:
         data: the wait for images to be read and decoded, and on a GPU to be copied there.
         augmentation: the time of the host in augmenting and normalising.
         forward: mixing, forward pass and loss.
@@ -76,9 +63,9 @@ class TimeSpent:
         self.timed: list[list[tuple[str, Stamp]]] = []  # of the timed steps that are not added up yet
         self.of_steps: defaultdict[str, float] = defaultdict(float)
         self.stops = 0
-        of_step = ("forward", "backward", *(("communication", "slowest_rank") if reduces else ()), "optimizer")
-        divided = {"data", "augmentation", "evaluation", "checkpoint", *(of_step if model is not None else ("step",))}
-        self.parts = [part for part in PARTS if part in divided]
+        reducing = ("communication", "slowest_rank") if reduces else ()
+        of_step = ("forward", "backward", *reducing, "optimizer") if model is not None else ("step",)
+        self.parts = ("data", "augmentation", *of_step, "evaluation", "checkpoint")
 
     def loading(self, groups: Iterable[G]) -> Iterator[G]:
         """Pass the groups of batches of a loader on, and time the wait for each."""
@@ -127,15 +114,16 @@ class TimeSpent:
         Waits for the device if a step was timed since the last call. `behind` is the share of a step in which this
         rank waits for the slowest one.
         """
-        seconds = self._seconds(self.clock.so_far(), self.clock.paused_for, behind)
+        seconds = self._seconds(behind)
         total = sum(seconds.values()) or 1.0
         return {part: seconds.get(part, 0.0) / total for part in self.parts}
 
-    def _seconds(self, total: Seconds, paused: Mapping[str, float], behind: float) -> dict[str, float]:
+    def _seconds(self, behind: float) -> dict[str, float]:
+        total = self.clock.so_far()
         self._add_up()
         steps = max(0.0, total.busy - total.waited)
         loaded = min(self.loaded, total.waited)
-        parts = {"data": loaded, "augmentation": total.waited - loaded, **paused}
+        parts = {"data": loaded, "augmentation": total.waited - loaded, **self.clock.paused_for}
         if self.model is None:
             return {**parts, "step": steps}
         timed = sum(self.of_steps.values()) or 1.0
@@ -166,13 +154,5 @@ class TimeSpent:
             torch.cuda.synchronize()
         for marks in self.timed:
             for (_, began), (part, ended) in itertools.pairwise(marks):
-                self.of_steps[part] += _between(began, ended)
+                self.of_steps[part] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
         self.timed.clear()
-
-
-def _between(began: Stamp, ended: Stamp) -> float:
-    if isinstance(began, float) or isinstance(ended, float):
-        assert isinstance(began, float)
-        assert isinstance(ended, float)
-        return ended - began
-    return began.elapsed_time(ended) / 1000

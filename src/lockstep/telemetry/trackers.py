@@ -89,8 +89,7 @@ class WandBRun(Observer):
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.run.log(dict(scalars), step=step)
 
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
+    write_gpu = write
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         if best:
@@ -165,8 +164,7 @@ class MLflowRun(Observer):
         if points:
             self.client.log_batch(self.id, metrics=points)
 
-    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.write(step, scalars)
+    write_gpu = write
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         if best:

@@ -1,10 +1,19 @@
-"""The figures of the steps between two log points, and the state of an open window in a checkpoint."""
+"""The figures of some steps in a row: of those between two log points, or of an epoch so far.
+
+A window that has ended is read when its sums have come from the device.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.telemetry.clock import NO_TIME, Seconds
+from lockstep.telemetry.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -57,33 +66,106 @@ class Window:
         }
 
 
-class RankWindowState(TypedDict):
-    """The counts of a rank since the last log point.
+@dataclass(kw_only=True)
+class Span:
+    """Steps in a row that are not over, and their sums over all ranks up to the last log point.
 
-    For each micro-batch: its summed loss, its step and its number of examples. For all micro-batches: the hits.
+    Log points do not depend on where a run was stopped, so the sums have the same order however often it was stopped.
+
+    Fields:
+        first: the first step.
+        began: the seconds of this process before that step.
+        carried: the examples that an earlier process trained on.
     """
 
-    losses: list[float]
-    steps: list[int]
-    examples: list[int]
-    hits: int
+    first: int
+    began: Seconds = NO_TIME
+    carried: int = 0
+    loss: float = 0.0
+    hits: int = 0
+    examples: int = 0
+
+    def add(self, loss: float, hits: float, examples: float) -> None:
+        """Add the sums of a window that has ended."""
+        self.loss += loss
+        self.hits += int(hits)
+        self.examples += int(examples)
+
+    def window(self, last: int, now: Seconds, **further: Any) -> Window:
+        """The figures up to step `last`, after which the clock showed `now`; `further` are fields of `Window`."""
+        return Window(
+            first=self.first,
+            last=last,
+            loss=self.loss / self.examples,
+            top1=100 * self.hits / self.examples,
+            examples=self.examples - self.carried,
+            seconds=max(now.busy - self.began.busy, 1e-9),
+            waited=now.waited - self.began.waited,
+            **further,
+        )
 
 
-class EpochState(TypedDict):
-    """An epoch up to the last log point, over all ranks: its number from 0, summed loss, hits and examples.
+class PendingNumbers:
+    """The numbers of a tensor, on their way to host memory. Only `read` waits for the device."""
 
-    The hits of the previous epoch in the open window are subtracted from `hits`, so it can be negative.
+    def __init__(self, tensor: Tensor) -> None:
+        self.arrived: torch.cuda.Event | None = None
+        self.host = tensor
+        if tensor.is_cuda:
+            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self.host.copy_(tensor, non_blocking=True)
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> list[Any]:
+        """The numbers of a tensor of one dimension."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        numbers: list[Any] = self.host.tolist()
+        return numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndedWindow:
+    """The figures of a window that need no wait for the device, and the pending numbers for the others.
+
+    Fields:
+        window: the steps of the window, which are not added up yet.
+        epoch: the epoch of the last step, which adds the sums of the window to its own.
+        last: the last step of the window.
+        steps: the number of its steps that this process has done.
+        now: what the clock showed at its end.
+        scalars: the figures of the last step that are Python numbers.
+        sums: over all ranks, the summed loss, hits and examples of the window, and the same three of its steps in
+            `epoch`; then the figures of the last step that were on the device, in the order of `on_device`.
+        on_device: the names of these figures.
+        checksums: the checksum of each rank's weights; None if there is nothing to compare.
+        tallies: what this rank has counted.
     """
 
-    number: int
-    loss: float
-    hits: int
-    examples: int
+    window: Span
+    epoch: Span
+    last: int
+    steps: int
+    now: Seconds
+    scalars: Mapping[str, float]
+    sums: PendingNumbers
+    on_device: list[str]
+    checksums: PendingNumbers | None
+    tallies: list[Tally]
 
+    def read(self) -> Window:
+        """The window. Adds its sums to its epoch, so call it once. Waits for the device."""
+        numbers = self.sums.read()
+        self.window.add(*numbers[:3])
+        self.epoch.add(*numbers[3:6])
+        return self.window.window(
+            self.last,
+            self.now,
+            scalars={**self.scalars, **dict(zip(self.on_device, numbers[6:], strict=True))},
+            checksums=[] if self.checksums is None else self.checksums.read(),
+        )
 
-class WindowState(TypedDict):
-    """The step of the last log point (`flushed`), the counts of each rank since then (`trails`), and the epoch."""
-
-    flushed: int
-    trails: list[RankWindowState]
-    epoch: EpochState
+    def first_bad_step(self, limit: float) -> int:
+        """The first step of this rank whose loss is not finite or above `limit`; the last one if there is none."""
+        return min((step for tally in self.tallies for step in tally.bad_steps(limit)), default=self.last)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,6 @@ def _other_interpolation(job: ResolvedJob) -> str:
     return f" (resized {own} on the device, evaluated {evaluated}; dataset.crop_from=file resizes both alike)"
 
 
-def _auto_sizes(composed: Mapping[str, Any]) -> frozenset[str]:
-    """The sizes of the data set that the user left to `auto`."""
-    return frozenset(name for name in SIZES if _setting(composed, "dataset", name) == AUTO)
-
-
 def _rate_reason(job: ResolvedJob, composed: Mapping[str, Any]) -> str:
     """The text behind a learning rate that was `auto`: that it is the usual one."""
     if _setting(composed, "optimizer", "lr") != AUTO:
@@ -176,16 +171,15 @@ def banner(
     data: TrainingData,
     network: Network,
     progress: Progress,
-    *,
     origin: str,
-    notes: Sequence[str],
     composed: Mapping[str, Any],
 ) -> None:
     """Show in a dozen lines what is about to run, and what differs from the defaults.
 
     `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
-    plan, sizes = data.plan, _auto_sizes(composed)
+    plan = data.plan
+    auto_sizes = frozenset(name for name in SIZES if _setting(composed, "dataset", name) == AUTO)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
@@ -196,9 +190,9 @@ def banner(
         "model": ", ".join(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
-        "data": f"{named(job.dataset, frozenset({'root'}) | sizes)}, {len(data.train):,} to train on, "
+        "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
-        f"{_input_reason(job, composed, sizes)}",
+        f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
@@ -212,12 +206,9 @@ def banner(
         rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
-    for note in notes:
-        log.warn(note)
 
 
 def closing(
-    *,
     job: ResolvedJob,
     run_dir: RunDir,
     progress: Progress,
@@ -249,13 +240,9 @@ def closing(
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
     """The command that resumes a run, as the user would type it, with further overrides."""
-    return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
-
-
-def _command_words(run_dir: RunDir) -> list[str]:
-    """The words of the run's command that a resume has to repeat: the program and its config files."""
     try:
         command = read_text(run_dir.command)
+        words = [*words_of(command), *config_words(command)]
     except UnreadableFile:
-        return program_words()
-    return [*words_of(command), *config_words(command)]
+        words = program_words()
+    return typed([*words, override("resume", relative(run_dir.path)), *overrides])

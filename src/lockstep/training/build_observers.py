@@ -15,6 +15,7 @@ from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import Telemetry, sinks
+from lockstep.telemetry.clock import TimeLeft
 from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
@@ -22,7 +23,6 @@ from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.profile import StepProfile
 from lockstep.telemetry.samples import NoSamples, Samples
 from lockstep.telemetry.spending import Spending
-from lockstep.telemetry.time_left import TimeLeft
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData

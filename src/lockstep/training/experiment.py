@@ -35,7 +35,7 @@ from lockstep.training.fingerprint import card_of
 from lockstep.training.graph_trainer import GraphTrainer
 from lockstep.training.predictions import CollectedPredictions
 from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.run_record import NoRecord, run_record
+from lockstep.training.run_record import NoRecord, RunRecord
 from lockstep.training.trainer import Trainer
 
 
@@ -57,7 +57,7 @@ def run(
         NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
-    record = run_record(run_dir, world)
+    record = RunRecord(run_dir, world) if world.is_main else NoRecord()
     configure_torch(job, world)
 
     job, data = build_data(job, world)

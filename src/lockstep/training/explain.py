@@ -50,46 +50,35 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     """The points that tutorials on fast training go through."""
     job, factors = evidence.job, evidence.factors
 
-    def point(item: str, done: bool, reason: str, override: str | None) -> Item:
-        if done:
-            return Item(item, "done", reason)
-        return Item(item, "worth trying", reason, override)
+    def point(item: str, done: bool, reason: str, override: str | None, obstacle: str = "") -> Item:
+        state = "not applicable" if obstacle else "done" if done else "worth trying"
+        return Item(item, state, obstacle or reason, override if state == "worth trying" else None)
 
-    def by_trial(item: str, done: bool, override: str, otherwise: str) -> Item:
-        if done:
-            return Item(item, "done", override)
-        if override not in factors:
-            return Item(item, "worth trying", otherwise, override)
-        reason = f"tried: {factors[override]:.2f}x in a step"
-        if amdahl(evidence.share(*WORK), factors[override]) < WORTH:
-            return Item(item, "not applicable", reason)
-        return Item(item, "worth trying", reason, override)
+    def by_trial(item: str, done: bool, override: str, otherwise: str = "not tried", obstacle: str = "") -> Item:
+        reason = override if done else otherwise
+        if override in factors and not done and not obstacle:
+            reason = f"tried: {factors[override]:.2f}x in a step"
+            obstacle = reason * (amdahl(evidence.share(*WORK), factors[override]) < WORTH)
+        return point(item, done, reason, override, obstacle)
 
-    if evidence.on_gpu or host.has_bfloat16():
-        yield by_trial("mixed precision", job.precision.dtype is not torch.float32, "precision=bf16", "not tried")
-    else:
-        yield Item("mixed precision", "not applicable", "this processor has no instructions for bfloat16")
+    obstacle = "this processor has no instructions for bfloat16" * (not evidence.on_gpu and not host.has_bfloat16())
+    narrow = job.precision.dtype is not torch.float32
+    yield by_trial("mixed precision", narrow, "precision=bf16", obstacle=obstacle)
     workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")
     seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
     data = next(data_findings(evidence), None)
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
     yield by_trial("a larger batch", False, f"batch={2 * evidence.plan.batch}", "not tried; it is another run")
-    if has_batchnorm(evidence.model):
-        synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
-        done = synced or evidence.local_batch >= SMALL_BATCH
-        seen = f"{evidence.local_batch} images of a rank at a time"
-        yield point("synchronised batch norm", done, seen, "strategy.sync_batchnorm=true")
-    else:
-        yield Item("synchronised batch norm", "not applicable", "the model has no batch norm")
-    if takes_channels_last(job, evidence.model):
-        done = job.model.memory_format is torch.channels_last
-        yield by_trial("channels_last", done, "model.channels_last=true", "not tried")
-    else:
-        yield Item("channels_last", "not applicable", "the model has no convolutions")
-    if evidence.on_gpu and has_convolutions(evidence.model):
-        seen = "not the same bits every time"
-        yield point("cudnn.benchmark", job.train.cudnn_benchmark, seen, "train.cudnn_benchmark=true")
-    else:
-        yield Item("cudnn.benchmark", "not applicable", "cuDNN is for convolutions on a GPU")
+    obstacle = "the model has no batch norm" * (not has_batchnorm(evidence.model))
+    synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
+    done = synced or evidence.local_batch >= SMALL_BATCH
+    seen = f"{evidence.local_batch} images of a rank at a time"
+    yield point("synchronised batch norm", done, seen, "strategy.sync_batchnorm=true", obstacle)
+    obstacle = "the model has no convolutions" * (not takes_channels_last(job, evidence.model))
+    last = job.model.memory_format is torch.channels_last
+    yield by_trial("channels_last", last, "model.channels_last=true", obstacle=obstacle)
+    obstacle = "cuDNN is for convolutions on a GPU" * (not evidence.on_gpu or not has_convolutions(evidence.model))
+    seen = "not the same bits every time"
+    yield point("cudnn.benchmark", job.train.cudnn_benchmark, seen, "train.cudnn_benchmark=true", obstacle)
     compiled = "takes about a minute at the first start"
     yield point("torch.compile", job.model.compile, compiled, "model.compile=true")

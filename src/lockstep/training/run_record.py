@@ -75,17 +75,9 @@ class RunRecord(NoRecord):
     def announce(
         self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
     ) -> None:
-        banner.banner(
-            job,
-            self.run_dir,
-            self.world,
-            data,
-            network,
-            progress,
-            origin=origin,
-            notes=self._notes(job, data, network),
-            composed=self._composed(),
-        )
+        banner.banner(job, self.run_dir, self.world, data, network, progress, origin, self._composed())
+        for note in self._notes(job, data, network):
+            log.warn(note)
 
     def _composed(self) -> dict[str, Any]:
         """The config as the user gave it, which only explains choices; empty if the folder has none."""
@@ -133,11 +125,17 @@ class RunRecord(NoRecord):
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         weights = gathered(trainer.network.model.state_dict(), keep=True)
-        keep_bad_step(error, trainer, weights, self.run_dir)
+        folder = self.run_dir.incident
+        try:
+            write_incident(error, trainer, weights, self.run_dir)
+        # A full disk raises any of these. The run ends with its own error.
+        except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
+            log.warn(f"{folder} could not be written ({failure}), so nothing is kept of the bad step")
+            shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         seconds = time.time() - self.started
-        progress, telemetry, network = trainer.progress, trainer.telemetry, trainer.network
+        progress, telemetry = trainer.progress, trainer.telemetry
         figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()
         of_gpu: dict[str, Any] = {}
         if self.world.device.type == "cuda":
@@ -148,10 +146,10 @@ class RunRecord(NoRecord):
             job=job,
             world=self.world,
             plan=trainer.plan,
-            model=network.model,
+            model=trainer.network.model,
             shares=shares,
             hardware=hardware,
-            mfu=100 * figures["img_per_s"] * network.flops / network.peak if network.peak else 0.0,
+            mfu=telemetry.mfu(figures["img_per_s"]),
         )
         verdict, sight = explain(evidence, seconds)
         self.run_dir.write_summary(
@@ -167,52 +165,23 @@ class RunRecord(NoRecord):
             **sight,
             **of_gpu,
         )
-        banner.closing(
-            job=job,
-            run_dir=self.run_dir,
-            progress=progress,
-            seconds=seconds,
-            figures=figures,
-            shares=shares,
-            verdict=str(verdict),
-        )
+        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(verdict))
         append_verdict(self.run_dir, progress.step)
-        report = self._report() if is_due(job.telemetry.report, seconds) else None
-        if report is None:
-            log.say_command("report", typed(["lockstep", "report", relative(self.run_dir.path)]))
-        else:
-            log.say_command("report", str(relative(report)))
-
-    def _report(self) -> Path | None:
-        """Write `report.html`. The run is done: if this fails, it says so and does no harm."""
-        try:
-            return write_report(self.run_dir)
-        except Exception as error:  # a plotting library can raise anything
-            log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
-            return None
+        report = typed(["lockstep", "report", relative(self.run_dir.path)])
+        if is_due(job.telemetry.report, seconds):
+            try:
+                report = str(relative(write_report(self.run_dir)))
+            except Exception as error:  # a plotting library can raise anything, and the run is done
+                log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
+        log.say_command("report", report)
 
 
-def run_record(run_dir: RunDir, world: World) -> NoRecord:
-    """The record of this rank."""
-    return RunRecord(run_dir, world) if world.is_main else NoRecord()
-
-
-def keep_bad_step(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
+def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     """Write `incident/`: the global batch of the first bad step, as stored, and the present weights.
 
     `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
-    step with the same batch. Called by main only. A failed write is only a warning, because the run ends with its own
-    error; it leaves no incomplete `incident/`.
+    step with the same batch.
     """
-    try:
-        _write_incident(error, trainer, weights, run_dir)
-    # A full disk raises any of these.
-    except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
-        log.warn(f"{run_dir.incident} could not be written ({failure}), so nothing is kept of the bad step")
-        shutil.rmtree(run_dir.incident, ignore_errors=True)
-
-
-def _write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:
     step = error.step or trainer.progress.step
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident
