@@ -5,21 +5,16 @@ Imports no torch.
 
 from __future__ import annotations
 
-import array
-import fcntl
 import ipaddress
 import socket
-import struct
 from contextlib import closing, suppress
 from pathlib import Path
+
+import psutil
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 
-SIOCGIFCONF = 0x8912  # ioctl of Linux: all interfaces with their IPv4 addresses
-# One entry is a `struct ifreq`: its size, the size of the name, and the position of the address.
-ENTRY_BYTES, NAME_BYTES, ADDRESS = 40, 16, slice(20, 24)
-MOST_ENTRIES = 1024
 # An address that no machine has (RFC 5737), so that its route is the default route.
 ELSEWHERE = "198.51.100.1"
 
@@ -89,17 +84,9 @@ def interface_of(address: str) -> str | None:
 
 def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
     """The interfaces of this machine with their addresses."""
-    pairs: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
-    room = array.array("B", bytes(ENTRY_BYTES * MOST_ENTRIES))
-    request = struct.pack("iL", len(room), room.buffer_info()[0])
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe, suppress(OSError):
-        length, _ = struct.unpack("iL", fcntl.ioctl(probe, SIOCGIFCONF, request))
-        for start in range(0, length, ENTRY_BYTES):
-            entry = room[start : start + ENTRY_BYTES].tobytes()
-            name = entry[:NAME_BYTES].partition(b"\0")[0].decode()
-            pairs.append((name.partition(":")[0], ipaddress.IPv4Address(entry[ADDRESS])))
-    with suppress(safe_read.UnreadableFile):  # without IPv6
-        for line in safe_read.read_text(Path("/proc/net/if_inet6")).splitlines():
-            digits, *_, name = line.split()
-            pairs.append((name, ipaddress.IPv6Address(int(digits, 16))))
-    return pairs
+    return [
+        (name.partition(":")[0], ipaddress.ip_address(entry.address.partition("%")[0]))  # `eth0:1` is an alias
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in (socket.AF_INET, socket.AF_INET6)
+    ]
