@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import ROOT
 from lockstep.config import hydra_policy, messages
 from lockstep.core.errors import InputError
+from lockstep.core.rules import nested
 
 
 def test_one_undocumented_name_of_hydra_is_used_and_no_private_one() -> None:
@@ -135,7 +136,7 @@ def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> 
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
     values = {
         key: value
-        for key, value in hydra_policy.leaves(node)
+        for key, value in nested(node)
         if not {key, key[:1]} & {*hydra_policy.FREE, *hydra_policy.FOLDERS}
     }
     assert values == hydra_policy.OURS

@@ -16,9 +16,9 @@ from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
+from lockstep.core.model_card import TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
-from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split

@@ -17,8 +17,8 @@ from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
-from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import Component
 from lockstep.core.rules import Text
 
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.

@@ -15,10 +15,9 @@ from pathlib import Path
 from lockstep.config import components, messages
 from lockstep.config.commands import command_of_program, override, parsed
 from lockstep.config.invocation import Invocation
-from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
-from lockstep.core.rules import is_one_line
+from lockstep.core.rules import is_one_line, parse_time
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
 from lockstep.job.resume import Resume, named_checkpoint

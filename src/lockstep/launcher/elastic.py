@@ -11,9 +11,9 @@ from typing import Any
 from torch.distributed import TCPStore
 
 from lockstep.core import network
-from lockstep.core.durations import parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
+from lockstep.core.rules import parse_time
 from lockstep.launcher.agent import Meeting
 from lockstep.launcher.roles import Machines, Member
 from lockstep.launcher.spawn import Spawn
