@@ -34,13 +34,6 @@ SHOWN = 10  # the largest number of classes in the table
 def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
     """Evaluate weights, show the result and write `evaluation.json` and `predictions.csv`.
 
-    Args:
-        path: a run folder, `latest`, a checkpoint or a file of weights.
-        overrides: changes of the run's data: `dataset=...`, `dataset.KEY=...`, `data_root=...`.
-        split: `val` or `train`.
-        device: `cpu` or `cuda`; None is the GPU if there is one.
-        out: the folder to write to; None is the run folder, or the current folder for a file of weights alone.
-
     Raises:
         InputError: the weights or the data do not exist, or the data does not fit the model.
         StorageError: the files cannot be written.

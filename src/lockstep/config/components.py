@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,12 +83,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
     cls = locate(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     try:
-        cache_key = (cls, repr(values))
-        if cache_key not in _BUILT:
-            typed = OmegaConf.merge(OmegaConf.structured(cls), values)
-            _check_fields(cls, typed, f"{key}.")
-            _BUILT[cache_key] = OmegaConf.to_object(typed)
-        return _BUILT[cache_key]
+        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
     except ConfigKeyError as error:
         names = [item.name for item in dataclasses.fields(cls)]
         raise InputError(
@@ -110,10 +105,20 @@ def build_option(group: str, name: str) -> Any:
     return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
 
-def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
-    """Raise InputError with a line for each value that does not fit the rule of its field."""
-    if problems := list(fields.problems(cls, _plain(typed), prefix)):
-        raise InputError(*problems)
+def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
+
+    Raises:
+        InputError: some values break their rules; the message has one line for each.
+        OmegaConfBaseException: a key is unknown, or a value has another type.
+    """
+    cache_key = (cls, repr(values))
+    if cache_key not in _BUILT:
+        typed = OmegaConf.merge(defaults(), values)
+        if problems := list(fields.problems(cls, _plain(typed), prefix)):
+            raise InputError(*problems)
+        _BUILT[cache_key] = OmegaConf.to_object(typed)
+    return _BUILT[cache_key]
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -128,10 +133,11 @@ def build_job(values: Mapping[str, Any]) -> Job:
     own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
     try:
         with _collecting(problems):
-            job: Job = _typed(Job, own)
+            job: Job = _checked(Job, schema, own, "")
         for name in blocks:
             with _collecting(problems):
-                parts[name] = _typed(BLOCKS[name], values[name], name)
+                defaults = functools.partial(OmegaConf.select, schema(), name)
+                parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     except (OverflowError, RecursionError) as error:
@@ -152,16 +158,6 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems.extend(error.args)
-
-
-def _typed(cls: type[Any], values: Mapping[str, Any], block: str = "") -> Any:
-    """The keys of a job that are in no block, or those of a block such as `train`."""
-    cache_key = (cls, repr(values))
-    if cache_key not in _BUILT:
-        typed: Any = OmegaConf.merge(schema()[block] if block else schema(), values)
-        _check_fields(cls, typed, f"{block}." if block else "")
-        _BUILT[cache_key] = OmegaConf.to_object(typed)
-    return _BUILT[cache_key]
 
 
 @functools.cache
