@@ -144,21 +144,22 @@ class RunDir:
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
+    def readable_summary(self) -> dict[str, Any]:
+        """The content of `summary.json`; empty if the file is missing or damaged."""
+        try:
+            return self.read_summary()
+        except UnreadableFile:
+            return {}
+
     @property
     def run(self) -> str | None:
         """The name that the checkpoints of this run give it; None if there is no summary that says it."""
-        try:
-            name = self.read_summary().get("run")
-        except UnreadableFile:
-            return None
+        name = self.readable_summary().get("run")
         return name if isinstance(name, str) else None
 
     def spent(self) -> dict[str, Any]:
         """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
-        try:
-            spent = self.read_summary().get("spent")
-        except UnreadableFile:
-            return {}
+        spent = self.readable_summary().get("spent")
         return spent if isinstance(spent, dict) else {}
 
     def swept(self) -> dict[str, str]:
@@ -176,10 +177,8 @@ class RunDir:
         Raises:
             StorageError: the file cannot be written.
         """
-        present: dict[str, Any] = {}
-        with suppress(UnreadableFile):
-            present = self.read_summary()
-        write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
+        facts = {**self.readable_summary(), **facts}
+        write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
         """Replace `summary.json` by the summary of a running job. The outcome of an earlier part is dropped."""
