@@ -26,7 +26,7 @@ from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, relative, typed
 from lockstep.config.messages import key_of
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
@@ -196,8 +196,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
             if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
                 record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
             if record.state is State.failed and rung is climbed[0]:
-                kinds = {kind.exit_code: kind for kind in (InputError, StorageError)}
-                raise kinds.get(record.exit_code, LockstepError)(record.error)
+                raise BY_EXIT_CODE.get(record.exit_code, LockstepError)(record.error)
             advance(1)
 
 

@@ -8,7 +8,7 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -115,7 +115,8 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
     cache_key = (cls, repr(values))
     if cache_key not in _BUILT:
         typed = OmegaConf.merge(defaults(), values)
-        if problems := list(fields.problems(cls, _plain(typed), prefix)):
+        plain_values = cast(dict[str, Any], OmegaConf.to_container(typed, enum_to_str=True))
+        if problems := list(fields.problems(cls, plain_values, prefix)):
             raise InputError(*problems)
         _BUILT[cache_key] = OmegaConf.to_object(typed)
     return _BUILT[cache_key]
@@ -185,29 +186,14 @@ def plain(job: Job) -> dict[str, Any]:
         if key in MANY:
             values[key] = {name: node(component) for name, component in value.items()}
         else:
-            values[key] = node(value) if key in GROUPS else _plain_value(value)
+            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else value
     return values
 
 
 def _values(component: Component) -> dict[str, Any]:
     """The fields of a frozen dataclass as plain values. OmegaConf would take a hundred times as long."""
-    return {field.name: _plain_value(getattr(component, field.name)) for field in dataclasses.fields(component)}
+    return dataclasses.asdict(component, dict_factory=_with_names)
 
 
-def _plain_value(value: Any) -> Any:
-    match value:
-        case enum.Enum():
-            return value.name
-        case list():
-            return [_plain_value(item) for item in value]
-        case Mapping():
-            return {str(key): _plain_value(item) for key, item in value.items()}
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _values(value)
-    return value
-
-
-def _plain(node: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, enum_to_str=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.name if isinstance(value, enum.Enum) else value for key, value in items}
