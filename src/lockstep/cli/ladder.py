@@ -23,11 +23,11 @@ import torch
 from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
-from lockstep.config.commands import override, relative, typed
+from lockstep.config.commands import override, typed
 from lockstep.config.messages import key_of
 from lockstep.core import log, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.job.run_folder import Lock

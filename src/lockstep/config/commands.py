@@ -64,12 +64,6 @@ def parsed(word: str) -> object:
     return None if read.is_sweep_override() else read.value()
 
 
-def relative(path: Path) -> Path:
-    """A path as the user would type it from the current folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def started_as(program: str) -> None:
     """Set the command from `sys.argv[0]` of this process: `python train.py` or `lockstep train`."""
     name = Path(program).name

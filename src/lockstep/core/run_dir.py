@@ -223,6 +223,12 @@ class RunDir:
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 
 
+def relative(path: Path) -> Path:
+    """A path as the user would type it from the current folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def latest(root: Path) -> RunDir | None:
     """The run that was started last under `root`; None if no run was started there.
 
@@ -257,8 +263,7 @@ def pointed(path: Path, root: Path, key: str) -> Path:
         newest = latest(root)
         if newest is None:
             raise InputError(f"{key}: no run has been started in {root} yet; name a run folder")
-        here = Path.cwd()
-        return newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
+        return relative(newest.path)
     if path.name == BEST and path.is_file():
         return path.parent / Path(safe_read.read_text(path).strip()).name
     return path

@@ -11,11 +11,11 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.config import yaml_io
-from lockstep.config.commands import override, program_words, relative, typed, words_of
+from lockstep.config.commands import override, program_words, typed, words_of
 from lockstep.config.invocation import config_words
 from lockstep.core import log
 from lockstep.core.protocols import Precision
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, crops_files
