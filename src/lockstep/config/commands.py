@@ -86,8 +86,3 @@ def command_of_program() -> list[str]:
     if Path(sys.argv[0]).suffix == ".py" and Path(sys.argv[0]).name != "__main__.py":
         return [sys.executable, str(Path(sys.argv[0]).absolute())]
     return [sys.executable, "-m", "lockstep", "train"]
-
-
-def words_of(command: str) -> list[str]:
-    """The two words before the overrides of `command`, the command of a run."""
-    return shlex.split(command)[:2]

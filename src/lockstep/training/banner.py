@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.config import yaml_io
-from lockstep.config.commands import override, program_words, typed, words_of
-from lockstep.config.invocation import config_words
+from lockstep.config.commands import override, program_words, typed
+from lockstep.config.invocation import repeated_words
 from lockstep.core import log
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir, relative
@@ -249,13 +250,7 @@ def closing(
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
     """The command that resumes a run, as the user would type it, with further overrides."""
-    return typed([*_command_words(run_dir), override("resume", relative(run_dir.path)), *overrides])
-
-
-def _command_words(run_dir: RunDir) -> list[str]:
-    """The words of the run's command that a resume has to repeat: the program and its config files."""
-    try:
-        command = read_text(run_dir.command)
-    except UnreadableFile:
-        return program_words()
-    return [*words_of(command), *config_words(command)]
+    words = program_words()
+    with suppress(UnreadableFile):
+        words = repeated_words(read_text(run_dir.command))
+    return typed([*words, override("resume", relative(run_dir.path)), *overrides])
