@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lockstep.core.fields import ranged
+from lockstep.core.model import probabilities
 from lockstep.core.model_card import SOFTMAX
-from lockstep.core.probabilities import probabilities
 from lockstep.core.protocols import Metric, Score
 from lockstep.core.world import World
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,41 +10,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.errors import InputError
+from lockstep.core.protocols import Precision
 
 
 @dataclass(frozen=True, kw_only=True)
-class FP32:
+class FP32(Precision):
     """float32 throughout."""
-
-    dtype: ClassVar[torch.dtype] = torch.float32
-    """The format of matrix products, convolutions and input images; autocast is used if it differs from `storage`."""
-    storage: ClassVar[torch.dtype] = torch.float32
-    """The format of parameters and gradients."""
-    sums: ClassVar[torch.dtype] = torch.float32
-    """The format of normalisation and of losses, never a 16-bit one."""
-    matmul: ClassVar[str] = "highest"
-    """torch's name for the precision of float32 products on CUDA (`highest`, or `high` for TF32)."""
-
-    needs_loss_scaler: ClassVar[bool] = False
-
-    def check(self, device: str) -> None:
-        """Every device supports float32."""
-
-    def convert(self, model: nn.Module) -> nn.Module:
-        """Convert the parameters of `model` to `storage`, in place; returns the model."""
-        return model.to(self.storage)
-
-    def configure(self) -> None:
-        torch.set_float32_matmul_precision(self.matmul)
-        torch.backends.cudnn.allow_tf32 = self.matmul == "high"
-
-    def autocast(self, device: torch.device) -> AbstractContextManager[None]:
-        if self.dtype is self.storage:
-            return nullcontext()
-        return torch.autocast(device.type, dtype=self.dtype)
-
-    def scaler(self, device: torch.device) -> torch.amp.GradScaler:
-        return torch.amp.GradScaler(device.type, enabled=self.needs_loss_scaler)
 
 
 @dataclass(frozen=True, kw_only=True)

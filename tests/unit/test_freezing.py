@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from helpers import FAKE, losses, train_here, weights
 from lockstep.checkpoint import load_start
 from lockstep.core.errors import InputError
-from lockstep.core.head import head_parameters
+from lockstep.core.model import head_parameters
 from lockstep.models import BasicNet, DigitNet, Linear, WhiteNet
 from lockstep.optim import SGD, AdamW
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names

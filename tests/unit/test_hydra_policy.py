@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import ROOT
 from lockstep.config import hydra_policy, messages
 from lockstep.core.errors import InputError
+from lockstep.core.rules import nested
 
 
 def test_one_undocumented_name_of_hydra_is_used_and_no_private_one() -> None:
@@ -134,9 +135,7 @@ def test_the_help_of_hydra_has_no_primary_config_and_hydras_own_values() -> None
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
     values = {
-        key: value
-        for key, value in hydra_policy.leaves(node)
-        if not {key, key[:1]} & {*hydra_policy.FREE, *hydra_policy.FOLDERS}
+        key: value for key, value in nested(node) if not {key, key[:1]} & {*hydra_policy.FREE, *hydra_policy.FOLDERS}
     }
     assert values == hydra_policy.OURS
 

@@ -29,7 +29,7 @@ from lockstep.checkpoint.validation import (
 )
 from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
-from lockstep.core.head import head_parameters
+from lockstep.core.model import head_parameters
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 from lockstep.core.sharding import load_whole

@@ -38,20 +38,13 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     """
     checkpoints = candidates(run_dir.checkpoints)
     stay: list[Path] = []
-    if not (everything and _completed(run_dir) and whole_weights(run_dir.path)):
+    if not (everything and run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)):
         whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
     go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
     return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
-
-
-def _completed(run_dir: RunDir) -> bool:
-    try:
-        return run_dir.read_summary().get("status") == "completed"
-    except UnreadableFile:
-        return False
 
 
 def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:

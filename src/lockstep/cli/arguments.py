@@ -74,6 +74,15 @@ def _model(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
 
 
+def _forms(command: argparse.ArgumentParser, *forms: str) -> None:
+    """The flags for other forms of the output than a table."""
+    flags = command.add_mutually_exclusive_group()
+    for form in forms:
+        flags.add_argument(
+            f"--{form}", dest="form", action="store_const", const=form, default="table", help=f"as {form.upper()}"
+        )
+
+
 def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
     """The arguments of a command of which there can be any number, before and after its options."""
     command.add_argument(name, nargs="*", metavar=metavar, help=description)
@@ -135,7 +144,7 @@ def _doctor(commands: Any) -> None:
     _rest(doctor, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
     doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
-    doctor.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
+    _forms(doctor, "json")
 
 
 def _show(commands: Any) -> None:
@@ -177,15 +186,9 @@ def _runs(commands: Any) -> None:
     )
     runs.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help="with runs in it [outputs]")
     runs.add_argument("--sort", default="when", metavar="COLUMN", help="a column, or a key of the config [when]")
-    runs.add_argument(
-        "--filter",
-        dest="filters",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="state=done, model=resnet18, 'score>90'; may be repeated",
-    )
-    runs.add_argument("--json", dest="form", action="store_const", const="json", default="table", help="as JSON")
+    condition = "state=done, model=resnet18, 'score>90'; may be repeated"
+    runs.add_argument("--filter", dest="filters", action="append", default=[], metavar="CONDITION", help=condition)
+    _forms(runs, "json")
 
 
 def _compare(commands: Any) -> None:
@@ -200,19 +203,12 @@ def _compare(commands: Any) -> None:
         "paths", nargs="+", metavar="SWEEP|RUN", help="a sweep, a run, `latest`, or a folder of them"
     )
     compare.set_defaults(rest="paths")
-    compare.add_argument(
-        "--by",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="compare the values of this key alone; may be repeated",
-    )
+    by = "compare the values of this key alone; may be repeated"
+    compare.add_argument("--by", action="append", default=[], metavar="KEY", help=by)
     compare.add_argument(
         "--sort", metavar="COLUMN", help="a key or a figure, as --csv names it [score, the best first]"
     )
-    forms = compare.add_mutually_exclusive_group()
-    forms.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
-    forms.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
+    _forms(compare, "csv", "json")
 
 
 def _clean(commands: Any) -> None:
@@ -226,13 +222,9 @@ def _clean(commands: Any) -> None:
     clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
     clean.add_argument("--yes", action="store_true", help="remove what is shown")
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
-    clean.add_argument(
-        "--all",
-        dest="everything",
-        action="store_true",
-        help="all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume can "
-        "train them longer",
-    )
+    everything = "all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume "
+    everything += "can train them longer"
+    clean.add_argument("--all", dest="everything", action="store_true", help=everything)
 
 
 def _prove(commands: Any) -> None:
@@ -266,8 +258,7 @@ def _ladder(commands: Any) -> None:
     ladder.add_argument(
         "--script", dest="scripts", action="append", default=[], metavar="FILE", help="a script of yours as a rung"
     )
-    ladder.add_argument("--csv", dest="form", action="store_const", const="csv", default="table", help="as CSV")
-    ladder.add_argument("--json", dest="form", action="store_const", const="json", help="as JSON")
+    _forms(ladder, "csv", "json")
 
 
 def _pack(commands: Any) -> Parser:
@@ -284,11 +275,7 @@ def _pack(commands: Any) -> Parser:
     pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to create")
     pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
     pack.add_argument("--skip", type=int, metavar="N", help="how many broken images may be left out [0]")
-    pack.add_argument(
-        "--val-share",
-        type=float,
-        metavar="SHARE",
-        help="the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share",
-    )
+    share = "the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share"
+    pack.add_argument("--val-share", type=float, metavar="SHARE", help=share)
     pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
     return pack

@@ -20,11 +20,7 @@ from lockstep.sweep.runs import existing, run_folders
 def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
     """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
 
-    Args:
-        folders: run folders, or folders that contain runs and sweeps at any depth.
-        keep: how many of the newest undamaged checkpoints stay in each run, besides the best.
-        everything: whether completed runs keep no checkpoint, but for the best of a sweep; exported weights stay.
-        yes: whether to remove the checkpoints.
+    `keep` counts undamaged checkpoints besides the best. `everything` leaves completed runs their weights alone.
 
     Raises:
         InputError: a folder does not exist, or `keep` is less than 1.

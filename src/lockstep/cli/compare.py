@@ -25,13 +25,7 @@ INTERVAL = (
 
 
 def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: str) -> None:
-    """Show what differs between runs, and their scores.
-
-    Args:
-        paths: runs, sweeps, and folders of them.
-        by: the keys whose values are compared; none is every key but the seed in which the runs differ.
-        sort: the column to sort by; None is the score.
-        form: `table`, `csv` or `json`.
+    """Show what differs between runs, and their scores: in every key but the seed, or in those of `by`.
 
     Raises:
         InputError: a path has no run, a key is unknown, or the files of a run are damaged.

@@ -16,9 +16,9 @@ from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
+from lockstep.core.model_card import TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic, write_atomic_parts
-from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
@@ -33,13 +33,6 @@ SHOWN = 10  # the largest number of classes in the table
 
 def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
     """Evaluate weights, show the result and write `evaluation.json` and `predictions.csv`.
-
-    Args:
-        path: a run folder, `latest`, a checkpoint or a file of weights.
-        overrides: changes of the run's data: `dataset=...`, `dataset.KEY=...`, `data_root=...`.
-        split: `val` or `train`.
-        device: `cpu` or `cuda`; None is the GPU if there is one.
-        out: the folder to write to; None is the run folder, or the current folder for a file of weights alone.
 
     Raises:
         InputError: the weights or the data do not exist, or the data does not fit the model.

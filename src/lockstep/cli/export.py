@@ -29,13 +29,7 @@ COMPARED = 64  # images on which the exported model is compared with its origina
 def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str | None) -> None:
     """Export a model, compare it with its original, and show how much their logits differ.
 
-    Args:
-        path: a run folder, `latest`, a checkpoint or a file of weights.
-        images: files and folders of images for the comparison; if empty, images of the run's evaluation
-            split, or random ones if there are none.
-        kind: `onnx` or `torch`.
-        pixels: the input of the exported model, `uint8` or `float`.
-        out: the file to write; None is `model.onnx` or `model.pt2` next to the weights.
+    They are compared on `images`, files and folders; or on the run's evaluation split; or else on random ones.
 
     Raises:
         InputError: the weights or images do not exist, or the model cannot be exported.

@@ -23,11 +23,11 @@ import torch
 from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
-from lockstep.config.commands import override, relative, typed
+from lockstep.config.commands import override, typed
 from lockstep.config.messages import key_of
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
-from lockstep.core.run_dir import RunDir
+from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.job.run_folder import Lock
@@ -45,15 +45,8 @@ DEFAULT = ("experiment=mnist_tutorial",)
 # Every run writes its figures, and nothing else that takes time.
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves, with all that is below `strategy` and `logger`.
-OF_RUNGS = {
-    "strategy",
-    "launcher",
-    "launcher.ranks",
-    "launcher.nodes",
-    "hydra.run.dir",
-    "resume",
-    *map(key_of, COMMON),
-}
+OF_RUNGS = {"strategy", "launcher", "launcher.ranks", "launcher.nodes", "hydra.run.dir", "resume"}
+OF_RUNGS |= {*map(key_of, COMMON)}
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
 MOST_RATE = 1e9  # images per second that a script may tell
@@ -121,13 +114,8 @@ def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Run
         yield Rung("DDP, own batch norm", ("strategy=ddp", "strategy.sync_batchnorm=false", *many))
     if job.precision.dtype is torch.float32 and (job.device == "cuda" or host.has_bfloat16()):
         yield Rung("DDP, mixed precision", ("strategy=ddp", "precision=bf16", *many))
-    for name, strategy in (
-        ("Accelerate", "accelerate"),
-        ("ZeRO", "zero"),
-        ("FSDP", "fsdp"),
-        ("pipeline", "pipeline"),
-    ):
-        yield Rung(name, (f"strategy={strategy}", *many))
+    for name in ("Accelerate", "ZeRO", "FSDP", "pipeline"):
+        yield Rung(name, (f"strategy={name.lower()}", *many))
     for script in scripts:
         yield Rung(script.stem, script=script, code=safe_read.read_bytes(script, links=True))
 
@@ -208,8 +196,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
             if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
                 record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
             if record.state is State.failed and rung is climbed[0]:
-                kinds = {kind.exit_code: kind for kind in (InputError, StorageError)}
-                raise kinds.get(record.exit_code, LockstepError)(record.error)
+                raise BY_EXIT_CODE.get(record.exit_code, LockstepError)(record.error)
             advance(1)
 
 
@@ -268,16 +255,7 @@ def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | Non
     for rung in climbed:
         records = [by_key[frozenset(_key(rung, turn))] for turn in range(repeats)]
         runs = [RunDir(ledger.folder / record.folder) for record in records if record.state is State.done]
-        reason = "" if runs else records[0].error
-        rows.append(
-            row_of(
-                rung.name,
-                runs,
-                rows[0] if rows else None,
-                devices=gpus if rung.has_ranks else None,
-                lines=rung.lines,
-                change=rung.change,
-                reason=reason,
-            )
-        )
+        first, devices = rows[0] if rows else None, gpus if rung.has_ranks else None
+        facts = {"lines": rung.lines, "change": rung.change, "reason": "" if runs else records[0].error}
+        rows.append(row_of(rung.name, runs, first, devices=devices, **facts))
     return rows

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 from rich.table import Column, Table
 
 from lockstep.cli.compare import show_table
 from lockstep.core import log
-from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.sweep.compare import Row
@@ -31,9 +29,7 @@ WIDEST = 20  # characters of a rung's name
 
 def is_measured(run_dir: RunDir) -> bool:
     """Whether the figures of a run are there: a folder may have been removed or damaged since."""
-    with suppress(InputError):
-        return is_number(run_dir.read_summary().get("img_per_s"))
-    return False
+    return is_number(run_dir.readable_summary().get("img_per_s"))
 
 
 def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:

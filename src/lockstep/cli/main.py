@@ -46,14 +46,13 @@ def train() -> None:
 
 def complete() -> None:
     """Print the completions of the shell's line: commands, or the words of `train`. The shell itself knows files."""
-    line = os.environ.get("COMP_LINE", "")
-    query = next((word for word in sys.argv if word.startswith("query=")), "")
-    if not query or re.match(r"\S*lockstep\s+train\s", line):
+    from lockstep.config import completion
+
+    line, shell = os.environ.get("COMP_LINE", ""), completion.shell_asking(sys.argv)
+    if not shell or re.match(r"\S*lockstep\s+train\s", line):
         train()
     elif len(words := line.split(" ")) == 2:
-        from lockstep.config.completion import write
-
-        write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], query.partition("=")[2])
+        completion.write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], shell)
 
 
 def run() -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.cells import cell_len
@@ -40,12 +38,8 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:
         results = _predictions(predictor, paths, problems, advance)
-        lines: dict[str, Callable[[Results, int], Iterator[str]]] = {
-            "table": partial(_table, _widest(paths)),
-            "csv": _csv,
-            "json": _json,
-        }
-        for line in lines[form](results, top):
+        lines = {"csv": _csv, "json": _json}[form](results, top) if form != "table" else _table(paths, results, top)
+        for line in lines:
             log.console.print(line, soft_wrap=True)
     if problems:
         raise InputError(*problems)
@@ -85,12 +79,9 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return error
 
 
-def _widest(paths: Sequence[Path]) -> int:
-    """The width of the column of paths: on a terminal that of the longest path, elsewhere 0, which aligns nothing."""
-    return max((cell_len(_shown(path)) for path in paths), default=0) if log.has_terminal() else 0
-
-
-def _table(width: int, results: Results, top: int) -> Iterator[str]:
+def _table(paths: Sequence[Path], results: Results, top: int) -> Iterator[str]:
+    """Lines with the classes of each image, aligned on a terminal."""
+    width = max((cell_len(_shown(path)) for path in paths), default=0) if log.has_terminal() else 0
     for path, prediction in results:
         classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
         classes = escaped(classes, keep="")
@@ -112,14 +103,9 @@ def _csv(results: Results, top: int) -> Iterator[str]:
 
 
 def _json(results: Results, top: int) -> Iterator[str]:
-    records: list[dict[str, Any]] = [
-        {
-            "file": str(path),
-            "classes": [
-                {"label": label, "name": name, "probability": probability}
-                for label, name, probability in prediction.top(top)
-            ],
-        }
+    keys = ("label", "name", "probability")
+    records = [
+        {"file": str(path), "classes": [dict(zip(keys, values, strict=True)) for values in prediction.top(top)]}
         for path, prediction in results
     ]
     yield from json.dumps(records, indent=1).splitlines()

@@ -70,12 +70,12 @@ class Outcome:
 
 def run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
     """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
-    words = ["train", *overrides, *case.overrides, f"hydra.run.dir={folder}"]
-    command = [sys.executable, "-m", "lockstep", *words]
+    words = [*overrides, *case.overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
+    command = [sys.executable, "-m", "lockstep", "train", *words]
     run_dir = RunDir(folder)
     if case.killed:
-        _kill_halfway([*command, f"output_root={folder.parent}"], run_dir, steps)
-    with running([*command, f"output_root={folder.parent}"]) as process:
+        _kill_halfway(command, run_dir, steps)
+    with running(command) as process:
         error = process.communicate()[1].strip()
     if process.returncode == InputError.exit_code:
         raise InputError(error.removeprefix("lockstep: "))

@@ -23,11 +23,8 @@ COLUMNS = ("when", "name", "what", "score", "state", "size")
 def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
     """Show the runs and sweeps of a folder; those of a sweep for its folder.
 
-    Args:
-        folder: the folder.
-        sort: the column to sort by; the score puts the best first, and the others the largest last.
-        filters: conditions KEY=VALUE, KEY<NUMBER, KEY>NUMBER on columns and on keys of the config.
-        form: `table` or `json`.
+    A `sort` by score puts the best first; by another column, the largest last. `filters` are KEY=VALUE, KEY<NUMBER
+    and KEY>NUMBER, on columns and on keys of the config.
 
     Raises:
         InputError: the folder does not exist or has no run, a condition is wrong, or files are damaged.

@@ -64,12 +64,6 @@ def parsed(word: str) -> object:
     return None if read.is_sweep_override() else read.value()
 
 
-def relative(path: Path) -> Path:
-    """A path as the user would type it from the current folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
-
-
 def started_as(program: str) -> None:
     """Set the command from `sys.argv[0]` of this process: `python train.py` or `lockstep train`."""
     name = Path(program).name
@@ -92,8 +86,3 @@ def command_of_program() -> list[str]:
     if Path(sys.argv[0]).suffix == ".py" and Path(sys.argv[0]).name != "__main__.py":
         return [sys.executable, str(Path(sys.argv[0]).absolute())]
     return [sys.executable, "-m", "lockstep", "train"]
-
-
-def words_of(command: str) -> list[str]:
-    """The two words before the overrides of `command`, the command of a run."""
-    return shlex.split(command)[:2]

@@ -19,12 +19,17 @@ from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 OUTPUTS = "outputs"
 
 
-def answered(words: list[str]) -> bool:
+def shell_asking(words: Sequence[str]) -> str:
+    """The shell that asks for completions; empty if none does."""
+    return next((word.partition("=")[2] for word in words if word.startswith("query=")), "")
+
+
+def answered(words: Sequence[str]) -> bool:
     """Print the completions of a shell's line if they are ours; else Hydra prints its own."""
-    query = next((word.partition("=")[2] for word in words if word.startswith("query=")), "")
-    completions = matches(os.environ.get("COMP_LINE", "").rpartition(" ")[2]) if query else None
+    shell = shell_asking(words)
+    completions = matches(os.environ.get("COMP_LINE", "").rpartition(" ")[2]) if shell else None
     if completions is not None:
-        write(completions, query)
+        write(completions, shell)
     return completions is not None
 
 

@@ -6,9 +6,9 @@ import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
@@ -17,8 +17,8 @@ from lockstep.config import extensions
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
-from lockstep.core.component import Component
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import Component
 from lockstep.core.rules import Text
 
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
@@ -83,12 +83,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
     cls = locate(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     try:
-        cache_key = (cls, repr(values))
-        if cache_key not in _BUILT:
-            typed = OmegaConf.merge(OmegaConf.structured(cls), values)
-            _check_fields(cls, typed, f"{key}.")
-            _BUILT[cache_key] = OmegaConf.to_object(typed)
-        return _BUILT[cache_key]
+        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
     except ConfigKeyError as error:
         names = [item.name for item in dataclasses.fields(cls)]
         raise InputError(
@@ -110,10 +105,21 @@ def build_option(group: str, name: str) -> Any:
     return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
 
-def _check_fields(cls: type[Any], typed: Any, prefix: str = "") -> None:
-    """Raise InputError with a line for each value that does not fit the rule of its field."""
-    if problems := list(fields.problems(cls, _plain(typed), prefix)):
-        raise InputError(*problems)
+def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str) -> Any:
+    """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
+
+    Raises:
+        InputError: some values break their rules; the message has one line for each.
+        OmegaConfBaseException: a key is unknown, or a value has another type.
+    """
+    cache_key = (cls, repr(values))
+    if cache_key not in _BUILT:
+        typed = OmegaConf.merge(defaults(), values)
+        plain_values = cast(dict[str, Any], OmegaConf.to_container(typed, enum_to_str=True))
+        if problems := list(fields.problems(cls, plain_values, prefix)):
+            raise InputError(*problems)
+        _BUILT[cache_key] = OmegaConf.to_object(typed)
+    return _BUILT[cache_key]
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -128,10 +134,11 @@ def build_job(values: Mapping[str, Any]) -> Job:
     own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
     try:
         with _collecting(problems):
-            job: Job = _typed(Job, own)
+            job: Job = _checked(Job, schema, own, "")
         for name in blocks:
             with _collecting(problems):
-                parts[name] = _typed(BLOCKS[name], values[name], name)
+                defaults = functools.partial(OmegaConf.select, schema(), name)
+                parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     except (OverflowError, RecursionError) as error:
@@ -152,16 +159,6 @@ def _collecting(problems: list[str]) -> Iterator[None]:
         yield
     except InputError as error:
         problems.extend(error.args)
-
-
-def _typed(cls: type[Any], values: Mapping[str, Any], block: str = "") -> Any:
-    """The keys of a job that are in no block, or those of a block such as `train`."""
-    cache_key = (cls, repr(values))
-    if cache_key not in _BUILT:
-        typed: Any = OmegaConf.merge(schema()[block] if block else schema(), values)
-        _check_fields(cls, typed, f"{block}." if block else "")
-        _BUILT[cache_key] = OmegaConf.to_object(typed)
-    return _BUILT[cache_key]
 
 
 @functools.cache
@@ -189,29 +186,14 @@ def plain(job: Job) -> dict[str, Any]:
         if key in MANY:
             values[key] = {name: node(component) for name, component in value.items()}
         else:
-            values[key] = node(value) if key in GROUPS else _plain_value(value)
+            values[key] = node(value) if key in GROUPS else _values(value) if key in BLOCKS else value
     return values
 
 
 def _values(component: Component) -> dict[str, Any]:
     """The fields of a frozen dataclass as plain values. OmegaConf would take a hundred times as long."""
-    return {field.name: _plain_value(getattr(component, field.name)) for field in dataclasses.fields(component)}
+    return dataclasses.asdict(component, dict_factory=_with_names)
 
 
-def _plain_value(value: Any) -> Any:
-    match value:
-        case enum.Enum():
-            return value.name
-        case list():
-            return [_plain_value(item) for item in value]
-        case Mapping():
-            return {str(key): _plain_value(item) for key, item in value.items()}
-        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return _values(value)
-    return value
-
-
-def _plain(node: Any) -> dict[str, Any]:
-    values = OmegaConf.to_container(node, enum_to_str=True)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}
+def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {key: value.name if isinstance(value, enum.Enum) else value for key, value in items}

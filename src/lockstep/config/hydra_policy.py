@@ -29,6 +29,7 @@ from lockstep.config.messages import unreadable
 from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
+from lockstep.core.rules import nested
 
 Key = tuple[str, ...]
 
@@ -154,7 +155,7 @@ class CheckedLoader:
     def _check(self, composed: DictConfig, overrides: list[Override]) -> None:
         """Refuse a config with a value below `hydra` that neither Hydra, a plugin nor the command line gives."""
         node = OmegaConf.to_container(composed, resolve=False)
-        values = dict(leaves(node.get("hydra") if isinstance(node, dict) else None))
+        values = dict(nested(node.get("hydra") if isinstance(node, dict) else None))
         if any(key[:2] == ("job", "env_copy") for key in values):  # first: no sentence may show a variable's value
             raise InputError(COPIES)
         expected = {**_defaults(), **(OURS if values.get(("job", "config_name")) else {})}  # not for --hydra-help
@@ -168,7 +169,7 @@ class CheckedLoader:
             expected.update(self._option(group, choice))
         for override in overrides:
             if _is_of_hydra(override) and not override.is_delete():
-                on_line = dict(leaves(override.value(), _key(override)))
+                on_line = dict(nested(override.value(), _key(override)))
                 if any(
                     key[:1] in CLOSED or key in WHOLE or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line
                 ):
@@ -189,20 +190,8 @@ class CheckedLoader:
         path = f"hydra/{group}/{choice}"
         for source in self.get_sources():
             if not _is_from_user(source.provider) and source.is_config(path):
-                yield from leaves(OmegaConf.to_container(source.load_config(path).config, resolve=False), (group,))
+                yield from nested(OmegaConf.to_container(source.load_config(path).config, resolve=False), (group,))
                 return
-
-
-def leaves(node: Any, key: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every value of a plain config with its key. The key of a list item ends with its index."""
-    if isinstance(node, dict):
-        for name, value in node.items():
-            yield from leaves(value, (*key, str(name)))
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from leaves(value, (*key, str(index)))
-    else:
-        yield key, node
 
 
 @contextmanager
@@ -222,7 +211,7 @@ def _composing() -> Iterator[None]:
 def _defaults() -> Mapping[Key, Any]:
     """Hydra's own values, without any option of a group."""
     stored = ConfigStore.instance().load("hydra/config.yaml").node
-    return dict(leaves(OmegaConf.to_container(stored, resolve=False)))
+    return dict(nested(OmegaConf.to_container(stored, resolve=False)))
 
 
 def _is_of_hydra(parsed: Override) -> bool:

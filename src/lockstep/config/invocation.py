@@ -105,6 +105,7 @@ def check_folders(overrides: Iterable[object], *, sweep: bool) -> None:
             )
 
 
-def config_words(command: str) -> list[str]:
-    """The words of a run's command that name its config files. A resume must repeat them."""
-    return [word for word in shlex.split(command) if word.startswith(("--config-", "hydra.searchpath="))]
+def repeated_words(command: str) -> list[str]:
+    """The words of a run's command that a resume must repeat: the program, and those that name config files."""
+    words = shlex.split(command)
+    return words[:2] + [word for word in words if word.startswith(("--config-", "hydra.searchpath="))]

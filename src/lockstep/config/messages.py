@@ -68,11 +68,7 @@ def translate(error: BaseException) -> LockstepError | None:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         group, sign, path = error.override.partition("=")
-        if (
-            suggestion := other_words.suggest_overrides(group, path)
-            if sign
-            else other_words.suggest_overrides("", group)
-        ):
+        if suggestion := other_words.suggest_overrides(*((group, path) if sign else ("", group))):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         if not sign and (proposal := _joined(error.override)):

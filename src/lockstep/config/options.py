@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar, cast, dataclass_transform
 
 from lockstep.config.schema import CONF, GROUPS
 from lockstep.core.errors import InputError, did_you_mean
@@ -121,9 +121,8 @@ def default_node(cls: type[Any]) -> dict[str, Any]:
     """The config node of a declared class with its defaults."""
     from omegaconf import OmegaConf  # imported late: it is slow, and importing this module must be fast
 
-    values = OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True)
-    assert isinstance(values, dict)
-    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **{str(key): value for key, value in values.items()}}
+    values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True))
+    return {"_target_": f"{cls.__module__}.{cls.__qualname__}", **values}
 
 
 def _check_fields(cls: type[Any], where: str) -> None:

@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, typed
-from lockstep.config.options import is_timm_model
-from lockstep.config.schema import BLOCKS, CONF, GROUPS, Job
+from lockstep.config.options import is_own
+from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.run_dir import MANIFEST, RunDir
 
 # Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;
@@ -136,7 +136,7 @@ def ours(name: str, value: str | None = None) -> str:
 
 def ours_of(group: str, value: str) -> str:
     """The overrides to type for the option of a group that another program calls `value`; empty if unknown."""
-    if (CONF / group / f"{value}.yaml").is_file() or (group == "model" and is_timm_model(value)):
+    if is_own(group, value):
         return typed([f"{group}={value}"])
     if group == "device" and value in ("cpu", "cuda", "auto"):
         return f"device={value}"

@@ -10,24 +10,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.durations import LONGEST
 from lockstep.core.fields import choice, duration, pathname, ranged, ruled
 from lockstep.core.model_card import INTERPOLATIONS
-from lockstep.core.rules import Text
+from lockstep.core.rules import LONGEST, Text
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
-    from lockstep.core.protocols import (
-        Launcher,
-        Logger,
-        Loss,
-        Metric,
-        Model,
-        Optimizer,
-        Precision,
-        Schedule,
-        Strategy,
-    )
+    from lockstep.core.observer import Logger
+    from lockstep.core.protocols import Launcher, Loss, Metric, Model, Optimizer, Precision, Schedule, Strategy
 else:  # importing them would import torch; to OmegaConf, a group is Any
     Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Precision = Schedule = Source = (
         Strategy
@@ -124,7 +114,7 @@ class SweepBlock:
 class CostBlock:
     """`cost.*`: prices, from which the cost of a run is computed."""
 
-    usd_per_gpu_hour: float | None = ranged(None, least=0, most=1e6)
+    usd_per_gpu_hour: float | None = ranged(None, least=0.0, most=1e6)
 
 
 @dataclass(frozen=True)

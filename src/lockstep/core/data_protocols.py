@@ -9,8 +9,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lockstep.core.component import Component
 from lockstep.core.errors import BrokenImage
+from lockstep.core.fields import Component
+from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
 # The broken images among the images of a read, by index. The read returns a blank image for each.
@@ -200,20 +201,6 @@ class ImageLoader(Component, Protocol):
 
     def feed(self, split: Split, world: World) -> ImageReader:
         """The reader of a split's images. Collective."""
-
-
-class SampleRNG(Protocol):
-    """The random numbers of a batch of examples, each float32 (b,) in [0, 1)."""
-
-    @property
-    def epoch(self) -> int:
-        """Counted from 0."""
-
-    def uniform(self, n: int) -> Tensor:
-        """Number `n` of each example in this epoch."""
-
-    def epoch_invariant(self, n: int) -> Tensor:
-        """Number `n` of each example, the same in all epochs."""
 
 
 class Augment(Component, Protocol):

@@ -12,14 +12,20 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
-from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
+from lockstep.core.rules import Choice, Duration, Number, PathText, Rule, nested
 
 _RULE = "rule"
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # An error shows at most this many characters of a value, and this many digits of a number.
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
+
+
+class Component(Protocol):
+    """One option of a config group: a frozen dataclass, whose fields are the keys."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
 
 def ranged(
@@ -115,16 +121,11 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
                 yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, _number_in(value, rule))}"
 
 
-def wide(node: Any, prefix: str = "") -> Iterator[str]:
+def wide(node: Any) -> Iterator[str]:
     """A sentence for each integer of a config that does not fit into 64 bits."""
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from wide(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(node, list):
-        for value in node:
-            yield from wide(value, prefix)
-    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
-        yield f"{prefix} is {shown(node)}, expected at most 64 bits"
+    for key, value in nested(node):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            yield f"{'.'.join(key)} is {shown(value)}, expected at most 64 bits"
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -158,7 +159,7 @@ def _number_in(value: Any, rule: Rule) -> str | None:
     if match is None:
         return None
     number = float(match[0])
-    return match[0] if rule.fits(number) and (number.is_integer() or not rule.whole) else None
+    return match[0] if rule.fits(int(number) if number.is_integer() else number) else None
 
 
 def _remedy(key: str, field: dataclasses.Field[Any], number: str | None) -> str:

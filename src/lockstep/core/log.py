@@ -109,27 +109,24 @@ def has_terminal() -> bool:
 
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
     """Say a text after a label. On a terminal the text is wrapped, and all lines but the first are indented."""
-    line = escaped(f"{label:>{indent - 2}}  {text}" if label else text, keep="")
-    shown = textwrap.fill(
-        line,
-        max(console.width, 2 * indent) if has_terminal() else len(line) + 1,
-        subsequent_indent=" " * indent,
-        break_long_words=False,  # a path in two lines cannot be copied
-        break_on_hyphens=False,
-        replace_whitespace=False,
-        drop_whitespace=True,
-    )
-    say(line, shown=Text(shown))
+    line = f"{label:>{indent - 2}}  {text}" if label else text
+    say(line, shown=_wrapped(line, indent))
 
 
 def show(text: str) -> None:
     """Print a sentence for the user, without logging it. On a terminal the sentence is wrapped between words."""
-    lines = escaped(text, keep="")
+    console.print(_wrapped(text, 2), soft_wrap=True)
+
+
+def _wrapped(text: str, indent: int) -> Text:
+    """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
+    line = escaped(text, keep="")
     if has_terminal():
-        lines = textwrap.fill(
-            lines, console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-        )
-    console.print(Text(lines), soft_wrap=True)
+        wrapper = textwrap.TextWrapper(max(console.width, 2 * indent), subsequent_indent=" " * indent)
+        wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path in two lines cannot be copied
+        wrapper.replace_whitespace = False
+        line = wrapper.fill(line)
+    return Text(line)
 
 
 def show_command(text: str, command: str) -> None:

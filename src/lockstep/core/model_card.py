@@ -13,7 +13,8 @@ from typing import Any
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
-from lockstep.core.safe_read import MB, checked, is_number, parsed_json
+from lockstep.core.rules import Choice, Number, Rule
+from lockstep.core.safe_read import MB, checked, parsed_json
 
 METADATA_KEY = "lockstep"
 FORMAT = 1
@@ -123,9 +124,8 @@ class ModelCard:
             state = "lacks" if different[0] in names else "has the unknown key"
             raise ValueError(f"its description {state} {shown(different[0])}")
         for key in names:
-            fits, expected = _RULES[key]
-            if not fits(values[key]):
-                raise ValueError(f"its {key} is {shown(values[key])}, expected {expected}")
+            if not _RULES[key].fits(values[key]):
+                raise ValueError(f"its {key} is {shown(values[key])}, expected {_RULES[key].expected}")
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
@@ -143,68 +143,97 @@ class ModelCard:
         return card
 
 
-Rule = tuple[Callable[[Any], bool], str]
+@dataclass(frozen=True, kw_only=True)
+class TrainedInput:
+    """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
+
+    Fields:
+        size: the side of the model's input, in pixels.
+        crop: the central part of a stored image that was evaluated, as a share of its side.
+        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
+        interpolation: how images were resized.
+        stored: the side of a stored image, in pixels; None if it is not known.
+    """
+
+    size: int
+    crop: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    interpolation: str
+    stored: int | None = None
+
+    @classmethod
+    def of_card(cls, card: ModelCard) -> TrainedInput:
+        return cls(
+            size=max(card.input_shape[1:]),
+            crop=card.eval_crop,
+            mean=card.mean,
+            std=card.std,
+            interpolation=card.interpolation,
+            stored=max(card.image_shape[1:]),
+        )
+
+    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """Mean and standard deviation for images with `channels` channels; None if they cannot be derived.
+
+        A grey image gets the average over the channels.
+        """
+        if len(self.mean) == channels:
+            return self.mean, self.std
+        if channels == 1:
+            return (sum(self.mean) / len(self.mean),), (sum(self.std) / len(self.std),)
+        return None
 
 
-def _whole(low: int, high: int) -> Rule:
-    return lambda value: _is_whole(value, low, high), f"a whole number from {low:,} to {high:,}"
+@dataclass(frozen=True)
+class _Check:
+    """A rule for a value that only a card has."""
 
-
-def _is_whole(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+    expected: str
+    fits: Callable[[Any], bool]
 
 
 def _is_shape(value: Any) -> bool:
     most = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
-    return (
-        isinstance(value, list)
-        and len(value) == len(most)
-        and all(_is_whole(size, 1, limit) for size, limit in zip(value, most, strict=True))
-    )
+    sizes = [Number(low=1, high=limit, whole=True) for limit in most]
+    return isinstance(value, list) and len(value) == 3 and all(map(Number.fits, sizes, value))
 
 
-def _numbers(low: float, expected: str) -> Rule:
-    def fits(value: Any) -> bool:
-        return isinstance(value, list) and all(is_number(number) and low <= number <= 1e6 for number in value)
+def _numbers(low: float) -> _Check:
+    number = Number(low=low, high=1e6)
+    expected = f"a list of numbers{number.expected.removeprefix('a number')}"
+    return _Check(expected, lambda value: isinstance(value, list) and all(map(number.fits, value)))
 
-    return fits, f"a list of {expected}"
 
-
-_SHAPE: Rule = (
-    _is_shape,
-    f"[channels, height, width] of at most {MOST_CHANNELS:,}, {LONGEST_SIDE:,} and {LONGEST_SIDE:,}",
+_SHAPE = _Check(
+    f"[channels, height, width] of at most {MOST_CHANNELS:,}, {LONGEST_SIDE:,} and {LONGEST_SIDE:,}", _is_shape
 )
-_NODE: Rule = (
-    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+_NODE = _Check(
     "a class, as _target_, with its fields",
+    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
 )
 _RULES: Mapping[str, Rule] = {
     "model": _NODE,
     "precision": _NODE,
     "loss": _NODE,
-    "classes": _whole(1, MOST_CLASSES),
-    "class_names": (
-        lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value),
-        "a list of texts",
+    "classes": Number(low=1, high=MOST_CLASSES, whole=True),
+    "class_names": _Check(
+        "a list of texts", lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)
     ),
     "image_shape": _SHAPE,
     "input_shape": _SHAPE,
-    "eval_crop": (lambda value: is_number(value) and 0 < value <= 1, "a number above 0 and at most 1"),
-    "mean": _numbers(-1e6, "numbers from -1,000,000 to 1,000,000"),
-    "std": _numbers(1e-6, "numbers from 0.000001 to 1,000,000"),
-    "eval_views": (
-        lambda value: value in VIEWS and not isinstance(value, bool),
-        f"one of {', '.join(map(str, VIEWS))}",
+    "eval_crop": Number(low=0, high=1, low_open=True),
+    "mean": _numbers(-1e6),
+    "std": _numbers(1e-6),
+    "eval_views": Choice(VIEWS),
+    "eval_batch": Number(low=1, high=1_000_000, whole=True),
+    "trained_on": _Check("a mapping", lambda value: isinstance(value, dict)),
+    "lockstep": _Check("a version", lambda value: isinstance(value, str) and len(value) <= 100),
+    "step": Number(low=0, high=2**62, whole=True),
+    "top1": _Check(
+        "a number from 0 to 100 or null", lambda value: value is None or Number(low=0, high=100).fits(value)
     ),
-    "eval_batch": _whole(1, 1_000_000),
-    "trained_on": (lambda value: isinstance(value, dict), "a mapping"),
-    "lockstep": (lambda value: isinstance(value, str) and len(value) <= 100, "a version"),
-    "step": _whole(0, 2**62),
-    "top1": (
-        lambda value: value is None or (is_number(value) and 0 <= value <= 100),
-        "a number from 0 to 100 or null",
-    ),
-    "averaged": (lambda value: isinstance(value, bool), "true or false"),
-    "interpolation": (lambda value: value in INTERPOLATIONS, f"one of {', '.join(INTERPOLATIONS)}"),
-    "probabilities": (lambda value: value in PROBABILITIES, f"one of {', '.join(PROBABILITIES)}"),
+    "averaged": _Check("true or false", lambda value: isinstance(value, bool)),
+    "interpolation": Choice(INTERPOLATIONS),
+    "probabilities": Choice(PROBABILITIES),
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from lockstep.core.fields import Component
 
 if TYPE_CHECKING:  # importing the package must be fast
     from torch import Tensor, nn
@@ -83,3 +85,10 @@ class Observer:
 
     def end(self, outcome: Outcome) -> None:
         """The run ends; this is the last call. A `stopped` run can be resumed."""
+
+
+class Logger(Component, Protocol):
+    """A place for the figures of a run. Any number of them may be chosen."""
+
+    def build(self, run: RunInfo) -> Observer:
+        """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""

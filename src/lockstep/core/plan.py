@@ -7,10 +7,9 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.core.durations import is_timed, parse_duration, parse_time
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
-from lockstep.core.rules import Duration, Time
+from lockstep.core.rules import Duration, Time, is_timed, parse_duration, parse_time
 
 Event = Literal["log", "eval", "save"]
 

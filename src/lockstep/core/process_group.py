@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,9 +34,8 @@ class Backend(enum.Enum):
 def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator[World]:
     """Become a rank of the job: set the device and the threads, and join the process group of several ranks.
 
-    The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error the group
-    is
-    not destroyed: another rank may hang in a collective, and waiting for that rank would hide the error.
+    The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error it is not
+    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error.
 
     Args:
         device: `cpu` or `cuda`.
@@ -100,10 +100,6 @@ def allow_connections(ranks: int) -> None:
     Raises:
         InputError: the system does not allow so many files.
     """
-    if sys.platform == "win32":
-        return
-    import resource
-
     needed = 2 * ranks + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

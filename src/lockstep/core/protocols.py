@@ -1,52 +1,46 @@
-"""The protocols of the options that a config chooses. What uses an option knows its protocol, not its class.
+"""The protocols of the options that a config chooses, with their defaults: a subclass says what differs.
 
-The protocols of the data path are in `lockstep.core.data_protocols`.
+What uses an option knows its protocol, not its class. Those of the data path are in `lockstep.core.data_protocols`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from pathlib import Path
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.core.component import Component
-from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.fields import Component
+from lockstep.core.model_card import TrainedInput
 from lockstep.core.plan import Plan
 from lockstep.core.process_group import Backend
 from lockstep.core.run_dir import RunDir
-from lockstep.core.trained_input import TrainedInput
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
 M = TypeVar("M")  # a micro-batch, which a strategy only passes on
+NO_CONTEXT = nullcontext()
 
 
 class Strategy(Component, Protocol):
     """How the gradients of several ranks or devices become one update. Holds no state of a run."""
 
-    @property
-    def recordable(self) -> bool:
-        """Whether a step can be recorded as one CUDA graph."""
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether each rank has the whole model."""
-
-    @property
-    def fixed_order(self) -> bool:
-        """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
-
-    @property
-    def adapts(self) -> bool:
-        """Whether the number of devices decides which strategy takes the place of this one."""
+    recordable: ClassVar[bool] = True
+    """Whether a step can be recorded as one CUDA graph."""
+    whole_model: ClassVar[bool] = True
+    """Whether each rank has the whole model."""
+    fixed_order: ClassVar[bool] = False
+    """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
+    adapts: ClassVar[bool] = False
+    """Whether the number of devices decides which strategy takes the place of this one."""
 
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
+        return 1
 
     def check(self, ranks: int, device: str) -> None:
         """Raise InputError if the strategy cannot work with so many ranks on that kind of device."""
@@ -57,33 +51,41 @@ class Strategy(Component, Protocol):
         `example` are the inputs of a pass over two blank images, for strategies that must run one pass before the
         first step.
         """
+        return model
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         """Raise InputError if the strategy cannot work with these parts of a job."""
 
     def check_compile(self, ranks: int, device: str) -> None:
         """Raise InputError if a compiled model does not work on so many ranks of that kind of device."""
+        return
 
     def with_changing_graph(self) -> Self:
         """This strategy for steps without a gradient for frozen layers. Raises InputError if it has none."""
+        return self
 
     def data_world(self, world: World) -> World:
         """The world that decides a rank's shard of each global batch and its blocks of an evaluation."""
+        return world
 
     def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
         """Cut the parameters of a model over the ranks, in place, if the strategy does so. Collective.
 
         Called for the wrapped model, and for the EMA copy of it. `images` are blank.
         """
+        return
 
     def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
         """The optimizer over the parameters of a wrapped model."""
+        return optimizer.build(model)
 
     def grad_divisor(self, world: World) -> int:
         """The number by which `reduce` divides the sum of the ranks' gradients."""
+        return world.size
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
+        return NO_CONTEXT
 
     def run_micro_batches(
         self,
@@ -100,68 +102,68 @@ class Strategy(Component, Protocol):
         Both passes go in the order of the micro-batches. `forward` returns the loss that `backward` takes. All ranks
         may call `between` between two micro-batches; it may raise.
         """
+        for micro, last in micro_batches:
+            with self.accumulate(replica, last):
+                backward(forward(micro))
+            if not last:
+                between()
 
     def reduce(self, replica: nn.Module) -> None:
         """Called after the last backward. Afterwards gradients are the sum over the ranks, over `grad_divisor`."""
+        return  # there is one gradient, or backward has reduced it, as under DDP and `fully_shard`
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
 
 
 class Precision(Component, Protocol):
-    """The number format of the forward and backward pass.
+    """The number format of the forward and backward pass. The defaults are those of float32."""
 
-    `storage` is the dtype of parameters. `dtype` is the dtype of products and images (autocast converts if the two
-    differ). `sums` is the dtype of normalisation and losses. `matmul` is torch's name for the precision of float32
-    products.
-    """
-
-    @property
-    def storage(self) -> torch.dtype: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def sums(self) -> torch.dtype: ...
-
-    @property
-    def matmul(self) -> str: ...
-
-    @property
-    def needs_loss_scaler(self) -> bool:
-        """Whether small gradients are lost without a loss scaler."""
+    dtype: ClassVar[torch.dtype] = torch.float32
+    """The format of matrix products, convolutions and input images; autocast is used if it differs from `storage`."""
+    storage: ClassVar[torch.dtype] = torch.float32
+    """The format of parameters and gradients."""
+    sums: ClassVar[torch.dtype] = torch.float32
+    """The format of normalisation and of losses, never a 16-bit one."""
+    matmul: ClassVar[str] = "highest"
+    """torch's name for the precision of float32 products on CUDA (`highest`, or `high` for TF32)."""
+    needs_loss_scaler: ClassVar[bool] = False
+    """Whether small gradients are lost without a loss scaler."""
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """`model` with its parameters in the dtype `storage`."""
+        """Convert the parameters of `model` to `storage`, in place; returns the model."""
+        return model.to(self.storage)
 
     def check(self, device: str) -> None:
         """Raise InputError if the device does not support the format."""
+        return
 
     def configure(self) -> None:
         """Set torch's process-wide matrix-multiplication precision."""
+        torch.set_float32_matmul_precision(self.matmul)
+        torch.backends.cudnn.allow_tf32 = self.matmul == "high"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[None]:
         """The context of a forward pass."""
+        return NO_CONTEXT if self.dtype is self.storage else torch.autocast(device.type, dtype=self.dtype)
 
     def scaler(self, device: torch.device) -> torch.amp.GradScaler:
         """The loss scaler; disabled for formats that need no scaling."""
+        return torch.amp.GradScaler(device.type, enabled=self.needs_loss_scaler)
 
 
 class Launcher(Component, Protocol):
     """How the ranks of one job are started. `ranks` and `threads` are numbers after `auto` is resolved."""
 
-    @property
-    def starts_ranks(self) -> bool:
-        """Whether the launcher starts processes; if not, this process is the rank."""
-
-    @property
-    def submits(self) -> bool:
-        """Whether the launcher has another system run the job, on other machines."""
+    starts_ranks: ClassVar[bool] = False
+    """Whether the launcher starts processes; if not, this process is the rank."""
+    submits: ClassVar[bool] = False
+    """Whether the launcher has another system run the job, on other machines."""
 
     @property
     def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of machines."""
+        return 1, 1
 
     @property
     def ranks(self) -> int | str: ...
@@ -169,6 +171,7 @@ class Launcher(Component, Protocol):
     @property
     def world_size(self) -> int:
         """The ranks of the job on all machines, after `auto` is resolved; `ranks` is the number on each machine."""
+        return int(self.ranks) * self.node_range[1]
 
     @property
     def threads(self) -> int | str:
@@ -183,18 +186,22 @@ class Launcher(Component, Protocol):
 
     def check(self) -> None:
         """Raise InputError for a key that has no effect because of another key of the launcher."""
+        return
 
     def try_address(self) -> str:
         """Try the address at which the machines of a job meet; a sentence. Raises InputError if it does not work."""
+        return "the ranks of one machine meet at a port that is free when they start"
 
     def in_allocation(self) -> Launcher:
         """The launcher that starts the ranks on this machine. Raises InputError if it cannot run here."""
+        return self
 
     def can_fork(self) -> bool:
         """Whether ranks are forked from this process, so that what it has imported serves them."""
+        return False
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
-        """Run `entry(run_dir.path)` in every rank, wait for all, and return the job's objective."""
+        """Run `entry(run_dir.path)` in every rank, wait for all, return the job's objective. Raises LockstepError."""
 
 
 class Model(Component, Protocol):
@@ -233,16 +240,16 @@ class Model(Component, Protocol):
 class Optimizer(Component, Protocol):
     """An optimizer to be built over a model's parameters."""
 
+    recordable: ClassVar[bool] = False
+    """Whether its step can be recorded as a CUDA graph. It then takes tensors for learning rates, and its state
+    begins at zero."""
+
     @property
     def lr(self) -> float | str:
         """The base learning rate, which the schedule multiplies; a number after `auto` is resolved."""
 
     @property
     def weight_decay(self) -> float: ...
-
-    @property
-    def recordable(self) -> bool:
-        """Whether its step can be recorded as a CUDA graph."""
 
     def at_batch(self, batch: int, *, trained: bool) -> Self:
         """This optimizer with a number for `lr=auto`, for a global batch, and whether the weights are trained."""
@@ -271,13 +278,6 @@ class Loss(Component, Protocol):
         dtype of the images. `labels`, int64 (n,), are the labels of the training split. An evaluation calls the
         module in evaluation mode, in which it leaves out terms that only regularise training.
         """
-
-
-class Logger(Component, Protocol):
-    """A place for the figures of a run. Any number of them may be chosen."""
-
-    def build(self, run: RunInfo) -> Observer:
-        """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""
 
 
 class Metric(Component, Protocol):

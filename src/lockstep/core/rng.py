@@ -98,7 +98,7 @@ def reseed(device: torch.device, seed: int) -> None:
 class SampleRNG:
     """The random numbers of a batch, for each example a pure function of (seed, epoch, index).
 
-    `indices` is int64 (b,).
+    `epoch` is counted from 0, `indices` is int64 (b,).
     """
 
     seed: int

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from lockstep.core.durations import LONGEST, LONGEST_S, is_timed, parse_duration, parse_time
+from typing import Any, ClassVar, Protocol
 
 # The largest number of bytes of a name in a path (the limit of file systems), and of a path (with room for the files
 # of a run).
@@ -17,6 +16,14 @@ TEXT_CHARACTERS = 1000
 OPTION_VALUES = 1000  # in a mapping for a constructor of a library
 # The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# The largest number of steps of a run: its product with the number of examples of any data set fits into 63 bits.
+LONGEST = 10**9
+# The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
+LONGEST_S = 500 * 3600.0
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Rule(Protocol):
@@ -32,10 +39,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A number between two bounds, each open or closed, or one of a few words. NaN is in no range.
-
-    `whole` only changes the text of `expected`: the field's type checks for integers.
-    """
+    """A number between two bounds, each open or closed, or one of a few words. NaN is in no range."""
 
     low: float
     high: float
@@ -55,7 +59,7 @@ class Number:
     def fits(self, value: Any) -> bool:
         if isinstance(value, str):
             return value in self.words
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
             return False
         above = value > self.low if self.low_open else value >= self.low
         return above and (value < self.high if self.high_open else value <= self.high)
@@ -72,7 +76,7 @@ class Choice:
         return f"one of {', '.join(map(str, self.values))}"
 
     def fits(self, value: Any) -> bool:
-        return value in self.values
+        return (type(value), value) in [(type(allowed), allowed) for allowed in self.values]  # True is not 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +103,7 @@ class Duration:
 class Time:
     """A time above zero."""
 
-    @property
-    def expected(self) -> str:
-        return f"a time such as 30s, 10min or 2h, at most {LONGEST_S / 3600:g}h"
+    expected: ClassVar[str] = f"a time such as 30s, 10min or 2h, at most {LONGEST_S / 3600:g}h"
 
     def fits(self, value: Any) -> bool:
         return parse_time(value) is not None
@@ -111,9 +113,9 @@ class Time:
 class Text:
     """A text in one line, which can be a part of a file, a table or a script."""
 
-    @property
-    def expected(self) -> str:
-        return f"at most {TEXT_CHARACTERS:,} characters of Unicode in one line, without control characters"
+    expected: ClassVar[str] = (
+        f"at most {TEXT_CHARACTERS:,} characters of Unicode in one line, without control characters"
+    )
 
     def fits(self, value: Any) -> bool:
         return isinstance(value, str) and len(value) <= TEXT_CHARACTERS and is_one_line(value)
@@ -123,9 +125,9 @@ class Text:
 class PathText:
     """The text of a path. Whether it exists is checked elsewhere."""
 
-    @property
-    def expected(self) -> str:
-        return f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters"
+    expected: ClassVar[str] = (
+        f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters"
+    )
 
     def fits(self, value: Any) -> bool:
         if not isinstance(value, str) or not value.strip() or not is_one_line(value):
@@ -150,12 +152,35 @@ class Options:
         )
 
     def fits(self, value: Any) -> bool:
-        return sum(1 for _ in _leaves(value)) <= OPTION_VALUES and all(
-            is_one_line(leaf)
-            if isinstance(leaf, str)
-            else not isinstance(leaf, float | int) or abs(leaf) <= self.most
-            for leaf in _leaves(value)
+        leaves = list(nested(value))
+        texts = [*(name for key, _ in leaves for name in key), *(leaf for _, leaf in leaves if isinstance(leaf, str))]
+        numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float)]
+        return (
+            len(leaves) <= OPTION_VALUES
+            and all(map(is_one_line, texts))
+            and all(abs(number) <= self.most for number in numbers)
         )
+
+
+def parse_duration(value: Any) -> tuple[float, str] | None:
+    """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None if it is not one."""
+    match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
+    if match is None or (match[2] is None and "." in match[1]):
+        return None
+    amount, unit = float(match[1]), match[2] or ""
+    return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
+
+
+def parse_time(value: Any) -> float | None:
+    """The seconds of a time such as `30s`, `10min`, `2h` or a bare number (seconds); None if it is not one."""
+    match = _TIME.fullmatch(str(value).strip())
+    seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match is not None else 0.0
+    return seconds if 0 < seconds <= LONGEST_S else None
+
+
+def is_timed(value: Any) -> bool:
+    """Whether a value ends with the unit of a time."""
+    return re.search(r"\d\s*(s|min|h)\s*$", str(value)) is not None
 
 
 def _figure(bound: float) -> str:
@@ -170,13 +195,13 @@ def is_one_line(text: str) -> bool:
     return all(unicodedata.category(char) not in UNSAFE or char in "\u200c\u200d" for char in text)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield key
-            yield from _leaves(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _leaves(item)
+def nested(node: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of a plain config with its key. The key of a list item ends with its index."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield from nested(value, (*key, str(name)))
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from nested(value, (*key, str(index)))
     else:
-        yield value
+        yield key, node

@@ -144,21 +144,22 @@ class RunDir:
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
+    def readable_summary(self) -> dict[str, Any]:
+        """The content of `summary.json`; empty if the file is missing or damaged."""
+        try:
+            return self.read_summary()
+        except UnreadableFile:
+            return {}
+
     @property
     def run(self) -> str | None:
         """The name that the checkpoints of this run give it; None if there is no summary that says it."""
-        try:
-            name = self.read_summary().get("run")
-        except UnreadableFile:
-            return None
+        name = self.readable_summary().get("run")
         return name if isinstance(name, str) else None
 
     def spent(self) -> dict[str, Any]:
         """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
-        try:
-            spent = self.read_summary().get("spent")
-        except UnreadableFile:
-            return {}
+        spent = self.readable_summary().get("spent")
         return spent if isinstance(spent, dict) else {}
 
     def swept(self) -> dict[str, str]:
@@ -176,10 +177,8 @@ class RunDir:
         Raises:
             StorageError: the file cannot be written.
         """
-        present: dict[str, Any] = {}
-        with suppress(UnreadableFile):
-            present = self.read_summary()
-        write_atomic(self.summary, json.dumps({**present, **facts}, indent=2, allow_nan=False) + "\n")
+        facts = {**self.readable_summary(), **facts}
+        write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
         """Replace `summary.json` by the summary of a running job. The outcome of an earlier part is dropped."""
@@ -224,6 +223,12 @@ class RunDir:
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 
 
+def relative(path: Path) -> Path:
+    """A path as the user would type it from the current folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
 def latest(root: Path) -> RunDir | None:
     """The run that was started last under `root`; None if no run was started there.
 
@@ -258,8 +263,7 @@ def pointed(path: Path, root: Path, key: str) -> Path:
         newest = latest(root)
         if newest is None:
             raise InputError(f"{key}: no run has been started in {root} yet; name a run folder")
-        here = Path.cwd()
-        return newest.path.relative_to(here) if newest.path.is_relative_to(here) else newest.path
+        return relative(newest.path)
     if path.name == BEST and path.is_file():
         return path.parent / Path(safe_read.read_text(path).strip()).name
     return path

@@ -7,6 +7,7 @@ not import `DTensor`, which takes a second; it recognises one by its methods.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 
 import torch
@@ -76,6 +77,17 @@ def part_like(example: Tensor, tensor: Tensor) -> Tensor:
 
     on_device = tensor.to(example.device_mesh.device_type)  # type: ignore[attr-defined]
     return distribute_tensor(on_device, example.device_mesh, example.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+class UpdateScope(enum.IntEnum):
+    """The update of a number depends on the gradient of that number, of its parameter, or of the whole model.
+
+    This decides how the state of an optimizer may be cut over the ranks.
+    """
+
+    element = 0
+    parameter = 1
+    model = 2
 
 
 class ShardedOptimizer(torch.optim.Optimizer):

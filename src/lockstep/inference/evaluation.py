@@ -13,7 +13,7 @@ from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
-from lockstep.core.probabilities import probabilities
+from lockstep.core.model import probabilities
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.sampler import blocks

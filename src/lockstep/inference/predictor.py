@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.model import probabilities
 from lockstep.core.model_card import ModelCard
-from lockstep.core.probabilities import probabilities
 from lockstep.core.protocols import Precision
 from lockstep.data.pipeline import Pipeline
 from lockstep.inference.images import ImageLike, stored_images

@@ -13,10 +13,9 @@ from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
-from lockstep.core.model_card import INTERPOLATION
+from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Strategy
-from lockstep.core.trained_input import TrainedInput
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.job.resume import named_checkpoint

@@ -17,8 +17,8 @@ import torch
 from lockstep.core.data_protocols import BoxAugment, Source
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.launched import is_launched, local_size
+from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Logger
 from lockstep.data.datasets.files import crops_files
 from lockstep.models.nets import CompileMode, check_size, sketch
 from lockstep.runtime.host import available_memory, check_room, cores

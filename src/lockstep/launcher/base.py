@@ -6,13 +6,13 @@ import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.process_group import Backend
-from lockstep.core.protocols import Entry
+from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Time
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -20,7 +20,7 @@ from lockstep.runtime.signals import NOT_BEGUN, StopNow
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inline:
+class Inline(Launcher):
     """This process is the rank. Also used under torchrun, which has started the ranks already.
 
     Fields:
@@ -30,43 +30,12 @@ class Inline:
         threads: CPU threads of each rank; `auto` gives each rank the same share of the cores.
     """
 
-    starts_ranks: ClassVar[bool] = False
-    submits: ClassVar[bool] = False
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
     backend: Backend = Backend.auto
     timeout: str = ruled("10min", Time())
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 
-    @property
-    def world_size(self) -> int:
-        """The ranks of the job, after `auto` is resolved."""
-        return int(self.ranks) * self.node_range[1]
-
-    @property
-    def node_range(self) -> tuple[int, int]:
-        """The smallest and the largest number of machines."""
-        return 1, 1
-
-    def check(self) -> None:
-        """All keys have an effect."""
-
-    def try_address(self) -> str:
-        return "the ranks of one machine meet at a port that is free when they start"
-
-    def in_allocation(self) -> Inline:
-        """The launcher that starts the ranks on this machine."""
-        return self
-
-    def can_fork(self) -> bool:
-        """Whether ranks are forked from this process."""
-        return False
-
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
-        """Run `entry` in every rank, wait for all, and return the job's objective.
-
-        Raises:
-            LockstepError: the job failed or was stopped.
-        """
         try:
             self.run(entry, run_dir)
         except StopNow:  # the stop came before the rank had set its handlers, or after it had restored them

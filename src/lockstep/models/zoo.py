@@ -14,10 +14,9 @@ from torch import nn
 from lockstep.config.options import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
-from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS
-from lockstep.core.model_mode import forward_on_meta
+from lockstep.core.model import forward_on_meta
+from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
 from lockstep.core.rules import Options, Text
-from lockstep.core.trained_input import TrainedInput
 from lockstep.models.nets import Network, TimeLimit, TooSlowError
 from lockstep.models.published import published_weights
 

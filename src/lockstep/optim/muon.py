@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.sharding import UpdateScope
 from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 

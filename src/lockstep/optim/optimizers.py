@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
-from lockstep.core.head import head_parameters
+from lockstep.core.model import head_parameters
+from lockstep.core.protocols import Optimizer
 from lockstep.core.rules import Options, Text
-from lockstep.core.sharding import is_sharded, norm_over_stages, whole
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.sharding import UpdateScope, is_sharded, norm_over_stages, whole
 from lockstep.optim.fused import fused
 
 ParamGroups = list[dict[str, Any]]
@@ -45,7 +45,7 @@ OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOption(ABC):
+class OptimizerOption(Optimizer):
     """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
 
     Fields:
@@ -63,9 +63,6 @@ class OptimizerOption(ABC):
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
-    recordable: ClassVar[bool] = False
-    """Whether its step can be recorded as a CUDA graph. It then takes tensors for learning rates, and its state
-    begins at zero."""
 
     @property
     def usual(self) -> UsualRate:
@@ -78,7 +75,6 @@ class OptimizerOption(ABC):
         return self.usual.lr if isinstance(self.lr, str) else float(self.lr)
 
     def at_batch(self, batch: int, *, trained: bool) -> Self:
-        """This option with a number instead of `auto`: for this global batch, and for a model that is `trained`."""
         if self.lr != "auto":
             return self
         return replace(self, lr=self.usual.at(batch) * (FINE_TUNING if trained else 1))

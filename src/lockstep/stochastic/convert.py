@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
 from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.model_mode import model_mode
+from lockstep.core.model import model_mode
 from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
 from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys

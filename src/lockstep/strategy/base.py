@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import M, Optimizer, Precision
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.protocols import NO_CONTEXT, Optimizer, Precision, Strategy
+from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
 
-NO_CONTEXT = nullcontext()
 # What a rank steps under a strategy of this `widest` scope, and the optimizers that look at no more.
 STEPPED = {
     UpdateScope.element: ("a part of each parameter", "adamw, adam or sgd"),
@@ -28,33 +27,19 @@ STEPPED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Single:
+class Single(Strategy):
     """One rank on one device. The base class of the others, which override only what differs."""
 
-    recordable: ClassVar[bool] = True
-    """Whether a step can be recorded as one CUDA graph."""
-    whole_model: ClassVar[bool] = True
-    """Whether each rank has the whole model."""
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""
     widest: ClassVar[UpdateScope] = UpdateScope.model
     """The widest scope of an optimizer whose state the strategy can divide over the ranks."""
-    fixed_order: ClassVar[bool] = False
-    """Whether gradients are added in the same order on any number of ranks."""
-    adapts: ClassVar[bool] = False
-    """Whether the number of devices decides which strategy takes the place of this one."""
-
-    def ranks(self, gpus: int) -> int:
-        return 1
 
     def check(self, ranks: int, device: str) -> None:
         if ranks != 1:
             raise InputError(
                 f"launcher.ranks is {ranks}, but this strategy has one rank; use strategy=ddp for several"
             )
-
-    def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        return model
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         name, scope = type(self).__name__.lower(), getattr(optimizer, "scope", UpdateScope.model)
@@ -75,46 +60,6 @@ class Single:
                 f"train.micro_batches=auto tries the whole model on each rank, and strategy={name} is for models "
                 "that need not fit there; use a number, such as train.micro_batches=8"
             )
-
-    def check_compile(self, ranks: int, device: str) -> None:
-        """A compiled model works."""
-
-    def with_changing_graph(self) -> Self:
-        return self
-
-    def data_world(self, world: World) -> World:
-        return world
-
-    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
-        """Nothing to do: each rank has all parameters."""
-
-    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
-        return optimizer.build(model)
-
-    def grad_divisor(self, world: World) -> int:
-        return world.size
-
-    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return NO_CONTEXT
-
-    def run_micro_batches(
-        self,
-        replica: nn.Module,
-        micro_batches: Iterable[tuple[M, bool]],
-        world: World,
-        *,
-        forward: Callable[[M], Tensor],
-        backward: Callable[[Tensor], None],
-        between: Callable[[], None],
-    ) -> None:
-        for micro, last in micro_batches:
-            with self.accumulate(replica, last):
-                backward(forward(micro))
-            if not last:
-                between()
-
-    def reduce(self, replica: nn.Module) -> None:
-        """Nothing to do: there is one gradient, or backward has reduced it, as under DDP and `fully_shard`."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.model_mode import model_mode
+from lockstep.core.model import model_mode
 
 SHOWN = 12  # the most places for a cut that an error names
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
 

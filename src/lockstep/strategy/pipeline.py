@@ -20,7 +20,7 @@ from lockstep.core.fields import ranged, ruled
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.rules import Text
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Single, share_weights
 from lockstep.strategy.cutting import cut

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.protocols import Optimizer
-from lockstep.core.update_scope import UpdateScope
+from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import by_dtype, copy_back, flattened
 from lockstep.strategy.ddp import DDP

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config.commands import relative, typed
+from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import check_folders
 from lockstep.config.messages import key_of
@@ -23,6 +23,7 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
+from lockstep.core.run_dir import relative
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Direction, State, checked_direction

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lockstep.core import log
-from lockstep.core.model_mode import forward_on_meta
+from lockstep.core.model import forward_on_meta
 
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
 # sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the

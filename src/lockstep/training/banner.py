@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import nn
 
 from lockstep import checkpoint
 from lockstep.config import yaml_io
-from lockstep.config.commands import override, program_words, relative, typed, words_of
-from lockstep.config.invocation import config_words
+from lockstep.config.commands import override, program_words, typed
+from lockstep.config.invocation import repeated_words
 from lockstep.core import log
 from lockstep.core.protocols import Precision
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, crops_files
@@ -240,9 +241,7 @@ def closing(
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
     """The command that resumes a run, as the user would type it, with further overrides."""
-    try:
-        command = read_text(run_dir.command)
-        words = [*words_of(command), *config_words(command)]
-    except UnreadableFile:
-        words = program_words()
+    words = program_words()
+    with suppress(UnreadableFile):
+        words = repeated_words(read_text(run_dir.command))
     return typed([*words, override("resume", relative(run_dir.path)), *overrides])

@@ -11,13 +11,11 @@ from typing import Any
 import lockstep
 from lockstep.checkpoint import difference
 from lockstep.config import components
-from lockstep.core.component import Component
-from lockstep.core.durations import LONGEST
 from lockstep.core.errors import InputError
-from lockstep.core.fields import default_of, rule_of
+from lockstep.core.fields import Component, default_of, rule_of
 from lockstep.core.model_card import ModelCard
 from lockstep.core.plan import Plan, make_plan
-from lockstep.core.rules import PathText
+from lockstep.core.rules import LONGEST, PathText
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of

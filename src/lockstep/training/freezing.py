@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.head import head_layers, within
+from lockstep.core.model import head_layers, within
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.model import probabilities
 from lockstep.core.observer import Observer
 from lockstep.core.predictions import BINS, Predictions
-from lockstep.core.probabilities import probabilities
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 

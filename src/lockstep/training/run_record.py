@@ -18,11 +18,11 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
-from lockstep.config.commands import relative, typed
+from lockstep.config.commands import typed
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
 from lockstep.core.plan import Plan
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host

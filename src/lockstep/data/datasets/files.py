@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.core.trained_input import TrainedInput
+from lockstep.core.model_card import TrainedInput
 from lockstep.data.datasets.listing import LISTINGS, Listing, Members
 from lockstep.data.datasets.splits import FileSplit
 

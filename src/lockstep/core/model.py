@@ -1,0 +1,70 @@
+"""What is asked of any model: its mode, a pass without data, the layers of its head, and its probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from lockstep.core.model_card import SIGMOID
+
+
+@contextmanager
+def model_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Put a model in training or evaluation mode, and restore the mode of each of its modules afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.train(training)
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def forward_on_meta(model: nn.Module, input_shape: tuple[int, ...]) -> None:
+    """Run a model on a blank image of torch's meta device, in evaluation mode: nothing is computed or changed."""
+    # Each tensor where its module holds it, once: `functional_call` would leave a module that several parts share on
+    # the meta device, if it were named by each of them.
+    shapes = {
+        f"{path}.{name}".lstrip("."): torch.empty_like(tensor, device="meta")
+        for path, module in model.named_modules()
+        for slots in (module.named_parameters, module.named_buffers)
+        for name, tensor in slots(recurse=False, remove_duplicate=False)
+    }
+    dtype = next((tensor.dtype for tensor in shapes.values() if tensor.is_floating_point()), torch.float32)
+    image = torch.empty((1, *input_shape), device="meta", dtype=dtype)
+    with model_mode(model, training=False), torch.no_grad():
+        torch.func.functional_call(model, shapes, (image,), tie_weights=False)
+
+
+def head_layers(model: nn.Module) -> tuple[str, ...]:
+    """The names of the layers of a model's head; empty if the model has no layer with weights.
+
+    A timm model names the layers of its head (`pretrained_cfg["classifier"]`). In any other model, the head is the
+    last linear layer or convolution.
+    """
+    facts = getattr(model, "pretrained_cfg", None)
+    named = facts.get("classifier") if isinstance(facts, Mapping) else None
+    modules = dict(model.named_modules())
+    if layers := tuple(name for name in ((named,) if isinstance(named, str) else named or ()) if name in modules):
+        return layers
+    return tuple(name for name, module in modules.items() if isinstance(module, nn.Linear | _ConvNd))[-1:]
+
+
+def head_parameters(model: nn.Module) -> tuple[str, ...]:
+    """The names of the parameters of a model's head."""
+    layers = head_layers(model)
+    return tuple(name for name, _ in model.named_parameters() if any(within(name, layer) for layer in layers))
+
+
+def within(name: str, module: str) -> bool:
+    """Whether `name` is the name of `module`, or of a parameter or module inside it."""
+    return name == module or not module or name.startswith(f"{module}.")
+
+
+def probabilities(logits: Tensor, kind: str) -> Tensor:
+    """The probabilities of logits (B, classes), in the same shape; `kind` is `softmax` or `sigmoid`."""
+    return logits.sigmoid() if kind == SIGMOID else logits.softmax(1)
