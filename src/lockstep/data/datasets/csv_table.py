@@ -81,7 +81,7 @@ class CSV(FileSource):
         rows = sorted(rows, key=lambda row: (labels[row.label], row.name))
         by_class = Counter(row.label for row in rows)
         counts = tuple(by_class[name] for name in classes)
-        return Listing(self.folder, classes, counts, as_names(row.name for row in rows), False, notes)
+        return Listing(self.folder, classes, counts, as_names(row.name for row in rows), notes)
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""

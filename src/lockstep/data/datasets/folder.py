@@ -92,7 +92,7 @@ def list_split(folder: Path, train: Path) -> Listing:
         if not files:
             raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
         suffixes.update(map(_kind, files))
-        names[name] = as_names(files)
+        names[name] = as_names(f"{name}/{file}" for file in files)
     for kind in (photos.AVIF, photos.HEIC):
         if (number := sum(suffixes[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
             raise InputError(
