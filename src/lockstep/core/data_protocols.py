@@ -236,6 +236,5 @@ class BoxAugment(Augment, Protocol):
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
 
-    @property
-    def after_crop(self) -> Augment:
-        """The augmentation to apply after the boxes have been cropped and resized."""
+    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+        """Like `apply`, for images whose boxes have been cropped and resized."""
