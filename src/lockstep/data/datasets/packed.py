@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged
+from lockstep.core.fields import pathname
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, central_share, seen_side, usual_for_photos
+from lockstep.data.datasets.files import PhotoSource
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")
@@ -37,20 +36,14 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed(Source):
+class Packed(PhotoSource):
     """A folder written by `lockstep pack`.
-
-    For `input_size` and `crop`, `auto` means the same as for image files.
 
     Fields:
         path: the folder.
-        input_size: side of the model's input in pixels; null is the size of the stored images.
-        crop: the central share of a stored image's side that is evaluated.
     """
 
     path: str = pathname("???")
-    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -59,22 +52,6 @@ class Packed(Source):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return read_manifest(Path(self.path)).shape
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.image_shape
-        if self.input_size is None or (height != width and self.input_size == AUTO):
-            return self.image_shape
-        side = seen_side(self.input_size, height)
-        return (channels, side, side)
-
-    @property
-    def eval_crop(self) -> float:
-        return central_share(self.crop, self.image_shape[1], self.input_shape[1])
-
-    @property
-    def usual_augment(self) -> str:
-        return usual_for_photos(min(self.image_shape[1:]))
 
     @property
     def mean(self) -> tuple[float, ...]:
