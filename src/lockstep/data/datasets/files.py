@@ -165,7 +165,7 @@ def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
     ):
         present = set(labels.unique().tolist())
         if missing := [name for label, name in enumerate(names) if label not in present]:
-            shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
+            shown = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
             notes.append(
                 f"{len(missing)} of {len(names)} classes have no image in the {split} split, so {effect}: {shown}"
             )
