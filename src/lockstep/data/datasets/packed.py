@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ class Packed(PhotoSource):
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """The hashes from the manifest; they are not compared with the files here."""
-        sha256 = read_manifest(Path(self.path)).sha256
-        return {split: {kind: sha256[split][kind] for kind in DTYPES} for split in SPLITS}
+        splits = read_manifest(Path(self.path)).splits
+        return {name: {kind: splits[name]["sha256"][kind] for kind in DTYPES} for name in SPLITS}
 
 
 @dataclass(frozen=True)
@@ -80,23 +81,23 @@ class MappedSplit(ArraySplit):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`; `counts` and `sha256` (of `images` and `labels`) are by split."""
+    """The content of `manifest.json`.
+
+    `splits` has for each split the number of examples (`count`) and the hashes of `images` and `labels` (`sha256`).
+    """
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    counts: dict[str, int]
-    sha256: dict[str, dict[str, str]]
+    splits: Mapping[str, Mapping[str, Any]]
 
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
         """The shape of a split's `images` or `labels`."""
-        return (self.counts[split], *self.shape) if kind == "images" else (self.counts[split],)
+        return (self.splits[split]["count"], *(self.shape if kind == "images" else ()))
 
     def as_json(self) -> str:
-        splits = {name: {"count": self.counts[name], "sha256": self.sha256[name]} for name in SPLITS}
-        facts = {"format": 1, "classes": self.classes, "shape": self.shape, "mean": self.mean, "std": self.std}
-        return json.dumps({**facts, "splits": splits}, indent=2) + "\n"
+        return json.dumps({"format": 1, **vars(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
@@ -117,14 +118,7 @@ class Manifest:
                 and min(std) > 0
                 and all(isinstance(splits[name]["sha256"].get(kind), str) for name in SPLITS for kind in DTYPES)
             ):
-                return cls(
-                    classes=tuple(classes),
-                    shape=(shape[0], shape[1], shape[2]),
-                    mean=tuple(mean),
-                    std=tuple(std),
-                    counts={name: splits[name]["count"] for name in SPLITS},
-                    sha256={name: dict(splits[name]["sha256"]) for name in SPLITS},
-                )
+                return cls(tuple(classes), (shape[0], shape[1], shape[2]), tuple(mean), tuple(std), splits)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 
