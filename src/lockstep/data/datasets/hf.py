@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -124,10 +125,7 @@ class HF(FileSource):
 
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
-
-        def member(row: int) -> TableRow:
-            return TableRow(stored, where, self.image_column, row)
-
+        member = functools.partial(TableRow, stored, where, self.image_column)
         labels = as_labels(names, classes, lambda row: f"row {row} of {where}")
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
         return Members(member, np.arange(len(names)), labels, classes, identity)
