@@ -15,7 +15,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.trained_input import TrainedInput
-from lockstep.data.datasets.listing import LISTINGS, Listing, Members
+from lockstep.data.datasets.listing import LISTINGS, Files
 from lockstep.data.datasets.splits import FileSplit
 
 AUTO = "auto"
@@ -23,14 +23,11 @@ SIZES = ("decode_size", "input_size", "crop")
 # torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
 # pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 CLASSES_NAMED = 5  # the most classes that a note names
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
-Files = Listing | Members  # the image files of a split, with their labels
 
 
 class CropFrom(enum.StrEnum):
@@ -97,8 +94,8 @@ class FileSource(PhotoSource):
     skip: int = ranged(0, least=0, most=1_000_000_000)
     val_share: float | None = ranged(None, above=0.0, below=1)
 
-    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
-    std: ClassVar[tuple[float, ...]] = IMAGENET_STD
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # ImageNet's
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
     @property
     def place(self) -> Hashable:

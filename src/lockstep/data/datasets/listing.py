@@ -133,6 +133,9 @@ class Members:
         return train, val
 
 
+Files = Listing | Members  # the image files of a split, with their labels
+
+
 def held_out(names: Names, labels: Tensor, share: float) -> NDArray[np.bool_]:
     """Which files are evaluated: bool (N,), by their names and labels.
 

@@ -167,10 +167,19 @@ class CIFAR10(Published):
     label_key: ClassVar[str] = "labels"
 
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
-        names = self.train_files if train else self.eval_files
-        batches = read_cifar(self.places, self.unpacked, self.archive, names)
+        batches = self._batches(self.train_files if train else self.eval_files)
         pixels = np.concatenate([np.asarray(batch["data"], dtype=np.uint8) for batch in batches])
         return pixels.reshape(-1, *self.image_shape), [label for batch in batches for label in batch[self.label_key]]
+
+    def _batches(self, names: Sequence[str]) -> list[Mapping[str, Any]]:
+        """The content of these files: in a folder `unpacked`, in one of `places` itself, or in an `archive`."""
+        for folder in [*(place / self.unpacked for place in self.places), *self.places]:
+            if (folder / names[0]).is_file():
+                return [_unpickled(_contents(folder / name)) for name in names]
+        path = _first_file([place / self.archive for place in self.places])
+        with opened(path, links=True) as file, tarfile.open(fileobj=file, mode="r:*") as tar:
+            members = {Path(member.name).name: member for member in tar if member.isfile()}
+            return [_unpickled(_all_of(tar.extractfile(members[name]), name)) for name in names]
 
     @property
     def remedy(self) -> str:
@@ -212,22 +221,6 @@ def read_idx(folders: Sequence[Path], stem: str) -> NDArray[np.uint8]:
     if content[:3] != BYTES or len(content) != start + math.prod(shape):
         raise ValueError(f"{path} is no IDX file of bytes, or is cut short")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
-
-
-def read_cifar(folders: Sequence[Path], unpacked: str, archive: str, names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The dictionaries in the files `names`: in a folder `unpacked`, in one of `folders` itself, or in an `archive`.
-
-    Raises:
-        FileNotFoundError: no folder has them.
-        Exception: one cannot be read, or is not such a file.
-    """
-    for folder in [*(folder / unpacked for folder in folders), *folders]:
-        if (folder / names[0]).is_file():
-            return [_unpickled(_contents(folder / name)) for name in names]
-    path = _first_file([folder / archive for folder in folders])
-    with opened(path, links=True) as file, tarfile.open(fileobj=file, mode="r:*") as tar:
-        members = {Path(member.name).name: member for member in tar if member.isfile()}
-        return [_unpickled(_all_of(tar.extractfile(members[name]), name)) for name in names]
 
 
 def _first_file(paths: Sequence[Path]) -> Path:
