@@ -195,7 +195,7 @@ def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
     for kind in (RandomResizedCrop, RandAugmentResized):
         whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
         expected = whole.apply(batch, rng, (8, 8)).round().to(torch.uint8)
-        assert torch.equal(whole.after_crop.apply(batch, rng, (8, 8)), expected)
+        assert torch.equal(whole.after_crop(batch, rng, (8, 8)), expected)
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
 
 
 def test_a_file_takes_the_bytes_of_the_longest_name(root: Path) -> None:
-    assert Folder(path=str(root)).listings()[0].names.nbytes == 6 * len("010.png")
+    assert Folder(path=str(root)).listings()[0].names.nbytes == 6 * len("zebra/010.png")
 
 
 def test_the_fingerprint_is_that_of_the_names_by_class_wherever_the_folder_lies(root: Path, tmp_path: Path) -> None:

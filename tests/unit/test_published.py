@@ -95,7 +95,7 @@ def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> N
     file = cache / "torch" / "checkpoints" / facts.url.rpartition("/")[2]
     file.parent.mkdir(parents=True)
     file.touch()
-    assert published.published_weights(name) == published.WeightsFile(file, bool(facts.custom_load))
+    assert published.published_weights(name) == {"file": str(file), "custom_load": bool(facts.custom_load)}
 
 
 @pytest.mark.parametrize(

@@ -170,11 +170,15 @@ class LoaderContext:
 
 
 class ImageLoader(Component, Protocol):
-    """How images reach the device: decides when images are read and moved, not which images."""
+    """How images reach the device: decides when images are read and moved, not which images.
+
+    A subclass overrides only what differs from the defaults here.
+    """
 
     @property
     def decodes_once(self) -> bool:
         """Whether each image is decoded once for all epochs."""
+        return False
 
     @property
     def workers(self) -> int | str:
@@ -192,12 +196,15 @@ class ImageLoader(Component, Protocol):
 
     def held_gb(self, context: LoaderContext) -> float:
         """The device memory, in GB, that a rank will still allocate for images and hold until the run ends."""
+        return 0.0
 
     def order_device(self, world: World) -> torch.device:
         """The device on which the order of the examples is computed."""
+        return torch.device("cpu")
 
     def stride(self, shard: int, values: int, world: World) -> int:
         """The number of steps to read together, for shards of `shard` images with `values` pixels times channels."""
+        return 1  # enough for a loader that reads ahead
 
     def feed(self, split: Split, world: World) -> ImageReader:
         """The reader of a split's images. Collective."""
@@ -223,6 +230,5 @@ class BoxAugment(Augment, Protocol):
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
 
-    @property
-    def after_crop(self) -> Augment:
-        """The augmentation to apply after the boxes have been cropped and resized."""
+    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+        """Like `apply`, for images whose boxes have been cropped and resized."""

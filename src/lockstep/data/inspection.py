@@ -5,13 +5,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TypeVar
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
@@ -22,6 +20,7 @@ from lockstep.data.loading.prefetch import in_order
 from lockstep.runtime.host import cores
 
 CHUNK = 64  # images that a thread looks at in a row
+Image = tuple[Split, int]  # an image by its split and its number there
 ResultT = TypeVar("ResultT")
 
 
@@ -46,69 +45,47 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
     if not notes:
         counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
         yield Finding("classes", f"all {source.classes} have images in both splits: {counts}")
-    images = _Images(train, val)
-    yield from _broken(images, seconds / 2)
-    yield from _repeated(images, seconds / 2)
+    yield _broken((train, val), seconds / 2)
+    yield from _repeated([*_shuffled(val), *_shuffled(train)], seconds / 2)
 
 
-@dataclass(frozen=True)
-class _Images:
-    """The images of both splits by one number, those of the evaluation split first."""
-
-    train: Split
-    val: Split
-
-    def __len__(self) -> int:
-        return len(self.train) + len(self.val)
-
-    def __getitem__(self, number: int) -> tuple[Split, int]:
-        return (self.val, number) if number < len(self.val) else (self.train, number - len(self.val))
-
-    def label(self, number: int) -> int:
-        split, index = self[number]
-        return int(split.labels[index])
-
-    def evaluated(self, number: int) -> bool:
-        return number < len(self.val)
-
-    def pair(self, numbers: tuple[int, int]) -> str:
-        first, second = (split.name(index) for split, index in map(self.__getitem__, numbers))
-        return f"{first} and {second}"
-
-    def look(self, numbers: Any, look: Callable[[Split, int], ResultT], seconds: float) -> dict[int, ResultT]:
-        """The results of `look` for these images, in their order, as many as there is time for."""
-        deadline = time.monotonic() + seconds
-        chunks = (numbers[start : start + CHUNK].tolist() for start in range(0, len(numbers), CHUNK))
-        in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, chunks)
-
-        def results(chunk: list[int]) -> list[tuple[int, ResultT]]:
-            return [(number, look(*self[number])) for number in chunk]
-
-        return dict(itertools.chain.from_iterable(in_order(results, in_time, workers=cores(), prefetch=2)))
-
-    def extent(self, looked: int, total: int) -> str:
-        return f"{looked:,} images" if looked == total else f"{looked:,} of {total:,} images (--all looks at all)"
+def _shuffled(*splits: Split) -> list[Image]:
+    images = [(split, index) for split in splits for index in range(len(split))]
+    random.Random(0).shuffle(images)
+    return images
 
 
-def _broken(images: _Images, seconds: float) -> Iterator[Finding]:
+def _look(
+    images: Sequence[Image], look: Callable[[Split, int], ResultT], seconds: float
+) -> tuple[list[tuple[Image, ResultT]], str]:
+    """The results of `look` for the first of these images, as many as there is time for, and how many that are."""
+    deadline = time.monotonic() + seconds
+    chunks = (images[start : start + CHUNK] for start in range(0, len(images), CHUNK))
+    in_time = itertools.takewhile(lambda _: time.monotonic() < deadline, chunks)
+
+    def results(chunk: Sequence[Image]) -> list[tuple[Image, ResultT]]:
+        return [(image, look(*image)) for image in chunk]
+
+    looked = list(itertools.chain.from_iterable(in_order(results, in_time, workers=cores(), prefetch=2)))
+    extent = "" if len(looked) == len(images) else f" of {len(images):,}"
+    return looked, f"{len(looked):,}{extent} images{' (--all looks at all)' * bool(extent)}"
+
+
+def _broken(splits: Sequence[Split], seconds: float) -> Finding:
     """Decode files as a run does, in random order."""
-    numbers = np.random.default_rng(0).permutation(len(images))
-    stored = images.train.images is not None, images.val.images is not None
-    numbers = numbers[[not stored[images.evaluated(number)] for number in numbers.tolist()]]
-    if not len(numbers):
-        yield Finding("images", f"{len(images):,} in memory or packed, nothing to decode")
-        return
-    failures = images.look(numbers, _failure, seconds)
-    broken = [failure for failure in failures.values() if failure]
-    extent, skip = images.extent(len(failures), len(numbers)), max(images.train.skip, images.val.skip)
+    images = _shuffled(*(split for split in splits if split.images is None))
+    if not images:
+        return Finding("images", f"{sum(map(len, splits)):,} in memory or packed, nothing to decode")
+    looked, extent = _look(images, _failure, seconds)
+    broken = [failure for _, failure in looked if failure]
     if not broken:
-        yield Finding("images", f"{extent} can be decoded")
-        return
-    expected = math.ceil(len(broken) * len(numbers) / len(failures))
+        return Finding("images", f"{extent} can be decoded")
+    skip = max(split.skip for split in splits)
+    expected = math.ceil(len(broken) * len(images) / len(looked))
     remedy, level = f"dataset.skip={skip} leaves them out", Level.warning
     if expected > skip:
         remedy, level = f"remove or replace them, or use dataset.skip={expected}", Level.error
-    yield Finding("images", f"{len(broken):,} of {extent} broken, such as {broken[0]}; {remedy}", level)
+    return Finding("images", f"{len(broken):,} of {extent} broken, such as {broken[0]}; {remedy}", level)
 
 
 def _failure(split: Split, index: int) -> str:
@@ -119,25 +96,26 @@ def _failure(split: Split, index: int) -> str:
     return ""
 
 
-def _repeated(images: _Images, seconds: float) -> Iterator[Finding]:
-    """Compare images by their bytes: all to evaluate first, then those to train on, in random order."""
-    rng = np.random.default_rng(0)
-    order = [rng.permutation(len(images.val)), len(images.val) + rng.permutation(len(images.train))]
-    digests = images.look(np.concatenate(order), _digest, seconds)
-    first: dict[bytes, int] = {}
-    evaluated = images.evaluated
-    pairs = [(first.setdefault(digest, number), number) for number, digest in digests.items() if digest]
-    pairs = [pair for pair in pairs if pair[0] != pair[1]]
-    for place, effect, fits in (
-        ("in both splits", "the score is too good", lambda first, second: evaluated(first) != evaluated(second)),
-        ("in one split", "they count twice", lambda first, second: evaluated(first) == evaluated(second)),
-        ("with two labels", "one is wrong", lambda first, second: images.label(first) != images.label(second)),
+def _repeated(images: Sequence[Image], seconds: float) -> Iterator[Finding]:
+    """Compare images by their bytes."""
+    digests, extent = _look(images, _digest, seconds)
+    first: dict[bytes, Image] = {}
+    pairs = [(first.setdefault(digest, image), image) for image, digest in digests if digest]
+    pairs = [(one, other) for one, other in pairs if one is not other]
+    in_both = [pair for pair in pairs if pair[0][0] is not pair[1][0]]
+    in_one = [pair for pair in pairs if pair[0][0] is pair[1][0]]
+    two_labels = [pair for pair in pairs if len({int(split.labels[index]) for split, index in pair}) == 2]
+    for of_kind, where, effect in (
+        (in_both, "in both splits", "the score is too good"),
+        (in_one, "in one split", "they count twice"),
+        (two_labels, "with two labels", "one is wrong"),
     ):
-        if of_kind := [pair for pair in pairs if fits(*pair)]:
-            text = f"{len(of_kind):,} twice {place}, such as {images.pair(of_kind[0])}: {effect}; remove one of each"
+        if of_kind:
+            example = " and ".join(split.name(index) for split, index in of_kind[0])
+            text = f"{len(of_kind):,} twice {where}, such as {example}: {effect}; remove one of each"
             yield Finding("twice", text, Level.warning)
     if not pairs:
-        yield Finding("twice", f"none, among {images.extent(len(digests), len(images))}")
+        yield Finding("twice", f"none, among {extent}")
 
 
 def _digest(split: Split, index: int) -> bytes:

@@ -44,7 +44,7 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
                 while block := file.read(2**22):
                     digest.update(block)
                     advanced(len(block))
-            if digest.hexdigest() != manifest.sha256[split][kind]:
+            if digest.hexdigest() != manifest.splits[split]["sha256"][kind]:
                 raise invalid_pack(folder, f"{split}.{kind} does not match its sha256")
         map_split(folder, split)
 
@@ -71,16 +71,18 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
                 f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room there"
             )
         with _temporary_folder(target) as folder:
-            counts, sha256 = {}, {}
+            facts = {}
             for name, split in splits.items():
-                labels: list[Tensor] = []
-                images = _whole_images(split, source.skip, threads, labels, broken, advanced)
-                sha256[name] = {"images": _write_hashed(folder / f"{name}.images", images)}
-                counts[name] = sum(map(len, labels))
-                if counts[name] == 0:
+                failures: dict[int, BrokenImage] = {}
+                images = _whole_images(split, source.skip - len(broken), threads, failures, advanced)
+                hashes = {"images": _write_hashed(folder / f"{name}.images", images)}
+                labels = split.labels[[index not in failures for index in range(len(split))]]
+                if len(labels) == 0:
                     raise InputError(f"{source.path} has no image for {name} that can be decoded")
-                sha256[name]["labels"] = _write_hashed(folder / f"{name}.labels", labels)
-            manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, counts, sha256)
+                hashes["labels"] = _write_hashed(folder / f"{name}.labels", [labels])
+                facts[name] = {"count": len(labels), "sha256": hashes}
+                broken += failures.values()
+            manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, facts)
             (folder / MANIFEST).write_text(manifest.as_json())
             sync(folder / MANIFEST)
             sync(folder)
@@ -92,26 +94,19 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
 
 
 def _whole_images(
-    split: FileSplit,
-    skip: int,
-    threads: int,
-    labels: list[Tensor],
-    broken: list[BrokenImage],
-    advanced: Callable[[int], None],
+    split: FileSplit, skip: int, threads: int, failures: dict[int, BrokenImage], advanced: Callable[[int], None]
 ) -> Iterator[Tensor]:
-    """The images that can be decoded, chunk by chunk; adds their labels, and the errors of the broken ones."""
+    """The images that can be decoded, chunk by chunk; adds the errors of the others, at most `skip`."""
 
     def decode(indices: range) -> tuple[range, ReadResult]:
         return indices, read_images(split, list(indices))
 
     chunks = (range(start, min(start + CHUNK, len(split))) for start in range(0, len(split), CHUNK))
-    for indices, (images, failures) in in_order(decode, chunks, workers=threads, prefetch=2):
-        broken += failures.values()
-        if len(broken) > skip:
-            raise broken[-1]
-        whole = [index not in failures for index in indices]
-        labels.append(split.labels[indices.start : indices.stop][whole])
-        yield images[whole]
+    for indices, (images, broken) in in_order(decode, chunks, workers=threads, prefetch=2):
+        failures |= broken
+        if len(failures) > skip:
+            raise [*failures.values()][-1]
+        yield images[[index not in broken for index in indices]]
         advanced(len(indices))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Pipeline:
     """The steps from the stored images of a data set to the model's input. Both loaders use the same ones.
 
     Fields:
-        augment: the augmentation of training images.
+        augment: changes training images; `apply` of the augmentation, or what is left of it after a crop.
         input_shape: (channels, height, width) of the model's input.
         eval_crop: the central share of a stored image's side that is evaluated.
         scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
@@ -48,7 +48,7 @@ class Pipeline:
         interpolation: how images are resized to the model's input.
     """
 
-    augment: Augment
+    augment: Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]
     input_shape: tuple[int, int, int]
     eval_crop: float
     scale: Tensor
@@ -74,11 +74,12 @@ class Pipeline:
     ) -> Pipeline:
         """The pipeline of `source`, with its own mean and deviation by default; `options` are other fields."""
         scale, shift = normalisation(mean or source.mean, std or source.std, device=device, precision=precision)
+        apply = augment.apply
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
-            augment = augment.after_crop
+            apply = augment.after_crop
         return cls(
-            augment=augment,
+            augment=apply,
             input_shape=source.input_shape,
             eval_crop=source.eval_crop,
             scale=scale,
@@ -109,7 +110,7 @@ class Pipeline:
         if len(images) == 0:
             return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype if self.mix else self.dtype)
         height, width = self.input_shape[1:]
-        pixels = self._finish(self.augment.apply(images, SampleRNG(self.seed, epoch, indices), (height, width)))
+        pixels = self._finish(self.augment(images, SampleRNG(self.seed, epoch, indices), (height, width)))
         if self.cutout:
             pixels.masked_fill_(self._cutout_mask(epoch, indices), 0)
         return pixels if self.mix else pixels.to(self.dtype)  # mixing is computed in the wider format

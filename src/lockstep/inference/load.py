@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -46,14 +45,13 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         if str(error).startswith(f"{KEY}: "):
             raise
         raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
-    untouched: Any = NoAugment()
     scale, shift = normalisation(card.mean, card.std, device=target, precision=precision)
     return Predictor(
         card=card,
         model=model.to(target).to(memory_format=option.memory_format).eval(),
         precision=precision,
         pipeline=Pipeline(
-            augment=untouched,
+            augment=NoAugment().apply,
             input_shape=card.input_shape,
             eval_crop=card.eval_crop,
             scale=scale,

@@ -112,6 +112,16 @@ def check_size(model: nn.Module, copies: int = 1) -> None:
     check_room(purpose, copies * parameters + buffers, "a smaller model or input")
 
 
+def check_side(model: str, input_shape: tuple[int, int, int], *, least: int, usual: int) -> None:
+    """Raise InputError if a side of the images has fewer than `least` pixels."""
+    _, height, width = input_shape
+    if min(height, width) < least:
+        raise InputError(
+            f"model={model} needs images of {least}x{least} pixels or more, the data set gives {height}x{width}; "
+            f"use dataset.input_size={usual}"
+        )
+
+
 class MaxPoolTo(nn.Module):
     """Max pooling of a map of any size to `cells` by `cells`, where `cells` is 1 or 2.
 
@@ -142,13 +152,8 @@ class BasicNet(Network):
     """The network of the MNIST tutorials (pytorch/examples, mnist): 1.2 M parameters at 28x28."""
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        check_side("basicnet", input_shape, least=6, usual=28)
         channels, height, width = input_shape
-        pooled = ((height - 4) // 2, (width - 4) // 2)
-        if min(pooled) < 1:
-            raise InputError(
-                f"model=basicnet needs images of 6x6 pixels or more, the data set gives {height}x{width}; "
-                "use dataset.input_size=28"
-            )
         return nn.Sequential(
             nn.Conv2d(channels, 32, 3),
             nn.ReLU(),
@@ -157,7 +162,7 @@ class BasicNet(Network):
             nn.MaxPool2d(2),
             nn.Dropout(0.25),
             nn.Flatten(),
-            nn.Linear(64 * pooled[0] * pooled[1], 128),
+            nn.Linear(64 * ((height - 4) // 2) * ((width - 4) // 2), 128),
             nn.ReLU(),
             nn.Dropout(0.5),
             nn.Linear(128, classes),
@@ -181,11 +186,7 @@ class DigitNet(Network):
             raise InputError(f"model.width is {self.width}, expected a multiple of {NORM_GROUPS}: model.width=32")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        if min(input_shape[1:]) < 4:
-            raise InputError(
-                f"model=digitnet needs images of 4x4 pixels or more, the data set gives "
-                f"{input_shape[1]}x{input_shape[2]}; use dataset.input_size=8"
-            )
+        check_side("digitnet", input_shape, least=4, usual=8)
         sizes = (input_shape[0], self.width, 2 * self.width, 4 * self.width)
         layers: list[nn.Module] = []
         for inputs, outputs in itertools.pairwise(sizes):

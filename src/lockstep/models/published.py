@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,21 +21,10 @@ from lockstep.core.errors import InputError
 REACH_S = 5.0  # how long the network may take to answer
 
 
-@dataclass(frozen=True)
-class WeightsFile:
-    """A file of published weights. `custom` says that the model's class reads this file in a format of its own."""
-
-    path: Path
-    custom: bool = False
-
-    @property
-    def overlay(self) -> dict[str, Any]:
-        """The arguments with which timm reads this file instead of searching for one."""
-        return {"file": str(self.path), "custom_load": self.custom}
-
-
-def published_weights(name: str) -> WeightsFile:
+def published_weights(name: str) -> dict[str, Any]:
     """The weights of timm's model `name`, fetched if they are not in a cache.
+
+    Returns entries of timm's `pretrained_cfg`: the file, and whether it is in a format of the model's class.
 
     Raises:
         InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
@@ -50,11 +38,12 @@ def published_weights(name: str) -> WeightsFile:
         raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
     url = str(cfg.url or "")
     file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+    of_url = {"file": str(file), "custom_load": bool(cfg.custom_load)}
     if cfg.hf_hub_id:
         with suppress(EntryNotFoundError):
             return _of_hub(cfg, cached=True)
     if url and file.is_file():
-        return WeightsFile(file, bool(cfg.custom_load))
+        return of_url
     address = constants.ENDPOINT if cfg.hf_hub_id else url
     reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
     try:
@@ -63,7 +52,7 @@ def published_weights(name: str) -> WeightsFile:
         if not reason:
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(file), progress=False)
-            return WeightsFile(file, bool(cfg.custom_load))
+            return of_url
     except Exception as error:  # the libraries raise all kinds of errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     place = f"{cfg.hf_hub_id} of {address}" if cfg.hf_hub_id else address
@@ -73,7 +62,7 @@ def published_weights(name: str) -> WeightsFile:
     )
 
 
-def _of_hub(cfg: Any, *, cached: bool) -> WeightsFile:
+def _of_hub(cfg: Any, *, cached: bool) -> dict[str, Any]:
     """The best file of weights in a repository of the hub; if `cached`, only from this machine."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -84,8 +73,8 @@ def _of_hub(cfg: Any, *, cached: bool) -> WeightsFile:
     download = functools.partial(hf_hub_download, repository, revision=revision or None, local_files_only=cached)
     for safe_name in _hub._get_safe_alternatives(name):
         with suppress(EntryNotFoundError):
-            return WeightsFile(Path(download(safe_name)))
-    return WeightsFile(Path(download(name)))
+            return {"file": download(safe_name), "custom_load": False}
+    return {"file": download(name), "custom_load": False}
 
 
 def _unreachable(address: str) -> str:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.models.nets import MaxPoolTo, Network
+from lockstep.models.nets import MaxPoolTo, Network, check_side
 
 PATCH = 2  # side of a whitened patch, in pixels
 SAMPLE = 5000  # the most training images that the whitening is computed from
@@ -47,12 +47,8 @@ class WhiteNet(Network):
             )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        channels, height, width = input_shape
-        if min(height, width) < 8 + PATCH - 1:
-            raise InputError(
-                f"model=whitenet needs images of 9x9 pixels or more, the data set gives {height}x{width}; "
-                "use dataset.input_size=32"
-            )
+        check_side("whitenet", input_shape, least=8 + PATCH - 1, usual=32)
+        channels = input_shape[0]
         whitening = nn.Conv2d(channels, 2 * channels * PATCH**2, PATCH)
         whitening.weight.requires_grad_(False)
         nn.init.zeros_(whitening.bias)  # type: ignore[arg-type]

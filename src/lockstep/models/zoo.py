@@ -49,12 +49,11 @@ class Timm(Network):
     options: dict[str, Any] = ruled({}, Options(most=16_384))
 
     def check(self) -> None:
+        architecture, _, tag = self.name.partition(".")
         if not is_timm_model(self.name):
             raise InputError(
-                f"model.name is {self.name!r}, which timm does not have."
-                f"{did_you_mean(self.name.partition('.')[0], timm_models())}"
+                f"model.name is {self.name!r}, which timm does not have.{did_you_mean(architecture, timm_models())}"
             )
-        architecture, _, tag = self.name.partition(".")
         if tag:
             import timm
 
@@ -77,18 +76,18 @@ class Timm(Network):
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
-        if (whole := self.name.partition(".")[0].removesuffix("_enc")) != self.name.partition(".")[0]:
+        if (architecture := self.name.partition(".")[0]).endswith("_enc"):
             others = [name for name in timm_models() if not name.endswith("_enc")]
             raise InputError(
                 f"model={self.name} is the encoder of a model, and gives no logits; choose a whole one."
-                f"{did_you_mean(whole, others)}"
+                f"{did_you_mean(architecture.removesuffix('_enc'), others)}"
             )
         if self._cfg is not None and self._cfg.fixed_input_size and "img_size" not in options:
             options["img_size"] = (height, width)
         if self.drop_path_rate:
             options["drop_path_rate"] = self.drop_path_rate
         if self.pretrained:
-            options["pretrained_cfg_overlay"] = published_weights(self.name).overlay
+            options["pretrained_cfg_overlay"] = published_weights(self.name)
         try:
             model: nn.Module = timm.create_model(
                 self.name,

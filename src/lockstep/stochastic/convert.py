@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,8 +65,6 @@ class ForwardDraws:
 
     def inputs(self, images: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
         """The inputs of a forward pass: the images, and the keys of a micro-batch if the model draws by them."""
-        if not self.keys.draws and not self.unknown:
-            return (images,)
         keys = self.of(micro)
         return (images,) if keys is None else (images, keys)
 
@@ -146,17 +144,17 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
         if not self.training:
             return original.forward(self, *args, **kwargs)
         if keyed_forward is not None:
-            return keyed_forward(self._next_site, self, *args, **kwargs)
-        with KeyedFunctions(self._next_site):
+            return keyed_forward(self._next_bits, self, *args, **kwargs)
+        with KeyedFunctions(self._next_bits):
             return original.forward(self, *args, **kwargs)
 
-    def _next_site(self: Any, shape: torch.Size) -> Site:
+    def _next_bits(self: Any, shape: torch.Size, like: Tensor) -> Tensor:
         # A module that is called several times in a pass has a site for each call; then the next pass begins.
         site: Site = self._draw_sites[self._draw_next]
         self._draw_next = (self._draw_next + 1) % len(self._draw_sites)
-        return site
+        return site.bits(shape, like)
 
-    module.__class__ = type(original.__name__, (original,), {"forward": forward, "_next_site": _next_site})
+    module.__class__ = type(original.__name__, (original,), {"forward": forward, "_next_bits": _next_bits})
     module._draw_sites, module._draw_next = tuple(sites), 0  # type: ignore[assignment]
 
 
@@ -186,19 +184,15 @@ class _Observer:
     def watch(self) -> Iterator[None]:
         enter_hook = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
         leave_hook = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
-        other_generators: list[tuple[str, Callable[[], Any]]] = [
-            ("Python's random", random.getstate),
-            ("NumPy's random", lambda: repr(np.random.get_state(legacy=False))),
-        ]
-        states = [state() for _, state in other_generators]
+        states = _other_generator_states()
         try:
-            with KeyedFunctions(self.new_site):
+            with KeyedFunctions(self.new_bits):
                 yield
         finally:
             enter_hook.remove()
             leave_hook.remove()
-        for (name, state), before in zip(other_generators, states, strict=True):
-            if state() != before:
+        for name, state in _other_generator_states().items():
+            if state != states[name]:
                 self.unknown[name] = None
 
     def _enter(self, module: nn.Module) -> None:
@@ -217,16 +211,20 @@ class _Observer:
             self.unknown[self.names.get(module) or type(module).__name__] = None
         self.generators = generators
 
-    def new_site(self, shape: torch.Size) -> Site:
-        """A new site of the module that runs now."""
+    def new_bits(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """The bits of a new site of the module that runs now."""
         exact = [dim for dim, size in enumerate(shape) if size == EXAMPLES]
         multiple = [dim for dim, size in enumerate(shape) if size % EXAMPLES == 0]
         site = Site(self.draws, next(iter(exact + multiple), None), self.keys)
         self.draws += 1
         self.sites[self.stack[-1]].append(site)
-        return site
+        return site.bits(shape, like)
 
 
 def _generator_states() -> list[Tensor]:
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return [torch.get_rng_state(), *cuda]
+
+
+def _other_generator_states() -> dict[str, Any]:
+    return {"Python's random": random.getstate(), "NumPy's random": repr(np.random.get_state(legacy=False))}

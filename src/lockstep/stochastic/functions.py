@@ -17,19 +17,18 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lockstep.stochastic.keys import Site
 from lockstep.stochastic.numbers import below, normal, uniform
 
-# Returns the site of the next draw, given the shape of its numbers.
-NextSite = Callable[[torch.Size], Site]
+# Returns the random bits of the next draw, int32, for a tensor of this shape on the device of this other tensor.
+NextBits = Callable[[torch.Size, Tensor], Tensor]
 
 
 class KeyedFunctions(TorchFunctionMode):
-    """A context in which the functions of `KEYED` draw from the sites that `next_site` returns."""
+    """A context in which the functions of `KEYED` draw the bits that `next_bits` returns."""
 
-    def __init__(self, next_site: NextSite) -> None:
+    def __init__(self, next_bits: NextBits) -> None:
         super().__init__()
-        self.next_site = next_site
+        self.next_bits = next_bits
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -37,16 +36,16 @@ class KeyedFunctions(TorchFunctionMode):
         keyed = KEYED.get(func)
         if keyed is None or (kwargs and kwargs.get("generator") is not None):
             return func(*args, **(kwargs or {}))
-        return keyed(self.next_site, *args, **(kwargs or {}))
+        return keyed(self.next_bits, *args, **(kwargs or {}))
 
 
-def _keep_mask(next_site: NextSite, like: Tensor, shape: torch.Size, drop: float) -> Tensor:
+def _keep_mask(next_bits: NextBits, like: Tensor, shape: torch.Size, drop: float) -> Tensor:
     """0 with probability `drop`, else 1: of `shape` and the dtype of `like`."""
-    return below(next_site(shape).bits(shape, like), 1 - drop).to(like.dtype)
+    return below(next_bits(shape, like), 1 - drop).to(like.dtype)
 
 
-def _drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
-    keep = _keep_mask(next_site, input, shape, p)
+def _drop(next_bits: NextBits, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
+    keep = _keep_mask(next_bits, input, shape, p)
     # The scale is not rounded to the input's dtype: in bfloat16 that would change every mean by up to 0.4 %.
     return (input.mul_(keep) if inplace else input * keep).mul_(1 / (1 - p) if p < 1 else 1.0)
 
@@ -60,9 +59,9 @@ def _channels(input: Tensor) -> torch.Size:
 _SELU_LIMIT = -1.7580993408473766
 
 
-def _alpha_drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
+def _alpha_drop(next_bits: NextBits, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
     scale = 1 / math.sqrt((_SELU_LIMIT**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-    keep = _keep_mask(next_site, input, shape, p)
+    keep = _keep_mask(next_bits, input, shape, p)
     offset = (1 - keep) * (_SELU_LIMIT * scale) - _SELU_LIMIT * scale * p
     return input.mul_(keep * scale).add_(offset) if inplace else input * (keep * scale) + offset
 
@@ -70,8 +69,8 @@ def _alpha_drop(next_site: NextSite, input: Tensor, shape: torch.Size, p: float,
 def _keyed_dropout(drop: Callable[..., Tensor], shape_of: Callable[[Tensor], torch.Size]) -> Callable[..., Tensor]:
     """Any of torch's dropouts, which always pass `p` and `training` on."""
 
-    def keyed(next_site: NextSite, input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
-        return drop(next_site, input, shape_of(input), p, inplace) if training and p else input
+    def keyed(next_bits: NextBits, input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
+        return drop(next_bits, input, shape_of(input), p, inplace) if training and p else input
 
     return keyed
 
@@ -83,7 +82,7 @@ feature_alpha_dropout = _keyed_dropout(_alpha_drop, _channels)
 
 
 def rrelu(
-    next_site: NextSite,
+    next_bits: NextBits,
     input: Tensor,
     lower: float = 1 / 8,
     upper: float = 1 / 3,
@@ -93,13 +92,13 @@ def rrelu(
     """Negative inputs times a random slope (Xu et al. 2015)."""
     if not training:
         return F.rrelu(input, lower, upper, training, inplace)
-    slope = uniform(next_site(input.shape).bits(input.shape, input), input.dtype) * (upper - lower) + lower
+    slope = uniform(next_bits(input.shape, input), input.dtype) * (upper - lower) + lower
     factor = torch.where(input < 0, slope, torch.ones_like(slope))
     return input.mul_(factor) if inplace else input * factor
 
 
 def scaled_dot_product_attention(
-    next_site: NextSite,
+    next_bits: NextBits,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -123,18 +122,18 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         boolean = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if boolean else scores + attn_mask
-    return dropout(next_site, scores.softmax(-1), dropout_p) @ value
+    return dropout(next_bits, scores.softmax(-1), dropout_p) @ value
 
 
-def multi_head_attention_forward(next_site: NextSite, *args: Any, **kwargs: Any) -> Any:
+def multi_head_attention_forward(next_bits: NextBits, *args: Any, **kwargs: Any) -> Any:
     """torch's own code, but its calls of random functions go to keyed functions.
 
     Torch disables a mode within a function that the mode handles, so the code runs with replaced globals.
     """
     names = {
         **vars(F),
-        "dropout": functools.partial(dropout, next_site),
-        "scaled_dot_product_attention": functools.partial(scaled_dot_product_attention, next_site),
+        "dropout": functools.partial(dropout, next_bits),
+        "scaled_dot_product_attention": functools.partial(scaled_dot_product_attention, next_bits),
         "has_torch_function": lambda _: False,
     }
     plain = F.multi_head_attention_forward
@@ -142,7 +141,7 @@ def multi_head_attention_forward(next_site: NextSite, *args: Any, **kwargs: Any)
     return FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)(*args, **kwargs)
 
 
-def drop_block(next_site: NextSite, layer: Any, x: Tensor) -> Tensor:
+def drop_block(next_bits: NextBits, layer: Any, x: Tensor) -> Tensor:
     """Dropout of blocks of pixels (Ghiasi et al. 2018), like timm's `DropBlock2d` except for the scale.
 
     The scale is computed per example, as in the paper's algorithm 1; timm computes it over the micro-batch.
@@ -153,12 +152,12 @@ def drop_block(next_site: NextSite, layer: Any, x: Tensor) -> Tensor:
     gamma = layer.gamma_scale * layer.drop_prob * height * width / (tall * wide) / places
     shape = torch.Size([examples, 1 if layer.couple_channels else channels, height, width])
     with torch.no_grad():
-        centres = below(next_site(shape).bits(shape, x), gamma).to(x.dtype)
+        centres = below(next_bits(shape, x), gamma).to(x.dtype)
         blocks = F.max_pool2d(centres, (tall, wide), stride=1, padding=(tall // 2, wide // 2))
         blocks = blocks[..., (tall + 1) % 2 :, (wide + 1) % 2 :]  # an even size gives one row and column too many
         keep = 1 - blocks
         if layer.with_noise:
-            noise = normal(next_site(shape).bits(shape, x), x.dtype) * blocks
+            noise = normal(next_bits(shape, x), x.dtype) * blocks
         elif layer.scale_by_keep:
             keep /= keep.mean((1, 2, 3), keepdim=True).clamp(min=1e-7)
     return x * keep + noise if layer.with_noise else x * keep
@@ -170,48 +169,37 @@ def _fill(blank: Tensor, numbers: Tensor) -> Tensor:
 
 
 def uniform_(
-    next_site: NextSite, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
+    next_bits: NextBits, blank: Tensor, low: float = 0.0, high: float = 1.0, *, generator: None = None
 ) -> Tensor:
-    numbers = uniform(next_site(blank.shape).bits(blank.shape, blank), blank.dtype)
+    numbers = uniform(next_bits(blank.shape, blank), blank.dtype)
     return _fill(blank, numbers * (high - low) + low)
 
 
 def normal_(
-    next_site: NextSite, blank: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
+    next_bits: NextBits, blank: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: None = None
 ) -> Tensor:
-    numbers = normal(next_site(blank.shape).bits(blank.shape, blank), blank.dtype)
+    numbers = normal(next_bits(blank.shape, blank), blank.dtype)
     return _fill(blank, numbers * std + mean)
 
 
-def bernoulli_(next_site: NextSite, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
-    bits = next_site(blank.shape).bits(blank.shape, blank)
+def bernoulli_(next_bits: NextBits, blank: Tensor, p: float | Tensor = 0.5, *, generator: None = None) -> Tensor:
+    bits = next_bits(blank.shape, blank)
     return _fill(blank, uniform(bits, torch.float32) < p if isinstance(p, Tensor) else below(bits, p))
 
 
-def bernoulli(next_site: NextSite, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
-    return bernoulli_(next_site, torch.empty_like(input), input if p is None else p)
+def bernoulli(next_bits: NextBits, input: Tensor, p: float | None = None, *, generator: None = None) -> Tensor:
+    return bernoulli_(next_bits, torch.empty_like(input), input if p is None else p)
 
 
-def rand(next_site: NextSite, *size: Any, **options: Any) -> Tensor:
-    return uniform_(next_site, torch.empty(*size, **options))
-
-
-def rand_like(next_site: NextSite, input: Tensor, **options: Any) -> Tensor:
-    return uniform_(next_site, torch.empty_like(input, **options))
-
-
-def randn(next_site: NextSite, *size: Any, **options: Any) -> Tensor:
-    return normal_(next_site, torch.empty(*size, **options))
-
-
-def randn_like(next_site: NextSite, input: Tensor, **options: Any) -> Tensor:
-    return normal_(next_site, torch.empty_like(input, **options))
+def _keyed_random(fill: Callable[..., Tensor], blank: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function that makes a tensor as `blank` does, and fills it with random numbers."""
+    return lambda next_bits, *args, **options: fill(next_bits, blank(*args, **options))
 
 
 KEYED: dict[Any, Callable[..., Any]] = {
     F.dropout: dropout,
     torch.dropout: dropout,
-    torch.dropout_: lambda next_site, input, p, training: dropout(next_site, input, p, training, inplace=True),
+    torch.dropout_: lambda next_bits, input, p, training: dropout(next_bits, input, p, training, inplace=True),
     F.dropout1d: feature_dropout,
     F.dropout2d: feature_dropout,
     F.dropout3d: feature_dropout,
@@ -228,8 +216,8 @@ KEYED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.bernoulli_: bernoulli_,
     torch.Tensor.bernoulli: bernoulli,
     torch.bernoulli: bernoulli,
-    torch.rand: rand,
-    torch.rand_like: rand_like,
-    torch.randn: randn,
-    torch.randn_like: randn_like,
+    torch.rand: _keyed_random(uniform_, torch.empty),
+    torch.rand_like: _keyed_random(uniform_, torch.empty_like),
+    torch.randn: _keyed_random(normal_, torch.empty),
+    torch.randn_like: _keyed_random(normal_, torch.empty_like),
 }

@@ -38,13 +38,9 @@ class ForwardKeys:
         self._examples[keys.get_device()] = _words(draw(keys[:, :1], numbers))
         self._batch[keys.get_device()] = _words(draw(shared, numbers))
 
-    def of_examples(self, number: int, device: int) -> Tensor:
-        """The words of draw `number` for each example: int32 (b, 2)."""
-        return self._examples[device][:, number]
-
-    def of_batch(self, number: int, device: int) -> Tensor:
-        """The words of draw `number` for the whole global batch: int32 (1, 2)."""
-        return self._batch[device][:, number]
+    def words(self, number: int, device: int, *, of_batch: bool) -> Tensor:
+        """The words of draw `number`: int32 (b, 2), one for each example, or (1, 2) for the whole global batch."""
+        return (self._batch if of_batch else self._examples)[device][:, number]
 
 
 def _words(drawn: Tensor) -> Tensor:
@@ -74,10 +70,9 @@ class Site:
         """
         if like.is_meta:  # this layer belongs to another rank
             return torch.empty(shape, dtype=torch.int32, device=like.device)
-        device = like.get_device()
+        words = self.keys.words(self.number, like.get_device(), of_batch=self.batch_dim is None)
         if self.batch_dim is None:
-            return random_bits(self.keys.of_batch(self.number, device), math.prod(shape)).view(shape)
-        words = self.keys.of_examples(self.number, device)
+            return random_bits(words, math.prod(shape)).view(shape)
         rows, examples = shape[self.batch_dim], words.shape[0]
         other_sizes = [size for dim, size in enumerate(shape) if dim != self.batch_dim]
         if examples == 0 or rows == 0:

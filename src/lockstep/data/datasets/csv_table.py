@@ -15,7 +15,7 @@ from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Listing, as_names, classes_of, missing_split
+from lockstep.data.datasets.listing import Listing, as_labels, as_names, classes_of, split_of
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -58,30 +58,25 @@ class CSV(FileSource):
 
     def list_files(self) -> tuple[Listing, Listing]:
         rows = self._checked_rows()
-        splits = {split: [row for row in rows if row.split == split] for split in {row.split for row in rows}}
-        for key, split in (("train_split", self.train_split), ("val_split", self.val_split)):
-            if split not in splits and (self.val_share is None or key == "train_split"):
-                raise missing_split(key, split, splits, f"the column {self.split_column!r} of {self.path}")
-        train = splits[self.train_split]
-        classes = classes_of(
-            [row.label for row in train], lambda index: f"line {train[index].line:,} of {self.path}", gaps=False
-        )
+        by_split: dict[str, list[Row]] = {}
+        for row in rows:
+            by_split.setdefault(row.split, []).append(row)
+        where = f"the column {self.split_column!r} of {self.path}"
+        train = split_of(by_split, self.train_split, where, key="train_split")
+        classes = classes_of([row.label for row in train], lambda index: self._line(train[index]), gaps=False)
         if self.val_share is not None:
             return self._listing(train, classes).split(self.val_share)
+        val = split_of(by_split, self.val_split, where, key="val_split")
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
-        val = splits[self.val_split]
-        if (unknown := next((row for row in val if row.label not in classes), None)) is not None:
-            raise self._wrong(unknown.line, f"has the label {unknown.label!r}, which no training example has")
         return self._listing(train, classes, notes), self._listing(val, classes)
 
     def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
-        labels = {name: label for label, name in enumerate(classes)}
-        rows = sorted(rows, key=lambda row: (labels[row.label], row.name))
-        by_class = Counter(row.label for row in rows)
-        counts = tuple(by_class[name] for name in classes)
-        return Listing(self.folder, classes, counts, as_names(row.name for row in rows), False, notes)
+        labels = as_labels([row.label for row in rows], classes, lambda index: self._line(rows[index]))
+        by_class = sorted(zip(labels.tolist(), (row.name for row in rows), strict=True))
+        counts = tuple(labels.bincount(minlength=len(classes)).tolist())
+        return Listing(self.folder, classes, counts, as_names(name for _, name in by_class), notes)
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -139,6 +134,9 @@ class CSV(FileSource):
                     f"name one with dataset.{key}=NAME{remedy}"
                 )
         return [names.index(name) for name in columns.values()]
+
+    def _line(self, row: Row) -> str:
+        return f"line {row.line:,} of {self.path}"
 
     def _wrong(self, line: int, problem: str, key: str = "path") -> InputError:
         remedy = "correct it"

@@ -28,6 +28,8 @@ from lockstep.data.datasets.listing import Member
 Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
 Stored = NDArray[np.uint8]  # (3, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
+Decoder = Callable[[bytes], Pixels]
+Header = tuple[int, int, Decoder | None, int]  # stored rows and columns, how they are decoded, EXIF orientation
 
 # JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers. A frame header has the size.
 JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -54,7 +56,7 @@ class ImageFile(NamedTuple):
     data: bytes
     height: int
     width: int
-    decoder: Callable[[bytes], Pixels] | None
+    decoder: Decoder | None
     orientation: int = photos.UPRIGHT
 
     @classmethod
@@ -70,8 +72,10 @@ class ImageFile(NamedTuple):
     @classmethod
     def of(cls, data: bytes) -> ImageFile:
         """Like `read`, for the content of a file."""
-        file = _turbo_header(data) or _pillow_header(data)
-        _check_size(file, file.height * file.width)
+        rows, columns, decoder, orientation = _turbo_header(data) or _pillow_header(data)
+        height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
+        file = cls(data, height, width, decoder, orientation)
+        _check_size(file, height * width)
         return file
 
     def square(self, size: int, interpolation: str = INTERPOLATION) -> Stored:
@@ -170,27 +174,22 @@ def _check_size(file: ImageFile, pixels: int, resized_to: int = 0) -> None:
         raise ValueError(f"its header says {file.width}x{file.height}, expected at most {PIXELS} pixels{how}")
 
 
-def _turbo_header(data: bytes) -> ImageFile | None:
-    """A JPEG with its header read by simplejpeg; None for another format, or if simplejpeg cannot read it."""
+def _turbo_header(data: bytes) -> Header | None:
+    """The header of a JPEG, read by simplejpeg; None for another format, or if simplejpeg cannot read it."""
     if not data.startswith(JPEG):
         return None
     try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+        rows, columns, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    orientation = photos.orientation_of_jpeg(data)
-    if orientation in photos.TURNED:
-        height, width = width, height
-    return ImageFile(data, int(height), int(width), None, orientation)
+    return int(rows), int(columns), None, photos.orientation_of_jpeg(data)
 
 
-def _pillow_header(data: bytes) -> ImageFile:
+def _pillow_header(data: bytes) -> Header:
     with photos.opened_by_pillow(data) as image:
         plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
         decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
-        orientation = photos.orientation_of(image, data)
-        width, height = reversed(image.size) if orientation in photos.TURNED else image.size
-        return ImageFile(data, height, width, decoder, orientation)
+        return image.height, image.width, decoder, photos.orientation_of(image, data)
 
 
 def _by_torchvision(data: bytes) -> Pixels:

@@ -1,4 +1,4 @@
-"""The base class of all data sets of image files, and their sizes, wherever the files and their labels come from."""
+"""The base classes of photographs and of image files, wherever they and their labels come from, and their sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import TrainedInput
-from lockstep.data.datasets.listing import LISTINGS, Listing, Members
+from lockstep.data.datasets.listing import LISTINGS, Files
 from lockstep.data.datasets.splits import FileSplit
 
 AUTO = "auto"
@@ -23,14 +23,11 @@ SIZES = ("decode_size", "input_size", "crop")
 # torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
 # pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 CLASSES_NAMED = 5  # the most classes that a note names
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
-Files = Listing | Members  # the image files of a split, with their labels
 
 
 class CropFrom(enum.StrEnum):
@@ -41,20 +38,51 @@ class CropFrom(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource(Source):
+class PhotoSource(Source):
+    """A data set of photographs, stored at one shape.
+
+    In the fields, `auto` is the value of the weights that a model starts from, or else the usual value for
+    photographs.
+
+    Fields:
+        input_size: side of the model's input in pixels; null is the size of the stored images.
+        crop: the central share of a stored image's side that is evaluated.
+    """
+
+    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        channels, height, width = self.image_shape
+        if isinstance(self.input_size, int):
+            return (channels, self.input_size, self.input_size)
+        if self.input_size == AUTO and height == width == USUAL_STORED:
+            return (channels, USUAL_SEEN, USUAL_SEEN)
+        return self.image_shape
+
+    @property
+    def eval_crop(self) -> float:
+        if self.crop != AUTO:
+            return float(self.crop)
+        usual = (self.image_shape[1], self.input_shape[1]) == (USUAL_STORED, USUAL_SEEN)
+        return USUAL_SEEN / USUAL_STORED if usual else 1.0
+
+    @property
+    def usual_augment(self) -> str:
+        return "crop_flip" if min(self.image_shape[1:]) <= SMALL_SIDE else "standard"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileSource(PhotoSource):
     """A data set of image files.
 
     An image is stored (in memory or on its way to the device) as a square: its shorter side is resized to
     `decode_size`, and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the boxes
     of the augmentation are cut from the whole images while they are read.
 
-    For the first three fields, `auto` is the value of the weights that a model starts from, or else the usual value
-    for photographs.
-
     Fields:
-        decode_size: side in pixels of a stored image.
-        input_size: side of the model's input in pixels; null is `decode_size`.
-        crop: the central share of a stored image's side that is evaluated.
+        decode_size: side in pixels of a stored image; `auto` as for `input_size` and `crop`.
         crop_from: the image from which an augmentation cuts its boxes in training.
         skip: the most broken images that a run leaves out; with 0 the first one ends the run.
         val_share: for data without an evaluation split: the share of each class of the training split that is
@@ -62,14 +90,12 @@ class FileSource(Source):
     """
 
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
     crop_from: CropFrom = CropFrom.square
     skip: int = ranged(0, least=0, most=1_000_000_000)
     val_share: float | None = ranged(None, above=0.0, below=1)
 
-    mean: ClassVar[tuple[float, ...]] = IMAGENET_MEAN
-    std: ClassVar[tuple[float, ...]] = IMAGENET_STD
+    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # ImageNet's
+    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
     @property
     def place(self) -> Hashable:
@@ -86,21 +112,12 @@ class FileSource(Source):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        side = stored_side(self.decode_size)
+        side = USUAL_STORED if self.decode_size == AUTO else int(self.decode_size)
         return (3, side, side)
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        side = seen_side(self.input_size, stored_side(self.decode_size))
-        return (3, side, side)
-
-    @property
-    def eval_crop(self) -> float:
-        return central_share(self.crop, self.image_shape[1], self.input_shape[1])
 
     @property
     def usual_augment(self) -> str:
-        return "standard" if self.crop_from is CropFrom.file else usual_for_photos(stored_side(self.decode_size))
+        return "standard" if self.crop_from is CropFrom.file else super().usual_augment
 
     def prepare(self) -> None:
         self.listings()
@@ -133,7 +150,7 @@ class FileSource(Source):
             )
 
     def _split(self, files: Files) -> FileSplit:
-        return FileSplit(files, files.labels, stored_side(self.decode_size), self.skip)
+        return FileSplit(files, files.labels, self.image_shape[1], self.skip)
 
 
 def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
@@ -145,16 +162,11 @@ def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
     ):
         present = set(labels.unique().tolist())
         if missing := [name for label, name in enumerate(names) if label not in present]:
-            shown = ", ".join([*missing[:CLASSES_NAMED], *(["..."] if len(missing) > CLASSES_NAMED else [])])
+            shown = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
             notes.append(
                 f"{len(missing)} of {len(names)} classes have no image in the {split} split, so {effect}: {shown}"
             )
     return notes
-
-
-def usual_for_photos(side: int) -> str:
-    """The usual augmentation of photographs that are stored with `side` pixels."""
-    return "crop_flip" if side <= SMALL_SIDE else "standard"
 
 
 def crops_files(source: Source) -> bool:
@@ -162,47 +174,24 @@ def crops_files(source: Source) -> bool:
     return isinstance(source, FileSource) and source.crop_from is CropFrom.file
 
 
-def stored_side(decode_size: int | str) -> int:
-    """The side of a stored image, by `dataset.decode_size`."""
-    return USUAL_STORED if decode_size == AUTO else int(decode_size)
-
-
-def seen_side(input_size: int | str | None, stored: int) -> int:
-    """The side of the model's input, by `dataset.input_size`, for stored photographs with a side of `stored`."""
-    if input_size == AUTO:
-        return USUAL_SEEN if stored == USUAL_STORED else stored
-    return stored if input_size is None else int(input_size)
-
-
-def central_share(crop: float | str, stored: int, seen: int) -> float:
-    """The central share of a stored side that is evaluated, by `dataset.crop`."""
-    if crop == AUTO:
-        return seen / stored if (stored, seen) == (USUAL_STORED, USUAL_SEEN) else 1.0
-    return float(crop)
-
-
 def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
     """A data set with a number (or null, for the stored size) in place of each `auto`.
 
     `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
     """
-    names = {field.name for field in fields(source)} & set(SIZES)
-    values = {name: getattr(source, name) for name in names}
+    autos = [name for name in SIZES if getattr(source, name, None) == AUTO]
+    sized: Any = source
     if trained is not None:
-        if values.get("input_size") == AUTO:
-            values["input_size"] = trained.size
-        if values.get("crop") == AUTO:
-            values["crop"] = trained.crop
-        if values.get("decode_size") == AUTO:
+        of_weights = {"input_size": trained.size, "crop": trained.crop}
+        sized = replace(sized, **{name: of_weights[name] for name in autos if name in of_weights})
+        if "decode_size" in autos:
             # Large enough that the evaluated part need not be enlarged.
-            seen, share = values["input_size"], values["crop"]
-            values["decode_size"] = trained.stored or max(USUAL_STORED, math.ceil((seen or USUAL_STORED) / share))
-    sized = replace(source, **values)
-    frozen: dict[str, float | None] = {
+            needed = math.ceil((sized.input_size or USUAL_STORED) / sized.crop)
+            sized = replace(sized, decode_size=trained.stored or max(USUAL_STORED, needed))
+    sizes = {
         "decode_size": sized.image_shape[1],
         "crop": sized.eval_crop,
-        "input_size": sized.input_shape[1],
+        # Null where it can be, because stored images may not be square.
+        "input_size": None if sized.input_shape == sized.image_shape else sized.input_shape[1],
     }
-    if sized.input_shape == sized.image_shape:
-        frozen["input_size"] = None  # not a number, because the images may not be square
-    return replace(sized, **{name: frozen[name] for name in names if getattr(source, name) == AUTO})
+    return replace(sized, **{name: sizes[name] for name in autos})

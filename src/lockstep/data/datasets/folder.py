@@ -49,11 +49,11 @@ class Folder(FileSource):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return class_names(Path(self.path, self.train_folder))
+        return scan_split(Path(self.path, self.train_folder))[0]
 
     def list_files(self) -> tuple[Listing, Listing]:
         train, val = Path(self.path, self.train_folder), Path(self.path, self.val_folder)
-        class_names(train)  # raises if there is no such folder
+        scan_split(train)  # raises if there is no such folder
         if self.val_share is None:
             if not val.is_dir():
                 raise InputError(
@@ -79,42 +79,38 @@ def list_split(folder: Path, train: Path) -> Listing:
     Raises:
         InputError: `folder` is not a split, or has a class that `train` does not have.
     """
-    classes = class_names(train)
-    class_folders, other_kinds = _scan_split(folder)
-    names = dict.fromkeys(classes, as_names([]))
+    class_folders, other_kinds = scan_split(folder)
+    names = dict.fromkeys(scan_split(train)[0], as_names([]))
     left_out, suffixes = Counter(other_kinds), Counter[str]()
     for name in class_folders:
         if name not in names:
             raise InputError(
                 f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
             )
-        files = sorted(_image_files(folder / name, left_out))
-        if not files:
+        images = sorted(_image_files(folder / name, left_out))
+        if not images:
             raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        suffixes.update(map(_kind, files))
-        names[name] = as_names(files)
+        suffixes.update(map(_kind, images))
+        names[name] = as_names(f"{name}/{image}" for image in images)
     for kind in (photos.AVIF, photos.HEIC):
         if (number := sum(suffixes[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
             raise InputError(
                 f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
                 f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
             )
-    counts = tuple(map(len, names.values()))
-    return Listing(folder, classes, counts, np.concatenate([*names.values()]), notes=left_out_note(folder, left_out))
+    counts, files = tuple(map(len, names.values())), np.concatenate([*names.values()])
+    return Listing(folder, tuple(names), counts, files, left_out_note(folder, left_out))
 
 
-def class_names(folder: Path) -> tuple[str, ...]:
-    """The names of the class folders of a split, sorted; read once per process.
+@functools.cache
+def scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
+    """The names of the class folders of a split, sorted, and the number of all other entries by kind.
+
+    Read once per process.
 
     Raises:
         InputError: there is no such folder, or it has no class folders.
     """
-    return _scan_split(folder)[0]
-
-
-@functools.cache
-def _scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
-    """The names of the class folders of a split, sorted, and the number of all other entries by kind."""
     if not folder.is_dir():
         raise InputError(f"dataset.path: there is no folder {folder}, {_expected(folder)}")
     entries = _entries(folder)
@@ -186,10 +182,6 @@ def left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
     if not (number := left_out.total()):
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
-    shown = ", ".join([*kinds[:KINDS_SHOWN], *(["others"] if len(kinds) > KINDS_SHOWN else [])])
-    files = (
-        "1 file whose name is not that of an image"
-        if number == 1
-        else f"{number:,} files whose names are not those of images"
-    )
-    return (f"{folder}: left out {files} ({shown})",)
+    shown = ", ".join(kinds[:KINDS_SHOWN] + ["others"] * (len(kinds) > KINDS_SHOWN))
+    files = "file whose name is not that of an image" if number == 1 else "files whose names are not those of images"
+    return (f"{folder}: left out {number:,} {files} ({shown})",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.util
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, missing_split
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, split_of
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,7 @@ class HF(FileSource):
 
     def list_files(self) -> tuple[Members, Members]:
         splits = self._load()
-        if self.train_split not in splits:
-            raise missing_split("train_split", self.train_split, splits, self.path)
-        table = splits[self.train_split]
+        table = split_of(splits, self.train_split, self.path, key="train_split")
         names = self._labels(table)
         declared = getattr(table.features[self.label_column], "names", None)
         classes = tuple(declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True))
@@ -66,10 +65,7 @@ class HF(FileSource):
                 split = f"{self.path} has the split {self.val_split!r}"
                 self.refuse_val_share(split, "name none with dataset.val_split=none")
             return train.split(as_names(map(str, range(len(train)))), self.val_share)
-        if self.val_split not in splits:
-            error = missing_split("val_split", self.val_split, splits, self.path)
-            raise InputError(f"{error}, or hold out a share of the training split with dataset.val_share=0.1")
-        val = splits[self.val_split]
+        val = split_of(splits, self.val_split, self.path, key="val_split")
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
     def _load(self) -> dict[str, Any]:
@@ -129,10 +125,7 @@ class HF(FileSource):
 
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
-
-        def member(row: int) -> TableRow:
-            return TableRow(stored, where, self.image_column, row)
-
+        member = functools.partial(TableRow, stored, where, self.image_column)
         labels = as_labels(names, classes, lambda row: f"row {row} of {where}")
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
         return Members(member, np.arange(len(names)), labels, classes, identity)

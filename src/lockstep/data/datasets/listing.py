@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 
 Names = NDArray[np.bytes_]
+SplitT = TypeVar("SplitT")
 SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
 # Numbers that number no class. A table often has one of them where a label is missing.
 NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
@@ -36,8 +37,7 @@ class Listing:
         folder: the folder that the names are relative to.
         classes: the names of the classes, by label.
         counts: the number of files of each class.
-        names: the names of the files, (N,).
-        in_class_folders: whether a name is relative to the folder of its class in `folder`.
+        names: the paths of the files, (N,).
         notes: sentences about the files that are left out.
     """
 
@@ -45,7 +45,6 @@ class Listing:
     classes: tuple[str, ...]
     counts: tuple[int, ...]
     names: Names
-    in_class_folders: bool = True
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -57,20 +56,12 @@ class Listing:
         return len(self.names)
 
     def __getitem__(self, index: int) -> Path:
-        name = os.fsdecode(self.names[index])
-        if not self.in_class_folders:
-            return self.folder / name  # a name may be a whole path
-        # A path from one string: joining its parts takes twice as long.
-        return Path(f"{self.folder}/{self.classes[self.labels.numpy()[index]]}/{name}")
-
-    @property
-    def names_by_class(self) -> list[Names]:
-        return np.split(self.names, np.cumsum(self.counts)[:-1])
+        return self.folder / os.fsdecode(self.names[index])  # a name may be a whole path
 
     def fingerprint(self) -> dict[str, str]:
         """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
         by_class = {}
-        for name, names in zip(self.classes, self.names_by_class, strict=True):
+        for name, names in zip(self.classes, np.split(self.names, np.cumsum(self.counts)[:-1]), strict=True):
             if count := len(names):
                 digest = hashlib.sha256(b"".join(file + b"\0" for file in names.tolist())).hexdigest()[:16]
                 by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
@@ -78,14 +69,16 @@ class Listing:
 
     def split(self, share: float) -> tuple[Listing, Listing]:
         """Divide into training and evaluation: `share` of each class is evaluated, chosen by `held_out`."""
-        prefixes = [f"{name}/" * self.in_class_folders for name in self.classes]
-        masks = held_out(self.names_by_class, share, prefixes)
-        evaluated, counts = np.concatenate(masks), [int(mask.sum()) for mask in masks]
-        rest = tuple(count - number for count, number in zip(self.counts, counts, strict=True))
-        return (
-            replace(self, counts=rest, names=self.names[~evaluated]),
-            replace(self, counts=tuple(counts), names=self.names[evaluated], notes=()),
+        evaluated = held_out(self.names, self.labels, share)
+        train, val = (
+            replace(
+                self,
+                counts=tuple(self.labels[chosen].bincount(minlength=len(self.classes)).tolist()),
+                names=self.names[chosen],
+            )
+            for chosen in (~evaluated, evaluated)
         )
+        return train, replace(val, notes=())
 
 
 def as_names(names: Iterable[str]) -> Names:
@@ -132,39 +125,35 @@ class Members:
 
     def split(self, names: Names, share: float) -> tuple[Members, Members]:
         """Divide into training and evaluation: `share` of each class is evaluated, chosen by `names` (`held_out`)."""
-        labels = self.labels.numpy()
-        order = np.argsort(labels, kind="stable")
-        by_class = np.split(order, np.bincount(labels, minlength=len(self.classes)).cumsum()[:-1])
-        evaluated = np.zeros(len(self), dtype=bool)
-        evaluated[order] = np.concatenate(
-            held_out([names[numbers] for numbers in by_class], share, [""] * len(by_class))
-        )
+        evaluated = held_out(names, self.labels, share)
         train, val = (
-            replace(self, positions=self.positions[chosen], labels=self.labels[torch.from_numpy(chosen)])
+            replace(self, positions=self.positions[chosen], labels=self.labels[chosen])
             for chosen in (~evaluated, evaluated)
         )
         return train, val
 
 
-def held_out(names_by_class: Sequence[Names], share: float, prefixes: Sequence[str]) -> list[NDArray[np.bool_]]:
-    """Which files of each class are evaluated, by their names: bool, of the shapes of `names_by_class`.
+Files = Listing | Members  # the image files of a split, with their labels
 
-    The `share` of the names with the smallest hashes (of the class's prefix and the name) is evaluated: at least one
-    of two or more names, and never all. If a file is added to the class, at most one other file changes sides.
+
+def held_out(names: Names, labels: Tensor, share: float) -> NDArray[np.bool_]:
+    """Which files are evaluated: bool (N,), by their names and labels.
+
+    Of each class, the `share` of the names with the smallest hashes is evaluated: at least one of two or more names,
+    and never all. If a file is added to the class, at most one other file changes sides.
 
     Raises:
         InputError: every class has one file.
     """
-    masks = []
-    for prefix, names in zip(map(os.fsencode, prefixes), names_by_class, strict=True):
-        hashes = [hashlib.blake2b(prefix + name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
-        number = min(max(1, round(share * len(names))), len(names) - 1)
-        mask = np.zeros(len(names), dtype=np.bool_)
-        mask[sorted(range(len(names)), key=hashes.__getitem__)[: max(0, number)]] = True
-        masks.append(mask)
-    if not any(mask.any() for mask in masks):
+    chosen = np.zeros(len(names), dtype=np.bool_)
+    hashes = [hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
+    by_class = labels.argsort(stable=True).split(labels.bincount().tolist())
+    for files in by_class:
+        number = min(max(1, round(share * len(files))), len(files) - 1)
+        chosen[sorted(files.tolist(), key=hashes.__getitem__)[: max(0, number)]] = True
+    if not chosen.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
-    return masks
+    return chosen
 
 
 def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
@@ -205,15 +194,24 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     labels = {name: label for label, name in enumerate(classes)}
     if (unknown := next((index for index, name in enumerate(names) if name not in labels), None)) is not None:
         raise InputError(
-            f"dataset: {place(unknown)} is of class {names[unknown]!r}, but no training example is; leave it out"
+            f"dataset: {place(unknown)} has the label {names[unknown]!r}, which no training example has; leave it out"
         )
     return torch.tensor([labels[name] for name in names], dtype=torch.int64)
 
 
-def missing_split(key: str, split: str, splits: Iterable[str], where: object) -> InputError:
-    """The error for a split without examples; it lists the splits that exist."""
-    available = ", ".join(sorted(map(repr, splits))) or "nothing"
-    return InputError(f"dataset.{key} is {split!r}, but {where} has {available}; name one with dataset.{key}=NAME")
+def split_of(splits: Mapping[str, SplitT], name: str, where: str, *, key: str) -> SplitT:
+    """The split `name`, as the field `key` of a data set asks for.
+
+    Raises:
+        InputError: `where` does not have it.
+    """
+    if name not in splits:
+        available = ", ".join(sorted(map(repr, splits))) or "nothing"
+        share = ", or hold out a share of the training split with dataset.val_share=0.1" * (key == "val_split")
+        raise InputError(
+            f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME{share}"
+        )
+    return splits[name]
 
 
 # The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged
+from lockstep.core.fields import pathname
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, central_share, seen_side, usual_for_photos
+from lockstep.data.datasets.files import PhotoSource
 from lockstep.data.datasets.splits import ArraySplit, check_labels
 
 SPLITS = ("train", "val")
@@ -37,20 +37,14 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Packed(Source):
+class Packed(PhotoSource):
     """A folder written by `lockstep pack`.
-
-    For `input_size` and `crop`, `auto` means the same as for image files.
 
     Fields:
         path: the folder.
-        input_size: side of the model's input in pixels; null is the size of the stored images.
-        crop: the central share of a stored image's side that is evaluated.
     """
 
     path: str = pathname("???")
-    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -59,22 +53,6 @@ class Packed(Source):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return read_manifest(Path(self.path)).shape
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        channels, height, width = self.image_shape
-        if self.input_size is None or (height != width and self.input_size == AUTO):
-            return self.image_shape
-        side = seen_side(self.input_size, height)
-        return (channels, side, side)
-
-    @property
-    def eval_crop(self) -> float:
-        return central_share(self.crop, self.image_shape[1], self.input_shape[1])
-
-    @property
-    def usual_augment(self) -> str:
-        return usual_for_photos(min(self.image_shape[1:]))
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -92,8 +70,8 @@ class Packed(Source):
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """The hashes from the manifest; they are not compared with the files here."""
-        sha256 = read_manifest(Path(self.path)).sha256
-        return {split: {kind: sha256[split][kind] for kind in DTYPES} for split in SPLITS}
+        splits = read_manifest(Path(self.path)).splits
+        return {name: {kind: splits[name]["sha256"][kind] for kind in DTYPES} for name in SPLITS}
 
 
 @dataclass(frozen=True)
@@ -103,23 +81,23 @@ class MappedSplit(ArraySplit):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`; `counts` and `sha256` (of `images` and `labels`) are by split."""
+    """The content of `manifest.json`.
+
+    `splits` has for each split the number of examples (`count`) and the hashes of `images` and `labels` (`sha256`).
+    """
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    counts: dict[str, int]
-    sha256: dict[str, dict[str, str]]
+    splits: Mapping[str, Mapping[str, Any]]
 
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
         """The shape of a split's `images` or `labels`."""
-        return (self.counts[split], *self.shape) if kind == "images" else (self.counts[split],)
+        return (self.splits[split]["count"], *(self.shape if kind == "images" else ()))
 
     def as_json(self) -> str:
-        splits = {name: {"count": self.counts[name], "sha256": self.sha256[name]} for name in SPLITS}
-        facts = {"format": 1, "classes": self.classes, "shape": self.shape, "mean": self.mean, "std": self.std}
-        return json.dumps({**facts, "splits": splits}, indent=2) + "\n"
+        return json.dumps({"format": 1, **vars(self)}, indent=2) + "\n"
 
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
@@ -140,14 +118,7 @@ class Manifest:
                 and min(std) > 0
                 and all(isinstance(splits[name]["sha256"].get(kind), str) for name in SPLITS for kind in DTYPES)
             ):
-                return cls(
-                    classes=tuple(classes),
-                    shape=(shape[0], shape[1], shape[2]),
-                    mean=tuple(mean),
-                    std=tuple(std),
-                    counts={name: splits[name]["count"] for name in SPLITS},
-                    sha256={name: dict(splits[name]["sha256"]) for name in SPLITS},
-                )
+                return cls(tuple(classes), (shape[0], shape[1], shape[2]), tuple(mean), tuple(std), splits)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 

@@ -89,28 +89,26 @@ class Published(ArraySource):
     def _download(self, missing: InputError) -> None:
         from filelock import FileLock
 
+        root = Path(self.root)
+        lock = root / f".{self.factory}.lock"
         try:
-            Path(self.root).mkdir(parents=True, exist_ok=True)
-            with FileLock(Path(self.root) / f".{self.factory}.lock"):
+            root.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):
                 self._fetch()
         except Exception as error:  # torchvision passes on any error of the download
             if not isinstance(missing.__cause__, FileNotFoundError):
                 raise missing from error
             raise InputError(
-                f"data_root: {self.factory} cannot be read from {self.root} and cannot be downloaded "
+                f"data_root: {self.factory} cannot be read from {root} and cannot be downloaded "
                 f"({type(error).__name__}: {' '.join(str(error).split())}); {self.remedy}, or name another folder "
                 "with data_root=FOLDER"
             ) from error
         finally:
-            self._tidy()
+            lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
+            for folder in (f"{self.factory}/raw", self.factory, "."):
+                with contextlib.suppress(OSError):  # not empty, or not there
+                    (root / folder).rmdir()
         super().prepare()
-
-    def _tidy(self) -> None:
-        """Remove empty folders and the lock file. A process that still waits for the lock will find the files."""
-        (Path(self.root) / f".{self.factory}.lock").unlink(missing_ok=True)
-        for folder in (f"{self.factory}/raw", self.factory, "."):
-            with contextlib.suppress(OSError):  # not empty, or not there
-                Path(self.root, folder).rmdir()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +167,19 @@ class CIFAR10(Published):
     label_key: ClassVar[str] = "labels"
 
     def read_files(self, train: bool) -> tuple[np.ndarray, Any]:
-        names = self.train_files if train else self.eval_files
-        batches = read_cifar(self.places, self.unpacked, self.archive, names)
+        batches = self._batches(self.train_files if train else self.eval_files)
         pixels = np.concatenate([np.asarray(batch["data"], dtype=np.uint8) for batch in batches])
         return pixels.reshape(-1, *self.image_shape), [label for batch in batches for label in batch[self.label_key]]
+
+    def _batches(self, names: Sequence[str]) -> list[Mapping[str, Any]]:
+        """The content of these files: in a folder `unpacked`, in one of `places` itself, or in an `archive`."""
+        for folder in [*(place / self.unpacked for place in self.places), *self.places]:
+            if (folder / names[0]).is_file():
+                return [_unpickled(_contents(folder / name)) for name in names]
+        path = _first_file([place / self.archive for place in self.places])
+        with opened(path, links=True) as file, tarfile.open(fileobj=file, mode="r:*") as tar:
+            members = {Path(member.name).name: member for member in tar if member.isfile()}
+            return [_unpickled(_all_of(tar.extractfile(members[name]), name)) for name in names]
 
     @property
     def remedy(self) -> str:
@@ -216,22 +223,6 @@ def read_idx(folders: Sequence[Path], stem: str) -> NDArray[np.uint8]:
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
 
 
-def read_cifar(folders: Sequence[Path], unpacked: str, archive: str, names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The dictionaries in the files `names`: in a folder `unpacked`, in one of `folders` itself, or in an `archive`.
-
-    Raises:
-        FileNotFoundError: no folder has them.
-        Exception: one cannot be read, or is not such a file.
-    """
-    for folder in [*(folder / unpacked for folder in folders), *folders]:
-        if (folder / names[0]).is_file():
-            return [_unpickled(_contents(folder / name)) for name in names]
-    path = _first_file([folder / archive for folder in folders])
-    with opened(path, links=True) as file, tarfile.open(fileobj=file, mode="r:*") as tar:
-        members = {Path(member.name).name: member for member in tar if member.isfile()}
-        return [_unpickled(_member(tar, members[name])) for name in names]
-
-
 def _first_file(paths: Sequence[Path]) -> Path:
     file = next((path for path in paths if path.is_file()), None)
     if file is None:
@@ -244,19 +235,16 @@ def _contents(path: Path) -> bytes:
         packed = file.read(len(GZIP)) == GZIP
         file.seek(0)
         try:
-            content = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
+            return _all_of(gzip.GzipFile(fileobj=file) if packed else file, path)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or cut short ({error})") from error
+
+
+def _all_of(file: Any, name: object) -> bytes:
+    content: bytes = file.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes")
+        raise ValueError(f"{name} has more than {MOST_BYTES:,} bytes")
     return content
-
-
-def _member(tar: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    file = tar.extractfile(member) if member.size <= MOST_BYTES else None
-    if file is None:
-        raise ValueError(f"{member.name} has more than {MOST_BYTES:,} bytes")
-    return file.read()
 
 
 def _unpickled(data: bytes) -> Mapping[str, Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents
-from lockstep.data.datasets.listing import Member
+from lockstep.data.datasets.listing import Files, Member
 
 
 def check_shapes(images: Tensor, labels: Tensor, shape: tuple[int, int, int], where: str) -> None:
@@ -92,14 +92,6 @@ class Crop:
         return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
 
 
-class Places(Protocol):
-    """The places of a split's image files, by the numbers of the examples."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Path | Member: ...
-
-
 @dataclass(frozen=True)
 class FileSplit:
     """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
@@ -108,7 +100,7 @@ class FileSplit:
     images that a run leaves out, `interpolation` how images are resized.
     """
 
-    paths: Places
+    paths: Files | Sequence[Path | Member]
     labels: Tensor
     size: int
     skip: int = 0

@@ -8,7 +8,6 @@ import tarfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -25,10 +24,11 @@ LABEL_BYTES = 1000
 
 @dataclass(frozen=True)
 class TarMember:
-    """A file in a shard."""
+    """An image file in a shard. Its label has the same `key`, the name without a suffix."""
 
     shard: Path
     name: str
+    key: str
     offset: int
     size: int
 
@@ -41,14 +41,6 @@ class TarMember:
 
     def __str__(self) -> str:
         return f"{self.shard}:{self.name}"
-
-
-class Example(NamedTuple):
-    """An image in a shard, the name that its files share, and its label."""
-
-    image: TarMember
-    key: str
-    label: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,18 +62,20 @@ class WebDataset(FileSource):
 
     def list_files(self) -> tuple[Members, Members]:
         left_out: Counter[str] = Counter()
-        train = self._examples("train_shards", self.train_shards, left_out)
-        classes = classes_of([example.label for example in train], lambda index: str(train[index].image), gaps=True)
+        train = self._labels("train_shards", self.train_shards, left_out)
+        images = list(train)
+        classes = classes_of([*train.values()], lambda index: str(images[index]), gaps=True)
         if self.val_share is not None:
             if val_shards := sorted(Path(self.path).glob(self.val_shards)):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
             members = _members(train, classes, left_out_note(Path(self.path), left_out))
-            return members.split(as_names(example.key for example in train), self.val_share)
-        val = self._examples("val_shards", self.val_shards, left_out)
+            return members.split(as_names(image.key for image in images), self.val_share)
+        val = self._labels("val_shards", self.val_shards, left_out)
         return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
 
-    def _examples(self, key: str, pattern: str, left_out: Counter[str]) -> list[Example]:
+    def _labels(self, key: str, pattern: str, left_out: Counter[str]) -> dict[TarMember, str]:
+        """The labels of the images in shards, in their order. Counts all other files in `left_out`, by suffix."""
         shards = sorted(Path(self.path).glob(pattern))
         if not shards:
             remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
@@ -89,10 +83,9 @@ class WebDataset(FileSource):
                 f"dataset.{key}: there is no {pattern} in {self.path}; name the shards with dataset.{key}=PATTERN "
                 f"and their folder with dataset.path=FOLDER{remedy}"
             )
-        return [example for shard in shards for example in self._index(shard, left_out)]
+        return {image: label for shard in shards for image, label in self._index(shard, left_out).items()}
 
-    def _index(self, shard: Path, left_out: Counter[str]) -> list[Example]:
-        """The examples of a shard, in its order. Counts all other files in `left_out`, by suffix."""
+    def _index(self, shard: Path, left_out: Counter[str]) -> dict[TarMember, str]:
         images: dict[str, TarMember] = {}
         labels: dict[str, str] = {}
         with opened(shard, links=True) as file:
@@ -105,7 +98,7 @@ class WebDataset(FileSource):
                         if f".{suffix.rpartition('.')[2]}" in SUFFIXES:
                             if key in images:
                                 raise InputError(f"dataset: {shard} has two images named {key!r}, expected one")
-                            images[key] = TarMember(shard, member.name, member.offset_data, member.size)
+                            images[key] = TarMember(shard, member.name, key, member.offset_data, member.size)
                         elif suffix == self.label:
                             content = tar.extractfile(member)
                             assert content is not None
@@ -122,7 +115,7 @@ class WebDataset(FileSource):
                     f"dataset: {image} has no label, expected {key}.{self.label} beside it; name another suffix with "
                     "dataset.label=SUFFIX"
                 )
-        return [Example(image, key, labels[key]) for key, image in images.items()]
+        return {image: labels[key] for key, image in images.items()}
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:
@@ -132,9 +125,8 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", suffix.lower()
 
 
-def _members(examples: list[Example], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Members:
-    labels = as_labels([example.label for example in examples], classes, lambda index: str(examples[index].image))
-    stored = "\0".join(f"{example.key} {example.image.size}" for example in examples)
-    digest = hashlib.sha256(stored.encode()).hexdigest()[:16]
-    images = [example.image for example in examples]
-    return Members(images.__getitem__, np.arange(len(images)), labels, classes, digest, notes)
+def _members(labels: dict[TarMember, str], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Members:
+    images = list(labels)
+    digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
+    numbers = as_labels([*labels.values()], classes, lambda index: str(images[index]))
+    return Members(images.__getitem__, np.arange(len(images)), numbers, classes, digest, notes)

@@ -38,7 +38,7 @@ BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resident:
+class Resident(ImageLoader):
     """The whole split is on the device as uint8; a batch is one gather there."""
 
     decodes_once: ClassVar[bool] = True
@@ -82,7 +82,7 @@ class Resident:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Streaming:
+class Streaming(ImageLoader):
     """Batches are read by threads while the device works on earlier batches.
 
     The decoders release Python's lock, so threads can read in parallel. Processes are faster for tiny files
@@ -97,7 +97,6 @@ class Streaming:
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
     prefetch: int = ranged(2, least=1, most=1024)
-    decodes_once: ClassVar[bool] = False
 
     def check(self) -> None:
         if self.workers == 0 and self.prefetch != Streaming.prefetch:
@@ -105,15 +104,6 @@ class Streaming:
                 f"loader.prefetch is {self.prefetch}, but loader.workers is 0, and only workers read ahead; use "
                 "loader.workers=1, or leave out loader.prefetch"
             )
-
-    def held_gb(self, context: LoaderContext) -> float:
-        return 0.0
-
-    def order_device(self, world: World) -> torch.device:
-        return torch.device("cpu")
-
-    def stride(self, shard: int, values: int, world: World) -> int:
-        return 1  # workers read ahead anyway
 
     def __str__(self) -> str:
         return f"images read as they are needed, {self.workers} worker{'s' * (self.workers != 1)}"

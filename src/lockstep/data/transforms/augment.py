@@ -164,25 +164,10 @@ class RandomResizedCrop:
             left = torch.where(fits, (horizontal * (width - try_width + 1)).floor(), left)
         return torch.stack([top, left, box_height, box_width], 1).long()
 
-    @property
-    def after_crop(self) -> AfterCrop:
-        return AfterCrop(self)
-
-    def finish(self, images: Tensor, draws: SampleRNG) -> Tensor:
-        """What follows a box that was cut from a file: the mirror."""
+    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         x = torch.arange(images.shape[-1], device=images.device)
         columns = torch.where((draws.uniform(4) < self.flip)[:, None], x.flip(0), x)
         return images.gather(3, columns[:, None, None].expand_as(images))
-
-
-@dataclass(frozen=True)
-class AfterCrop:
-    """The part of a random resized crop that follows its box."""
-
-    crop: RandomResizedCrop
-
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return self.crop.finish(images, draws)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +206,8 @@ class RandAugmentResized(_Operations, RandomResizedCrop):
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return self.operate(super().apply(images, draws, size).round().to(torch.uint8), draws)
 
-    def finish(self, images: Tensor, draws: SampleRNG) -> Tensor:
-        return self.operate(super().finish(images, draws), draws)
+    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+        return self.operate(super().after_crop(images, draws, size), draws)
 
 
 def _listed(*parts: str) -> str:
