@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import relative, typed
@@ -55,7 +55,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     identity = Identity(
         base=_base(config),
-        swept=_swept([*params, *words]),
+        swept=_swept([*params, *words], searches=config.hydra.runtime.choices["hydra/sweeper"] != "basic"),
         words=tuple(words),
         direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
     )
@@ -129,10 +129,7 @@ def jobs_of(words: Sequence[str]) -> list[list[str]]:
         elif "hydra/sweeper=optuna" in words:
             values[key] = [f"{key}={end}" for end in (value.start, value.end)]
         else:
-            raise InputError(
-                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
-                "values with commas"
-            )
+            raise _needs_search(override)
     return [list(job) for job in itertools.product(*values.values())]
 
 
@@ -146,9 +143,20 @@ def _base(config: DictConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def _swept(words: list[str]) -> tuple[str, ...]:
+def _swept(words: list[str], *, searches: bool) -> tuple[str, ...]:
+    """The keys that a line sweeps. An interval is refused where nothing `searches` it."""
     parsed = OverridesParser.create().parse_overrides(words)
+    for override in parsed:
+        if not searches and isinstance(override.value(), IntervalSweep):
+            raise _needs_search(override)
     return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
+
+
+def _needs_search(interval: Override) -> InputError:
+    return InputError(
+        f"{interval.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+        "values with commas"
+    )
 
 
 def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
