@@ -51,6 +51,8 @@ def choose_folder(config: DictConfig) -> Ledger:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     if block.gpu_share and launcher != "pool":
         raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
+    if "jsonl" not in config.logger:
+        _check_needs_no_figures(config)
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     identity = Identity(
@@ -62,6 +64,21 @@ def choose_folder(config: DictConfig) -> Ledger:
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     with _alone(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
         return _choose(config, identity, words, named=named)
+
+
+def _check_needs_no_figures(config: DictConfig) -> None:
+    """Refuse what judges jobs by their `metrics.jsonl`, which only `logger=jsonl` writes."""
+    pruner = config.hydra.sweeper.get("pruner", "none")
+    judges = {
+        f"sweep.halving={config.sweep.halving}": config.sweep.halving is not None,
+        f"hydra.sweeper.pruner={pruner}": pruner != "none",
+        "sweep.objectives=seconds": "seconds" in config.sweep.objectives,
+    }
+    for word in (word for word, judges_jobs in judges.items() if judges_jobs):
+        raise InputError(
+            f"{word} needs metrics.jsonl of each job, and logger=[{','.join(config.logger)}] writes none; use "
+            f"logger=[{','.join(['jsonl', *config.logger])}]"
+        )
 
 
 def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: bool) -> Ledger:
