@@ -17,7 +17,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import ROOT, Done, forks, records, result, train, train_afresh
+from helpers import ROOT, Done, forked, forks, records, result, train, train_afresh
 
 ESCAPE = "\x1b"
 
@@ -196,3 +196,23 @@ def test_three_runs_that_start_at_once_get_three_folders(tmp_path: Path) -> None
     assert len(folders) == 3
     assert all(json.loads((folder / "summary.json").read_text())["status"] == "completed" for folder in folders)
     assert tmp_path / (tmp_path / "latest").read_text().strip() in folders
+
+
+def test_the_current_folder_is_the_run_folder_where_the_command_says_so(tmp_path: Path) -> None:
+    words = (str(ROOT / "train.py"), "hydra.run.dir=.", "model=linear", "steps=2")
+    done = forked(*words, cwd=tmp_path)
+    assert (done.code, (tmp_path / "summary.json").exists()) == (0, True), done.err
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "mine").touch()
+    refused = forked(*words, cwd=tmp_path / "below")
+    assert (refused.code, "has files in it that are not of a run" in refused.err) == (2, True), refused.err
+
+
+@pytest.mark.parametrize(
+    ("word", "example"), [("logger=null", "a list of names of its options: logger=[]"), ("model=3", ": model=")]
+)
+def test_a_group_that_is_set_to_no_name_is_named(tmp_path: Path, word: str, example: str) -> None:
+    done = train(word, f"output_root={tmp_path}")
+    assert done.code == 2
+    assert f"{word!r}: a config group takes " in done.err
+    assert example in done.err

@@ -207,6 +207,23 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.halving=2"),
             "sweep.halving is 2, which hydra/launcher=pool does; use hydra/launcher=pool",
         ),
+        (("-m", "seed=range(5,1)"), "this line has no job: a range(...) or glob(...) in it has no value"),
+        (("-m", "model=glob(nosuch*)"), "this line has no job: a range(...) or glob(...) in it has no value"),
+        (
+            ("-m", "optimizer.lr=interval(0,1)"),
+            "is an interval, which only a search draws from; use hydra/sweeper=op",
+        ),
+        (("-m", "seed=1,2", "hydra.launcher.jobs=0"), "hydra.launcher.jobs is 0, expected a whole number from 1"),
+        (("-m", "seed=1,2", "hydra.launcher.cores=x"), "hydra.launcher.cores is 'x', expected a whole number from 1"),
+        (
+            ("-m", "seed=1,2", "sweep.halving=2", "logger=[tensorboard]"),
+            "sweep.halving=2 needs metrics.jsonl of each job, and logger=[tensorboard] writes none; use "
+            "logger=[jsonl,tensorboard]",
+        ),
+        (
+            ("-m", "seed=1,2", "sweep.objectives=[score,seconds]", "logger=[]"),
+            "sweep.objectives=seconds needs metrics.jsonl of each job",
+        ),
         (("sweep.retry=true",), "sweep.* says how a sweep goes on, and this is one job; add -m"),
     ],
 )

@@ -26,7 +26,7 @@ COMMON = (
 )
 DIGITS = (NARROW, "model.dropout=0.3")
 STRICT = (*COMMON, *DIGITS, "precision=bf16", "repro=strict")
-# Not in bfloat16: on CPUs with AMX, torch 2.15 computes the weight gradient of a strided convolution over a 1x1 map
+# Not in bfloat16: on some CPUs torch 2.15 computes the weight gradient of a strided convolution over a 1x1 map
 # from memory that was never written.
 NORMED = (*COMMON, "repro=strict", "model=test_resnet", "dataset.size=16", "steps=3")
 EXACT = (*COMMON, *DIGITS, "precision=fp64", "strategy=ddp")

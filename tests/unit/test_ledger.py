@@ -514,6 +514,23 @@ def test_of_an_odd_number_of_jobs_the_larger_part_goes_on(
     assert [record.number for record in ledger.records() if record.state is State.pruned] == pruned
 
 
+def test_a_rung_that_ends_late_because_jobs_are_rarely_evaluated_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(2)])
+    for record in records:
+        evaluated(ledger, record, 1.0)
+        (ledger.folder / record.folder / "metrics.jsonl").write_text('{"step": 4, "acc/val_top1": 1.0}\n')
+    pool: Any = SimpleNamespace(ledger=ledger, run=lambda tasks, enough: None)
+    halving.run(pool, records, {record.number: Task(record, Needs(), lambda: None, ()) for record in records}, 2)
+    assert (
+        "rung 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
+        "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
+    )
+
+
 class EndedPool:
     """A pool whose jobs end as they are told, without a record of their own, and note the signals that they get."""
 

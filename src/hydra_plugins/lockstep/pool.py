@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
+from lockstep.core.fields import check_whole
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
 from lockstep.job.run_folder import Lock
@@ -76,6 +77,11 @@ class PoolLauncher(Launcher, Callback):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
+        self._check()
+        if not job_overrides and self.search is None:
+            raise InputError(
+                "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"
+            )
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
@@ -93,6 +99,13 @@ class PoolLauncher(Launcher, Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.exit_code and sys.exc_info()[1] is self.handled:  # another error has its own code
             sys.exit(self.exit_code)
+
+    def _check(self) -> None:
+        """Refuse wrong settings."""
+        if self.jobs is not None:
+            check_whole("hydra.launcher.jobs", self.jobs, 1)
+        check_whole("hydra.launcher.gpus", self.gpus, 0)
+        check_whole("hydra.launcher.cores", self.cores, 1)
 
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""

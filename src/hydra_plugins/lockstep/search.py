@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, check_installed
+from lockstep.core.fields import check_whole
 from lockstep.job.run_folder import Lock
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, directions
@@ -125,8 +126,7 @@ class OptunaSweeper(Sweeper):
             ("n_jobs", self.n_jobs, 1),
             ("seed", self.study["seed"], 0),
         ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise InputError(f"hydra.sweeper.{key} is {value!r}, expected a whole number from {least}")
+            check_whole(f"hydra.sweeper.{key}", value, least)
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "search"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
         if [*self.objectives] != [SCORE] and self.study["pruner"] != "none":

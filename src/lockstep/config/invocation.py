@@ -83,12 +83,15 @@ class Invocation:
         check_folders(hydra.overrides.hydra, sweep=sweep)
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
+        named = (
+            sweep or folder != Path() or any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)
+        )
         overrides = tuple(str(override) for override in hydra.overrides.task)
         return cls(
             overrides=overrides,
             command=typed([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
-            folder=folder.absolute() if sweep or folder != Path() else None,
+            folder=folder.absolute() if named or folder != Path() else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
         )

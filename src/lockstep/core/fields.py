@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
+from lockstep.core.errors import InputError
 from lockstep.core.rules import Choice, Duration, Number, PathText, Rule, nested
 
 _RULE = "rule"
@@ -80,6 +81,12 @@ def duration(default: Any, *, zero: bool = False, timed: bool = False) -> Any:
 def pathname(default: str | None) -> Any:
     """A field for a path, or null."""
     return ruled(default, PathText())
+
+
+def check_whole(key: str, value: object, least: int) -> None:
+    """Refuse what is no whole number from `least`, for a key of a plugin of Hydra, which no class describes."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InputError(f"{key} is {value!r}, expected a whole number from {least}: {key}={least}")
 
 
 def rule_of(cls: type[Any], name: str) -> Rule | None:

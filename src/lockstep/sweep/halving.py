@@ -56,6 +56,11 @@ def score(ledger: Ledger, record: Record, share: float, direction: Direction) ->
     return record.objective
 
 
+def _judged_at(ledger: Ledger, record: Record, share: float) -> float:
+    """The share of its steps at which a job is judged for a round; 0 if it has no evaluation there."""
+    return next((done for done, _ in evaluations(ledger, record) if done >= share), 0.0)
+
+
 def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
     """Run the rounds: after each, the best one of `factor` jobs goes on.
 
@@ -104,5 +109,11 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
             if runs(record):
                 score_here = scores[record.number]
                 ledger.write(replace(record, state=State.pruned, objective=score_here, exit_code=0, error=""))
+        judged = max(_judged_at(ledger, record, share) for record in racing)
+        if judged >= rounds[number]:
+            log.show_warning(
+                f"rung {rung} was to end after {100 * share:.3g} % of the steps, and a job was first evaluated after "
+                f"{100 * judged:.3g} %; train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
+            )
         log.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
         racing = best_first[:ahead]

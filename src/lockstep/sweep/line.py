@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
+from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import typed
@@ -52,17 +52,34 @@ def choose_folder(config: DictConfig) -> Ledger:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     if block.gpu_share and launcher != "pool":
         raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
+    if "jsonl" not in config.logger:
+        _check_needs_no_figures(config)
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     identity = Identity(
         base=_base(config),
-        swept=_swept([*params, *words]),
+        swept=_swept([*params, *words], searches=config.hydra.runtime.choices["hydra/sweeper"] != "basic"),
         words=tuple(words),
         direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     with _alone(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
         return _choose(config, identity, words, named=named)
+
+
+def _check_needs_no_figures(config: DictConfig) -> None:
+    """Refuse what judges jobs by their `metrics.jsonl`, which only `logger=jsonl` writes."""
+    pruner = config.hydra.sweeper.get("pruner", "none")
+    judges = {
+        f"sweep.halving={config.sweep.halving}": config.sweep.halving is not None,
+        f"hydra.sweeper.pruner={pruner}": pruner != "none",
+        "sweep.objectives=seconds": "seconds" in config.sweep.objectives,
+    }
+    for word in (word for word, judges_jobs in judges.items() if judges_jobs):
+        raise InputError(
+            f"{word} needs metrics.jsonl of each job, and logger=[{','.join(config.logger)}] writes none; use "
+            f"logger=[{','.join(['jsonl', *config.logger])}]"
+        )
 
 
 def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: bool) -> Ledger:
@@ -130,10 +147,7 @@ def jobs_of(words: Sequence[str]) -> list[list[str]]:
         elif "hydra/sweeper=optuna" in words:
             values[key] = [f"{key}={end}" for end in (value.start, value.end)]
         else:
-            raise InputError(
-                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
-                "values with commas"
-            )
+            raise _needs_search(override)
     return [list(job) for job in itertools.product(*values.values())]
 
 
@@ -147,9 +161,20 @@ def _base(config: DictConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def _swept(words: list[str]) -> tuple[str, ...]:
+def _swept(words: list[str], *, searches: bool) -> tuple[str, ...]:
+    """The keys that a line sweeps. An interval is refused where nothing `searches` it."""
     parsed = OverridesParser.create().parse_overrides(words)
+    for override in parsed:
+        if not searches and isinstance(override.value(), IntervalSweep):
+            raise _needs_search(override)
     return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
+
+
+def _needs_search(interval: Override) -> InputError:
+    return InputError(
+        f"{interval.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+        "values with commas"
+    )
 
 
 def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
