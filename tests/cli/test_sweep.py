@@ -350,7 +350,7 @@ def test_a_job_that_hears_no_signal_can_be_stopped_and_the_same_line_goes_on(
 ) -> None:
     (tmp_path / "app.py").write_text(APP)
     words = ("-m", f"+x={value}", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/s")
-    process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path, afresh=True)
+    process = background(tmp_path, sys.executable, "app.py", *words, cwd=tmp_path)
     output = tmp_path / "s" / "jobs" / "000.log"
     wait_for(lambda: output.exists() and "\n\n" in output.read_text())
     os.kill(process.pid, signal.SIGINT)
