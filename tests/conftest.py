@@ -7,6 +7,11 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+
+# The compiler of torch believes the kernel about the CPU's vector instructions. Else it would compile and load a
+# program for each kind of them, which takes 8 s, for each new cache. Before the import of torch, which reads this.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 import torch
 
 # Under nohup or in the background of a shell they are ignored, and the processes of the tests would ignore them too.

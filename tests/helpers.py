@@ -68,7 +68,10 @@ def composed(*overrides: str) -> dict[str, Any]:
     """
     parsed = OverridesParser.create().parse_overrides(["name=test", *overrides])
     groups = [
-        bool(re.match(r"hydra|.*/", word.key_or_group)) or word.key_or_group in CHOICES or word.is_delete()
+        bool(re.match(r"hydra|.*/", word.key_or_group))
+        or word.key_or_group in CHOICES
+        or word.is_delete()
+        or word.is_sweep_override()
         for word in parsed
     ]
     words = list(zip(groups, parsed, strict=True))

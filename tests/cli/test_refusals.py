@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
+from hydra import initialize_config_dir
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, built, train, train_here
-from lockstep.config import composition, flags, messages, yaml_io
+from helpers import ROOT, built, composed, train, train_here
+from lockstep.config import flags, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
@@ -36,8 +36,8 @@ from lockstep.training.resolved_job import load_job
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
+    job = composed(*overrides)
     with initialize_config_dir(str(ROOT / "conf")):
-        job = composition.to_dict(compose("config", overrides=["name=test", *overrides]))
         called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
         with job_lock(called) as lock:
             return create_run(decide_resume(job, called), called, lock).run_dir

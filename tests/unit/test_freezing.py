@@ -13,7 +13,8 @@ from helpers import FAKE, losses, train_here, weights
 from lockstep.checkpoint import load_start
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
-from lockstep.models import BasicNet, DigitNet, Linear, WhiteNet
+from lockstep.core.protocols import Model
+from lockstep.models import BasicNet, DigitNet, Linear, Timm, WhiteNet
 from lockstep.optim import SGD, AdamW
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 
@@ -33,21 +34,22 @@ RUN = (
 @pytest.mark.parametrize(
     ("model", "head"),
     [
-        (DigitNet().build(10, (1, 8, 8)), ("13.weight", "13.bias")),
-        (BasicNet().build(10, (1, 28, 28)), ("10.weight", "10.bias")),
-        (Linear().build(10, (1, 8, 8)), ("1.weight", "1.bias")),
-        (WhiteNet().build(10, (3, 32, 32)), ("7.weight",)),
-        (timm.create_model("resnet18"), ("fc.weight", "fc.bias")),
-        (timm.create_model("test_vit"), ("head.weight", "head.bias")),
-        (timm.create_model("test_convnext"), ("head.fc.weight", "head.fc.bias")),
+        (DigitNet(), ("13.weight", "13.bias")),
+        (BasicNet(), ("10.weight", "10.bias")),
+        (Linear(), ("1.weight", "1.bias")),
+        (WhiteNet(), ("7.weight",)),
+        (Timm(name="resnet18"), ("fc.weight", "fc.bias")),
+        (Timm(name="test_vit"), ("head.weight", "head.bias")),
+        (Timm(name="test_convnext"), ("head.fc.weight", "head.fc.bias")),
         (
-            timm.create_model("deit_tiny_distilled_patch16_224"),
+            Timm(name="deit_tiny_distilled_patch16_224"),
             ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"),
         ),
     ],
+    ids=repr,
 )
-def test_the_head_of_a_model_is_known(model: torch.nn.Module, head: tuple[str, ...]) -> None:
-    assert head_parameters(model) == head
+def test_the_head_of_a_model_is_known(model: Model, head: tuple[str, ...]) -> None:
+    assert head_parameters(model.build(10, (3, 32, 32))) == head
 
 
 def test_weights_with_another_head_leave_the_model_its_own(tmp_path: Path) -> None:

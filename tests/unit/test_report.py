@@ -153,14 +153,16 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
+DRAWN: dict[str, str] = {}  # by the text of the curves
+
+
 @pytest.fixture
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw equal curves once: drawing takes most of the time of a page."""
-    drawn: dict[str, str] = {}
+    """Draw equal curves once for all tests: drawing takes most of the time of a page."""
     draw = charts.curves
 
     def curves(lines: Any) -> str:
-        return drawn.get(key := repr(lines)) or drawn.setdefault(key, draw(lines))
+        return DRAWN.get(key := repr(lines)) or DRAWN.setdefault(key, draw(lines))
 
     monkeypatch.setattr("lockstep.telemetry.charts.curves", curves)
 
