@@ -366,12 +366,13 @@ def test_without_a_gpu_only_the_processes_are_watched(tmp_path: Path) -> None:
 
 def test_the_processes_of_the_ranks_have_their_cores_memory_and_traffic(tmp_path: Path) -> None:
     part = Processes([os.getpid()], counters=[])
-    end = time.process_time() + 0.2
+    began, end = time.perf_counter(), time.process_time() + 0.2
     while time.process_time() < end:
         pass
     (tmp_path / "file").write_bytes(b"x" * 4_000_000)
+    share = 0.2 / (time.perf_counter() - began)  # of a core; other processes take the rest
     figures = part.sample(1)
-    assert 0.3 < figures["cpu/cores"] < 1.5 * (os.cpu_count() or 1)
+    assert 0.7 * share < figures["cpu/cores"] < 1.5 * (os.cpu_count() or 1)
     assert 0.01 < figures["cpu/mem_gb"] < 100
     assert set(figures) == {"cpu/cores", "cpu/mem_gb", "cpu/read_mb_s", "cpu/write_mb_s"}
     assert part.joules is None
