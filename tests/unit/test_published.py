@@ -73,6 +73,7 @@ def test_unavailable_weights_are_one_sentence_at_once(
 def test_a_resume_and_inference_do_not_need_the_published_weights(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(cache)  # `outputs/latest` is written there
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name = "test_resnet.r160_in1k"
     data = ("dataset=fake", "dataset.classes=3", "dataset.size=32", "dataset.examples=8", "batch=4")
