@@ -194,11 +194,11 @@ def _is_window(parsed: Any) -> bool:
         case None:
             return True
         case {"flushed": int(flushed), "trails": [_, *_] as ranks, "epoch": epoch} if len(parsed) == 3:
-            return flushed >= 0 and _is_epoch(epoch) and all(map(_is_rank_window, ranks))
+            return flushed >= 0 and _is_epoch(epoch) and all(map(_is_tally, ranks))
     return False
 
 
-def _is_rank_window(parsed: Any) -> bool:
+def _is_tally(parsed: Any) -> bool:
     """Whether parsed JSON is the `TallyState` of telemetry. A loss may be infinite if a scaler tolerates it."""
     match parsed:
         case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(parsed) == 4:

@@ -15,7 +15,7 @@ from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, State, best_of
-from lockstep.sweep.runs import Run, differing, existing, read_job, read_run, run_folders, state_of
+from lockstep.sweep.runs import Run, differing, existing, read_jobs, read_run, run_folders, state_of
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
 
@@ -66,7 +66,7 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
         ledger = Ledger(path)
         try:
             if path == root and ledger.exists:
-                single = [read_job(ledger, record) for record in ledger.records()]
+                single = read_jobs(ledger)
             elif ledger.exists:
                 rows.append(_sweep(ledger, root))
                 damaged += [record.error for record in ledger.records() if record.state is State.damaged]

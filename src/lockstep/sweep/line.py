@@ -75,11 +75,12 @@ def _check_needs_no_figures(config: DictConfig) -> None:
         f"hydra.sweeper.pruner={pruner}": pruner != "none",
         "sweep.objectives=seconds": "seconds" in config.sweep.objectives,
     }
-    for word in (word for word, judges_jobs in judges.items() if judges_jobs):
-        raise InputError(
-            f"{word} needs metrics.jsonl of each job, and logger=[{','.join(config.logger)}] writes none; use "
-            f"logger=[{','.join(['jsonl', *config.logger])}]"
-        )
+    for word, judges_jobs in judges.items():
+        if judges_jobs:
+            raise InputError(
+                f"{word} needs metrics.jsonl of each job, and logger=[{','.join(config.logger)}] writes none; use "
+                f"logger=[{','.join(['jsonl', *config.logger])}]"
+            )
 
 
 def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: bool) -> Ledger:

@@ -77,7 +77,7 @@ def read_runs(root: Path) -> list[Run]:
         ledger = Ledger(folder)
         try:
             if ledger.exists:
-                runs |= {folder / record.folder: read_job(ledger, record) for record in ledger.records()}
+                runs |= {run.folder: run for run in read_jobs(ledger)}
             elif folder not in runs:
                 entry = record_of(folder)
                 runs[folder] = read_run(folder) if entry is None else read_job(*entry)
@@ -88,9 +88,18 @@ def read_runs(root: Path) -> list[Run]:
     return list(runs.values())
 
 
+def read_jobs(ledger: Ledger) -> list[Run]:
+    """All jobs of a sweep, as `read_job` reads one."""
+    direction = ledger.identity().direction
+    return [_read_job(ledger, record, direction) for record in ledger.records()]
+
+
 def read_job(ledger: Ledger, record: Record) -> Run:
     """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
-    direction = ledger.identity().direction
+    return _read_job(ledger, record, ledger.identity().direction)
+
+
+def _read_job(ledger: Ledger, record: Record, direction: Direction) -> Run:
     run = read_run(ledger.folder / record.folder, record.overrides)
     if run.state == State.damaged:
         return run

@@ -34,7 +34,8 @@ class Screen:
         self.ledger, self.begun = ledger, begun
         self.records = {record.number: record for record in records}
         self.running: list[int] = []
-        self.swept, self.direction = ledger.identity().swept or swept_keys(records), ledger.identity().direction
+        identity = ledger.identity()
+        self.swept, self.direction = identity.swept or swept_keys(records), identity.direction
         self.began = time.monotonic()
         self.before = sum(record.state in (State.done, State.failed) for record in records)
         self.ended_now = 0
