@@ -129,6 +129,13 @@ def test_small_things_are_not_worth_a_word() -> None:
     assert verdict.verdict(evidence(shares=shares, factors={"precision=bf16": 1.05})).override is None
 
 
+def test_a_small_gain_hides_no_advice_whose_gain_is_unknown() -> None:
+    facts = evidence(cores=1, shares={"evaluation": 0.1, "forward": 0.9})
+    gains = {finding.override: finding.gain for finding in findings(facts)}
+    assert gains == {"train.eval_every=2ep": pytest.approx(1 / 0.95), "launcher.threads=1": None}
+    assert verdict.verdict(facts).override == "launcher.threads=1"
+
+
 @pytest.mark.parametrize(
     ("hardware", "mfu", "words", "override"),
     [

@@ -87,9 +87,9 @@ class Evidence:
 
 def verdict(evidence: Evidence) -> Finding:
     """The finding with the largest gain; without one worth a change, a sentence that says so."""
-    by_gain = sorted(findings(evidence), key=lambda finding: finding.gain or 1.0, reverse=True)
-    if by_gain and (by_gain[0].gain is None or by_gain[0].gain >= WORTH):
-        return by_gain[0]
+    worth = [finding for finding in findings(evidence) if finding.gain is None or finding.gain >= WORTH]
+    if worth:
+        return max(worth, key=lambda finding: finding.gain or 1.0)
     part, share = max(evidence.shares.items(), key=lambda item: item[1], default=("step", 0.0))
     work = evidence.share(*WORK)
     return Finding(
