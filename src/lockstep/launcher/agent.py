@@ -93,7 +93,7 @@ def run_agent(
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
     # After a restart, the store of an agent can have entries of the attempt before, so main's rank serves a store.
-    os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONSAFEPATH": "1"})
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
         with starting():
             elastic_launch(config, sys.executable)(*command)

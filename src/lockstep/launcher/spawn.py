@@ -51,6 +51,7 @@ class Spawn(Inline):
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         environments = [environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
+        words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()
         with children, forwarding(children.send) as request:
             with starting():
@@ -58,7 +59,7 @@ class Spawn(Inline):
                     if fork:
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
-                        children.ranks.append(_fresh(entry, run_dir, variables))
+                        children.ranks.append(Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **variables}))
             # Not before the forks, because it starts threads. By default it would listen on all interfaces.
             children.store = TCPStore(
                 LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
@@ -83,12 +84,6 @@ def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener
     process = Fork(begin)
     process.start()
     return process
-
-
-def _fresh(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Process:
-    """A rank as a fresh interpreter, which does not run the program of this process again."""
-    words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
-    return Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **environment})
 
 
 class Children:
