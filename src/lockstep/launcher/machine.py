@@ -100,10 +100,10 @@ class Machine(ABC):
         """
         answer, silent, limit = in_thread(partial(call, *arguments)), 0.0, limit or self.meeting.timeout
         while True:
-            if self.request.requested:
-                if not self.has_run and not ranks_here():
-                    raise Stopped("stopped while waiting for machines; start the same command on each again")
-                self.request.repeat()
+            self.has_run |= bool(ranks_here())
+            if self.request.requested and not self.has_run:
+                raise Stopped("stopped while waiting for machines; start the same command on each again")
+            self.request.repeat()
             if futures.wait([answer], LOOK_S).done:
                 break
             silent += LOOK_S  # counted in turns: time in which this process was suspended is no silence
@@ -142,7 +142,6 @@ class Machine(ABC):
         ended_ranks = False
         while not futures.wait([agent], LOOK_S).done:
             is_over, has_ranks = self.ask(self.look), bool(ranks_here())
-            self.has_run |= has_ranks
             if "end" in self.state and not has_ranks:  # the agent may wait for machines for minutes
                 return
             if is_over and has_ranks:
