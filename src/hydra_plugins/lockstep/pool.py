@@ -77,7 +77,10 @@ class PoolLauncher(Launcher, Callback):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
-        self._check()
+        if self.jobs is not None:
+            check_whole("hydra.launcher.jobs", self.jobs, 1)
+        check_whole("hydra.launcher.gpus", self.gpus, 0)
+        check_whole("hydra.launcher.cores", self.cores, 1)
         if not job_overrides and self.search is None:
             raise InputError(
                 "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"
@@ -99,13 +102,6 @@ class PoolLauncher(Launcher, Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.exit_code and sys.exc_info()[1] is self.handled:  # another error has its own code
             sys.exit(self.exit_code)
-
-    def _check(self) -> None:
-        """Refuse wrong settings."""
-        if self.jobs is not None:
-            check_whole("hydra.launcher.jobs", self.jobs, 1)
-        check_whole("hydra.launcher.gpus", self.gpus, 0)
-        check_whole("hydra.launcher.cores", self.cores, 1)
 
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""

@@ -136,7 +136,7 @@ class RayTask:
             name=task.record.folder,
         )(run_command)
         self.output, self.is_stopping = output_of(ledger, task.record), False
-        plain = replace(task, function=_nothing)  # refers to this process
+        plain = replace(task, function=float)  # its command runs instead; the function refers to this process
         self.sentinel = remote.remote(ledger, plain, dict(os.environ), str(Path.cwd()))
 
     @property
@@ -166,10 +166,6 @@ class RayTask:
 
     def send_signal(self, number: int) -> None:
         self.is_stopping |= number in STOP_SIGNALS
-
-
-def _nothing() -> None:
-    """Stands for the function of a task, whose command runs instead."""
 
 
 def run_command(ledger: Ledger, task: Task, environment: Mapping[str, str], folder: str) -> int:

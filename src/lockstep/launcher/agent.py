@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
 from torch.distributed import DistError
 
-from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.processes import starting
@@ -22,9 +19,6 @@ from lockstep.runtime import child
 # Seconds that a job with enough machines waits for more of them.
 LAST_CALL_S = 5
 MONITOR_S = 0.1
-# After a restart, the store of an agent can have entries of the attempt before, so main's rank serves a store.
-NO_AGENT_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-LOGGER = "torch.distributed.elastic"  # its warnings are about ranks and signals, which this launcher reports itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,80 +42,68 @@ class Meeting:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class NotEnough(RankFailed):
-    """Too few machines have met in time."""
-
-
 def run_agent(
     meeting: Meeting,
-    name: str,
+    attempt: int,
     entry: Entry,
     run_dir: RunDir,
     *,
     ranks: int,
     own_name: str,
-    serves: bool,
     patience: float,
-) -> dict[int, int] | None:
+    logs: str,
+) -> tuple[bool, dict[int, int]]:
     """Meet the other machines within `patience` seconds, and run `entry` in the `ranks` of this machine.
 
-    Call it in a thread: its waits for other machines have no limit if the network is cut. `name` is that of the
-    attempt. The first machine in the order of `own_name` gets rank 0; its name is the address where the ranks meet.
+    Call it in a thread: its waits for other machines have no limit if the network is cut. The first machine in the
+    order of `own_name` gets rank 0; its name is the address where the ranks meet. `logs` is a folder for torch.
 
     Returns:
-        The exit code of the first rank of this machine that failed, which is empty if another machine has ended the
-        attempt; None if all ranks are done. Raises NotEnough if too few machines have met in time.
+        Whether all ranks are done, and the exit code of the first rank of this machine that failed. There is none if
+        another machine has ended the attempt, or if too few machines have met in time.
     """
     # Not needed by other jobs, and slow to import.
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    config = LaunchConfig(
+        min_nodes=meeting.least,
+        max_nodes=meeting.most,
+        nproc_per_node=ranks,
+        run_id=f"attempt-{attempt}",
+        rdzv_backend="c10d",
+        rdzv_endpoint=meeting.endpoint,
+        rdzv_configs={
+            "is_host": own_name == meeting.host,
+            "join_timeout": round(patience),
+            "last_call_timeout": LAST_CALL_S,
+            "close_timeout": 5,
+            "read_timeout": max(1, round(meeting.timeout)),
+        },
+        max_restarts=0,  # main decides for all machines: a stop is no reason to restart
+        monitor_interval=MONITOR_S,
+        local_addr=own_name,
+        logs_specs=DefaultLogsSpecs(log_dir=logs),
+    )
     command = ("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path))
-    with tempfile.TemporaryDirectory(prefix="lockstep-agent-") as folder, _environment():
-        config = LaunchConfig(
-            min_nodes=meeting.least,
-            max_nodes=meeting.most,
-            nproc_per_node=ranks,
-            run_id=name,
-            rdzv_backend="c10d",
-            rdzv_endpoint=meeting.endpoint,
-            rdzv_configs={
-                "is_host": serves,
-                "join_timeout": round(patience),
-                "last_call_timeout": LAST_CALL_S,
-                "close_timeout": 5,
-                "read_timeout": max(1, round(meeting.timeout)),
-            },
-            max_restarts=0,  # main decides for all machines: a stop is no reason to restart
-            monitor_interval=MONITOR_S,
-            local_addr=own_name,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )
-        try:
-            elastic_launch(config, sys.executable)(*command)
-        except ChildFailedError as error:
-            rank, failure = next(iter(error.failures.items()))
-            return {rank: failure.exitcode}
-        except RendezvousTimeoutError as error:
-            raise NotEnough(str(error)) from error
-        # Another machine has ended the attempt; a machine that was not needed then gets no result, which torch's
-        # launcher takes for one (AttributeError).
-        except (RendezvousError, DistError, AttributeError):
-            return {}
-    return None
-
-
-@contextmanager
-def _environment() -> Iterator[None]:
-    """What the ranks inherit from this thread and process: blocked signals, and variables."""
-    logger = logging.getLogger(LOGGER)
+    # Its warnings are about ranks and signals, which this launcher reports itself.
+    logger = logging.getLogger("torch.distributed.elastic")
     logger.propagate = False
     logger.addHandler(logging.NullHandler())
-    os.environ.update({NO_AGENT_STORE: "1", "PYTHONSAFEPATH": "1"})
-    with starting():
-        yield
+    # After a restart, the store of an agent can have entries of the attempt before, so main's rank serves a store.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    try:
+        with starting():
+            elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        rank, failure = next(iter(error.failures.items()))
+        return False, {rank: failure.exitcode}
+    # A machine that was not needed gets no result, which torch's launcher takes for one (AttributeError).
+    except (RendezvousError, DistError, AttributeError):
+        return False, {}
+    return True, {}
 
 
 def ranks_here() -> list[psutil.Process]:

@@ -3,43 +3,56 @@
 Main's machine serves the store and numbers the attempts. In each attempt, torch's agents meet there and start the
 ranks. Then each machine reports how its ranks ended, and main decides whether another attempt follows.
 
-A store or an agent can wait for a quarter of an hour for a machine that is silent. So threads talk to them, and the
-main thread bounds their waits: it handles signals, ends ranks whose attempt has ended elsewhere, and gives up when
-the store has been silent for too long.
+An agent or a store can wait for a quarter of an hour for a machine that is silent. So each call of them has a thread,
+and the main thread bounds its wait: it handles signals, ends ranks whose attempt has ended elsewhere, and gives up
+when the store has been silent for too long.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
-import time
+import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from functools import partial
+from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore
 
-from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped
+from lockstep.core.errors import RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting, ranks_here, run_agent, send_to_ranks
-from lockstep.launcher.processes import GRACE_S, POLL_S, Forwarding, forwarding
+from lockstep.launcher.processes import GRACE_S, Forwarding, forwarding
 
-# The seconds that machines have at least for joining a new job.
-FIRST_S = 600.0
+Answer = TypeVar("Answer")
+
+FIRST_S = 600.0  # the seconds that machines have at least for joining a new job
 LOOK_S = 0.25  # seconds between two looks at the store
-# How long torch's agent may go on waiting for machines after the job has ended.
-ENDED_S = 1.0
-# The keys of the store. Main sets STATE; the others are numbers that a machine increases, most of them per attempt.
-STATE, REFUSED, CONNECTED, READ = "state", "refused", "connected", "read"
-JOINED, REPORTED, OVER = "joined/{}", "reported/{}", "over/{}"
-# The machine that has a `launcher.node_rank` in an attempt.
-CLAIMED = "claimed/{}/{}"
+# The keys of the store. Main sets STATE; the other machines count themselves when they connect, and when they have
+# read how the job ended; one that leaves the job sets why. Each machine of an attempt adds a line when it joins it,
+# and one when it has ended there.
+STATE, CONNECTED, READ, REFUSED = "state", "connected", "read", "refused"
+JOINED, REPORTS = "joined/{}", "reports/{}"
+
+
+def in_thread(call: Callable[[], Answer]) -> futures.Future[Answer]:
+    """The result of a call in a thread, which does not keep this process from ending."""
+    future: futures.Future[Answer] = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 class Machine(ABC):
@@ -48,20 +61,18 @@ class Machine(ABC):
     Args:
         meeting: where the machines meet.
         name: the name of this machine for torch's agents, which number the machines in the order of the names.
-        serves: whether this machine serves the store.
+        overrides: the overrides of this machine's command that must be the same on all machines.
+        lost: what it means that the store does not answer.
     """
 
-    def __init__(self, meeting: Meeting, name: str, *, serves: bool) -> None:
-        self.meeting, self.name = meeting, name
-        self.serves = serves
-        self.attempt = 0
-        self.state: dict[str, Any] = {}  # the newest value of STATE
-        self.looks = 0  # how often the store has answered
-        self.over = 0  # the newest attempt that is known to have ended on a machine
-        self.gathering = False  # whether torch's agent waits for machines, or its ranks run
-        self.ended_ranks = False
-        self.error: BaseException | None = None
-        self.request: Forwarding | None = None
+    store: TCPStore
+    request: Forwarding
+
+    def __init__(self, meeting: Meeting, name: str, overrides: Sequence[str], lost: str) -> None:
+        self.meeting, self.name, self.overrides, self.lost = meeting, name, sorted(overrides), lost
+        self.state: dict[str, Any] = {}  # what main has told last: the attempt and its job, or how the job ended
+        self.attempt = 0  # the last attempt that this machine has joined
+        self.has_run = self.is_done = False  # whether it has run ranks here, and whether all its ranks are done
 
     def run_attempts(self, entry: Entry) -> None:
         """Run the ranks of this machine in each attempt, until the job ends.
@@ -69,125 +80,75 @@ class Machine(ABC):
         Raises:
             LockstepError: the job failed or was stopped.
         """
-        with forwarding(send_to_ranks) as self.request:
-            talk, look = (Thread(target=self._run, args=[work], daemon=True) for work in (self._talk, self._look))
-            self._entry = entry
+        folder = tempfile.TemporaryDirectory(prefix="lockstep-agent-", ignore_cleanup_errors=True)
+        with folder as logs, forwarding(send_to_ranks) as self.request:
             try:
-                talk.start()
-                look.start()
-                self._watch(talk)
+                while self._next_attempt():
+                    self._run_attempt(entry, logs)
             finally:
                 send_to_ranks(signal.SIGKILL)
 
-    def _run(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except DistError as error:
-            self.error = self.error or self.lost(str(error).splitlines()[0])
-        except BaseException as error:
-            self.error = self.error or error
-
     @abstractmethod
-    def _talk(self) -> None:
-        """Take part in the attempts, in a thread; returns when the job is done."""
+    def _next_attempt(self) -> bool:
+        """Bring `state` to the next attempt; returns False if the job is done."""
 
-    @abstractmethod
-    def lost(self, reason: str) -> LockstepError:
-        """The error for a store that does not answer."""
-
-    def raise_ending(self) -> None:
-        """Raise the error with which main has ended the job, if it has ended it with one."""
-        if code := self.state["end"]:
-            raise BY_EXIT_CODE.get(code, RankFailed)(self.state["sentence"])
-
-    def acknowledge(self, store: TCPStore) -> None:
-        """Tell main that this machine has read how the job ended. It counts once, whichever thread was first."""
-        if store.add(f"{READ}/{socket.gethostname()}/{os.getpid()}", 1) == 1:
-            store.add(READ, 1)
-
-    def _client(self) -> TCPStore:
-        """A connection to the store. Each thread needs its own."""
-        meeting = self.meeting
-        timeout = timedelta(seconds=meeting.timeout)
-        return TCPStore(meeting.host, meeting.port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-    def _watch(self, talk: Thread) -> None:
-        """Wait until the job has ended; runs in the main thread."""
-        assert self.request is not None
-        silent = over = ended = 0.0
-        stopping, began = False, 0  # the last attempt whose ranks have been seen
-        while talk.is_alive() and self.error is None:
-            looks = self.looks
-            talk.join(LOOK_S)
-            began = self.attempt if ranks_here() else began
-            # Counted in turns: time in which this process was suspended is no silence.
-            silent = 0.0 if self.looks != looks else silent + LOOK_S
-            if self.looks and silent > self.meeting.timeout:
-                raise self.lost(f"no answer for {self.meeting.timeout:g} s")
-            if self.request.requested:
-                gathering = self.gathering and began != self.attempt
-                if not stopping and (gathering or not self.attempt) and not ranks_here():
-                    raise Stopped("stopped while waiting for machines; start the same command on each again")
-                stopping = True
-                self.request.repeat()
-            over = over + LOOK_S if self.attempt and self.over >= self.attempt and self.gathering else 0.0
-            ended = ended + LOOK_S if "end" in self.state and not ranks_here() else 0.0
-            if ended >= ENDED_S:
-                with suppress(DistError):  # main has left
-                    self.acknowledge(self._client())
-                self.raise_ending()
-                return
-            if over and ranks_here():
-                self.ended_ranks = True
-                send_to_ranks(signal.SIGKILL if over > GRACE_S else signal.SIGTERM)
-        if self.error is not None:
-            raise self.error
-
-    def _look(self) -> None:
-        """Look at the store again and again, in a thread."""
-        while not self.state:
-            time.sleep(POLL_S)
-        store = self._client()
-        while "end" not in self.state:
-            attempt = self.attempt
-            self.state = json.loads(store.get(STATE))
-            if store.add(OVER.format(attempt), 0) or "end" in self.state:
-                self.over = max(self.over, attempt)
-            self._see(store)
-            self.looks += 1
-            time.sleep(LOOK_S)
-
-    def _see(self, store: TCPStore) -> None:  # noqa: B027  (only main is told something)
-        """Look at what only this role is told."""
-
-    def _run_attempt(self, store: TCPStore, number: int, run_dir: RunDir, ranks: int) -> bool:
-        """Run the ranks of this machine, and report how they ended; returns whether they are done.
+    def ask(self, call: Callable[..., Answer], *arguments: Any, limit: float | None = None) -> Answer:
+        """The answer to a call that can wait for another machine, by default at most the meeting's timeout.
 
         Raises:
-            NotEnough: too few machines have met in time.
+            LockstepError: there is no answer, or this machine was stopped while it waited for others.
         """
-        turn = store.add(JOINED.format(number), 1)
-        store.set(f"{JOINED.format(number)}/{turn}", socket.gethostname())
-        patience = self.meeting.timeout if number > 1 else max(self.meeting.timeout, FIRST_S)
-        self.attempt, self.ended_ranks, self.gathering = number, False, True
-        codes: dict[int, int] | None = {}
+        answer, silent, limit = in_thread(partial(call, *arguments)), 0.0, limit or self.meeting.timeout
+        while True:
+            self.has_run |= bool(ranks_here())
+            if self.request.requested and not self.has_run:
+                raise Stopped("stopped while waiting for machines; start the same command on each again")
+            self.request.repeat()
+            if futures.wait([answer], LOOK_S).done:
+                break
+            silent += LOOK_S  # counted in turns: time in which this process was suspended is no silence
+            if silent > limit:
+                raise RankFailed(f"{self.lost} (no answer for {limit:g} s)")
         try:
-            codes = run_agent(
-                self.meeting,
-                f"attempt-{number}",
-                self._entry,
-                run_dir,
-                ranks=ranks,
-                own_name=self.name,
-                serves=self.serves,
-                patience=patience,
+            return answer.result()
+        except DistError as error:
+            raise RankFailed(f"{self.lost} ({str(error).splitlines()[0]})") from error
+
+    def look(self) -> bool:
+        """Look at the store; returns whether ranks of another machine have ended before they were done."""
+        return any(report["is_over"] for report in self.lines(REPORTS))
+
+    def lines(self, key: str) -> list[Any]:
+        """What the machines of this attempt have added to a key."""
+        key = key.format(self.attempt)
+        return [json.loads(line) for line in self.store.get(key).splitlines()] if self.store.check([key]) else []
+
+    def add_line(self, key: str, line: object) -> None:
+        self.ask(self.store.append, key.format(self.attempt), json.dumps(line) + "\n")  # type: ignore[attr-defined]
+
+    def _run_attempt(self, entry: Entry, logs: str) -> None:
+        """Run the ranks of this machine in the attempt of the state, and report how they ended."""
+        number = self.attempt = int(self.state["attempt"])
+        self.has_run, host = False, socket.gethostname()
+        self.add_line(JOINED, host)
+        patience = max(self.meeting.timeout, FIRST_S if number == 1 else 0.0)
+        run_dir, ranks = RunDir(Path(self.state["folder"])), int(self.state["ranks"])
+        agent = in_thread(
+            lambda: run_agent(
+                self.meeting, number, entry, run_dir, ranks=ranks, own_name=self.name, patience=patience, logs=logs
             )
-        finally:
-            self.gathering = False
-            if codes is not None:
-                store.add(OVER.format(number), 1)
-            assert self.request is not None
-            report = {"codes": {} if self.ended_ranks else codes, "leaving": self.request.requested}
-            store.set(f"{REPORTED.format(number)}/{turn}", json.dumps(report))
-            store.add(REPORTED.format(number), 1)
-        return codes is None
+        )
+        over = 0.0  # seconds since the attempt has ended elsewhere
+        ended_ranks = False
+        while not futures.wait([agent], LOOK_S).done:
+            is_over, has_ranks = self.ask(self.look), bool(ranks_here())
+            if "end" in self.state and not has_ranks:  # the agent may wait for machines for minutes
+                return
+            if is_over and has_ranks:
+                ended_ranks = True
+                send_to_ranks(signal.SIGKILL if over > GRACE_S else signal.SIGTERM)
+            over = over + LOOK_S if is_over else 0.0
+        self.is_done, failed = agent.result()
+        is_over = bool(failed) or (self.has_run and not self.is_done)  # a machine that was not needed ends nothing
+        report = {"host": host, "is_over": is_over, "is_leaving": self.request.requested}
+        self.add_line(REPORTS, {**report, "failed": {} if ended_ranks else failed})

@@ -1,4 +1,4 @@
-"""For all that starts processes: the processes themselves, their signals, and the store at which ranks meet."""
+"""For all that starts processes: the processes themselves, and their signals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,8 +15,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from torch.distributed import TCPStore
-
 from lockstep.core.errors import Interrupted, LockstepError
 from lockstep.runtime import signals
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
@@ -26,7 +23,6 @@ POLL_S = 0.05
 # Seconds that the other ranks have to end after one has failed. After a stop, a rank only closes its files; after a
 # fault, a rank may hang in a collective.
 GRACE_S = 5.0
-LOOPBACK = "127.0.0.1"
 
 
 class Process(Protocol):
@@ -155,14 +151,3 @@ def starting() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         del os.environ[LAUNCHER]
-
-
-def loopback_listener() -> socket.socket:
-    """A socket on a free port at which the ranks of this machine can meet; other machines cannot reach it."""
-    return socket.create_server((LOOPBACK, 0))
-
-
-def store(listener: socket.socket) -> TCPStore:
-    """A store that serves this port only; by default a `TCPStore` listens on all interfaces. Starts threads."""
-    address, port, *_ = listener.getsockname()
-    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -22,20 +22,10 @@ from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure, remove_error_files
-from lockstep.launcher.processes import (
-    GRACE_S,
-    LOOPBACK,
-    POLL_S,
-    Fork,
-    Fresh,
-    Process,
-    can_fork,
-    forwarding,
-    loopback_listener,
-    starting,
-    store,
-)
+from lockstep.launcher.processes import GRACE_S, POLL_S, Fork, Fresh, Process, can_fork, forwarding, starting
 from lockstep.runtime import child
+
+LOOPBACK = "127.0.0.1"  # other machines cannot reach it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +48,10 @@ class Spawn(Inline):
             LockstepError: the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
         """
         remove_error_files(run_dir)
-        listener = loopback_listener()
+        listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         environments = [environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
+        words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()
         with children, forwarding(children.send) as request:
             with starting():
@@ -68,8 +59,11 @@ class Spawn(Inline):
                     if fork:
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
-                        children.ranks.append(_fresh(entry, run_dir, variables))
-            children.store = store(listener)
+                        children.ranks.append(Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **variables}))
+            # Not before the forks, because it starts threads. By default it would listen on all interfaces.
+            children.store = TCPStore(
+                LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             request.repeat()
             if failed := children.join():
                 failure = first_failure(run_dir, failed)
@@ -90,12 +84,6 @@ def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener
     process = Fork(begin)
     process.start()
     return process
-
-
-def _fresh(entry: Entry, run_dir: RunDir, environment: dict[str, str]) -> Process:
-    """A rank as a fresh interpreter, which does not run the program of this process again."""
-    words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
-    return Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **environment})
 
 
 class Children:
