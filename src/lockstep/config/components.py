@@ -17,7 +17,7 @@ from lockstep.config import extensions, yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError, collecting, did_you_mean
 from lockstep.core.fields import Component
 from lockstep.core.rules import Text
 
@@ -128,14 +128,14 @@ def build_job(values: Mapping[str, Any]) -> Job:
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
     own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
-    with _collecting(problems), _in_sentences():
+    with collecting(problems), _in_sentences():
         job: Job = _checked(Job, schema, own)
     for name in blocks:
-        with _collecting(problems), _in_sentences():
+        with collecting(problems), _in_sentences():
             defaults = functools.partial(OmegaConf.select, schema(), name)
             parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
     for group in GROUPS:
-        with _collecting(problems):
+        with collecting(problems):
             parts[group] = (build_many if group in MANY else build)(group, values.get(group))
     if problems:
         raise InputError(*problems)
@@ -151,15 +151,6 @@ def _in_sentences(prefix: str = "") -> Iterator[None]:
         raise InputError(sentence(error, prefix)) from error
     except (OverflowError, RecursionError) as error:
         raise unreadable(error) from error
-
-
-@contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """Add the lines of an InputError to `problems`."""
-    try:
-        yield
-    except InputError as error:
-        problems.extend(error.args)
 
 
 @functools.cache
