@@ -103,7 +103,7 @@ def test_the_modern_recipe_warms_up_to_its_rate_and_ends_near_zero() -> None:
 
 def test_the_reference_names_every_file_of_a_run_folder() -> None:
     source = (ROOT / "src" / "lockstep" / "core" / "run_dir.py").read_text()
-    names = {name.rpartition("/")[2] for name in re.findall(r'_PathBelow\("([^"]+)"\)', source)}
+    names = {name.rpartition("/")[2] for name in re.findall(r'\bPathBelow\("([^"]+)"\)', source)}
     text = REFERENCE.read_text()
     assert names
     assert not {name for name in names if name not in text}

@@ -14,11 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers import composed
+from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.core.run_dir import NAME_LIMIT, RunDir, latest, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.create import Preparation
+from lockstep.job.resume import decide_resume
 
 
 @pytest.mark.parametrize(
@@ -297,6 +300,16 @@ def test_latest_that_names_nothing_is_a_mistake_with_a_remedy(tmp_path: Path, co
     os.mkfifo(tmp_path / "latest")
     with pytest.raises(InputError, match=r"latest is a pipe"):
         latest(tmp_path)
+
+
+def test_the_best_checkpoint_of_a_run_is_resumed_by_the_file_that_names_it(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "run")
+    checkpoint = run.checkpoints / "step-00000003"
+    checkpoint.mkdir()
+    (checkpoint / MANIFEST).write_text("{}")
+    run.best.write_text(f"{checkpoint.name}\n")
+    called = Invocation(overrides=(), command="", sweep=False, folder=None, hydra="")
+    assert decide_resume(composed(f"resume={run.best}"), called).values["resume"] == str(checkpoint)
 
 
 def test_a_start_that_was_killed_leaves_a_folder_to_start_in_and_a_users_folder_is_none(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
-from lockstep.core.safe_read import MB, UnreadableFile, opened, parse_json
+from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened
 
 LENGTH_BYTES = 8  # the header begins after its length, a little-endian number of this size
 # The header escapes the quotes of the card, which can double the card's length. A tensor takes about 100 bytes.
@@ -46,4 +46,4 @@ def _header(file: Path) -> Any:
             raise UnreadableFile(file, "is not a safetensors file")
         if length > HEADER_LIMIT:
             raise UnreadableFile(file, f"has a header of {length:,} bytes, expected at most {HEADER_LIMIT:,}")
-        return parse_json(file, data.read(length))
+        return checked_json(file, data.read(length))

@@ -24,7 +24,7 @@ import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import MANIFEST
-from lockstep.core.safe_read import MB, UnreadableFile, is_number, opened, parse_json, read_bytes, read_json
+from lockstep.core.safe_read import MB, UnreadableFile, checked_json, is_number, opened, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 WEIGHTS = (MODEL, EMA)
@@ -149,7 +149,7 @@ def _facts(path: Path) -> dict[str, Any]:
     data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
-    facts = parse_json(path / FACTS, data)
+    facts = checked_json(path / FACTS, data)
     match facts:
         case {"format": 1, "identity": {**identity}, "progress": {"step": int(step)} as progress} if step > 0:
             if _is_progress(progress):

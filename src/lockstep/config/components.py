@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import extensions
+from lockstep.config import extensions, yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError, collecting, did_you_mean
 from lockstep.core.fields import Component
 from lockstep.core.rules import Text
 
@@ -82,30 +82,22 @@ def build(group: str, node: Any, key: str = "") -> Any:
         raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME")
     cls = locate(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
-    try:
-        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
-    except ConfigKeyError as error:
-        names = [item.name for item in dataclasses.fields(cls)]
+    names = [item.name for item in dataclasses.fields(cls)]
+    for unknown in (name for name in values if name not in names):
         raise InputError(
-            f"{key}.{error.key} is not a key of {group}={cls.__name__}; it has {', '.join(names) or 'none'}."
-            f"{did_you_mean(str(error.key), names)}"
-        ) from error
-    except MissingMandatoryValue as error:
-        raise InputError(f"{key}.{error.key} has no value; give it one with {key}.{error.key}=...") from error
-    except OmegaConfBaseException as error:
-        raise InputError(sentence(error, f"{key}.")) from error
-    except (OverflowError, RecursionError) as error:
-        raise unreadable(error) from error
+            f"{key}.{unknown} is not a key of {group}={cls.__name__}; it has {', '.join(names) or 'none'}."
+            f"{did_you_mean(str(unknown), names)}"
+        )
+    with _in_sentences(f"{key}."):
+        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
 
 
 def build_option(group: str, name: str) -> Any:
     """The component of one of our own options, with its defaults."""
-    from lockstep.config import yaml_io  # imported late: `--cfg job` does not need it and must be fast
-
     return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
 
-def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str) -> Any:
+def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:
     """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
 
     Raises:
@@ -116,7 +108,11 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
     if cache_key not in _BUILT:
         typed = OmegaConf.merge(defaults(), values)
         plain_values = cast(dict[str, Any], OmegaConf.to_container(typed, enum_to_str=True))
-        if problems := list(fields.problems(cls, plain_values, prefix)):
+        problems = list(fields.problems(cls, plain_values, prefix))
+        for key, value in values.items():  # OmegaConf takes any whole number but 0 for true
+            if isinstance(plain_values[key], bool) and isinstance(value, int) and value not in (0, 1):
+                problems.append(f"{prefix}{key} is {value}, expected true or false: {prefix}{key}=true")
+        if problems:
             raise InputError(*problems)
         _BUILT[cache_key] = OmegaConf.to_object(typed)
     return _BUILT[cache_key]
@@ -132,33 +128,29 @@ def build_job(values: Mapping[str, Any]) -> Job:
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
     own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
-    try:
-        with _collecting(problems):
-            job: Job = _checked(Job, schema, own, "")
-        for name in blocks:
-            with _collecting(problems):
-                defaults = functools.partial(OmegaConf.select, schema(), name)
-                parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
-    except OmegaConfBaseException as error:
-        raise InputError(sentence(error)) from error
-    except (OverflowError, RecursionError) as error:
-        raise unreadable(error) from error
+    with collecting(problems), _in_sentences():
+        job: Job = _checked(Job, schema, own)
+    for name in blocks:
+        with collecting(problems), _in_sentences():
+            defaults = functools.partial(OmegaConf.select, schema(), name)
+            parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
     for group in GROUPS:
-        with _collecting(problems):
+        with collecting(problems):
             parts[group] = (build_many if group in MANY else build)(group, values.get(group))
-    problems = problems or list(fields.wide(values))
     if problems:
         raise InputError(*problems)
     return dataclasses.replace(job, **parts)
 
 
 @contextmanager
-def _collecting(problems: list[str]) -> Iterator[None]:
-    """Add the lines of an InputError to `problems`."""
+def _in_sentences(prefix: str = "") -> Iterator[None]:
+    """Turn the errors of OmegaConf into an InputError; `prefix` is put before the key."""
     try:
         yield
-    except InputError as error:
-        problems.extend(error.args)
+    except OmegaConfBaseException as error:
+        raise InputError(sentence(error, prefix)) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,13 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from lockstep.config import components, hydra_policy, messages
 from lockstep.config.commands import program_name
 from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, sentence, translate, unreadable
 from lockstep.config.schema import CONF, Job
 from lockstep.core.errors import InputError
+from lockstep.core.safe_read import events
 
 if TYPE_CHECKING:
     from lockstep.config.invocation import ConfigFiles
@@ -51,17 +51,11 @@ def guard_parser() -> None:
 
     @functools.wraps(OmegaConf.load)
     def load(file_: Any, **keywords: Any) -> Any:
-        is_stream = hasattr(file_, "read")
-        depth = 0
-        for event in yaml.parse(
-            file_ if is_stream else Path(file_).read_text(), getattr(yaml, "CLoader", yaml.Loader)
-        ):
-            depth += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-            if depth > DEEPEST:
+        with nullcontext(file_) if hasattr(file_, "read") else Path(file_).open(encoding="utf-8") as stream:
+            if any(depth > DEEPEST for depth, _ in events(stream)):
                 raise InputError(f"{getattr(file_, 'name', file_)} has more than {DEEPEST} nested values")
-        if is_stream:
-            file_.seek(0)
-        return load.__wrapped__(file_, **keywords)
+            stream.seek(0)
+            return load.__wrapped__(stream, **keywords)
 
     OmegaConf.load = load  # type: ignore[method-assign]
 

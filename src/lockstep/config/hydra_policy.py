@@ -74,13 +74,14 @@ def install() -> None:
     GlobalHydra.initialize = initialize  # type: ignore[method-assign]
 
 
-def is_of_hydra(override: str) -> bool:
+def is_of_hydra(override: str | Override) -> bool:
     """Whether an override changes Hydra's own config, by its key or by the package of its group.
 
     Raises:
         OverrideParseException: the text is not an override.
     """
-    return _is_of_hydra(OverridesParser.create().parse_override(override))
+    parsed = OverridesParser.create().parse_override(override) if isinstance(override, str) else override
+    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
 
 class CheckedLoader:
@@ -168,7 +169,7 @@ class CheckedLoader:
                 )
             expected.update(self._option(group, choice))
         for override in overrides:
-            if _is_of_hydra(override) and not override.is_delete():
+            if is_of_hydra(override) and not override.is_delete():
                 on_line = dict(nested(override.value(), _key(override)))
                 if any(
                     key[:1] in CLOSED or key in WHOLE or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line
@@ -212,10 +213,6 @@ def _defaults() -> Mapping[Key, Any]:
     """Hydra's own values, without any option of a group."""
     stored = ConfigStore.instance().load("hydra/config.yaml").node
     return dict(nested(OmegaConf.to_container(stored, resolve=False)))
-
-
-def _is_of_hydra(parsed: Override) -> bool:
-    return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
 
 def _key(parsed: Override) -> Key:

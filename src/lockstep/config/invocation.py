@@ -80,24 +80,22 @@ class Invocation:
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
-        check_folders(hydra.overrides.hydra, sweep=sweep)
+        check_folder_overrides(hydra.overrides.hydra, sweep=sweep)
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
-        named = (
-            sweep or folder != Path() or any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)
-        )
+        typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
         overrides = tuple(str(override) for override in hydra.overrides.task)
         return cls(
             overrides=overrides,
             command=typed([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
-            folder=folder.absolute() if named or folder != Path() else None,
+            folder=folder.absolute() if sweep or folder != Path() or typed_here else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
         )
 
 
-def check_folders(overrides: Iterable[object], *, sweep: bool) -> None:
+def check_folder_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
     """Refuse an override of Hydra that names a folder which a job of this kind does not use."""
     ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
     for text in map(str, overrides):

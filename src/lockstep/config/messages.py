@@ -204,7 +204,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        return _no_such_key(key, _paths(OmegaConf.to_container(error.parent_node._get_root(), resolve=False)))
+        return _no_such_key(key, _paths(OmegaConf.to_container(error.parent_node._get_root())))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = error.value._value() if isinstance(error.value, Node) else error.value
         return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"

@@ -28,10 +28,10 @@ def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run folder's `config.yaml` as plain values.
+    """A config as plain values: of a run folder, or one of our own options.
 
     Raises:
-        InputError: the file is missing or is not a config.
+        InputError: the file is missing or is not a config, or has references.
     """
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):

@@ -115,6 +115,15 @@ def explaining_memory() -> Iterator[None]:
         raise
 
 
+@contextmanager
+def collecting(problems: list[str]) -> Iterator[None]:
+    """Add the lines of an InputError to `problems`, so that the user sees all of them at once."""
+    try:
+        yield
+    except InputError as error:
+        problems.extend(error.args)
+
+
 BY_EXIT_CODE: dict[int, type[LockstepError]] = {
     cls.exit_code: cls for cls in (InputError, StorageError, Stopped, NumericalError, Interrupted)
 }

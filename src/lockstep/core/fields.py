@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 from lockstep.core.errors import InputError
-from lockstep.core.rules import Choice, Duration, Number, PathText, Rule, nested
+from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
 
 _RULE = "rule"
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
@@ -126,13 +126,6 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
                 key = f"{prefix}{field.name}"
                 expected = f"{'each ' * isinstance(value, list)}{rule.expected}"
                 yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, _number_in(value, rule))}"
-
-
-def wide(node: Any) -> Iterator[str]:
-    """A sentence for each integer of a config that does not fit into 64 bits."""
-    for key, value in nested(node):
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            yield f"{'.'.join(key)} is {shown(value)}, expected at most 64 bits"
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

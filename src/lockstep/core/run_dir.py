@@ -37,7 +37,7 @@ def slug(text: str) -> str:
     return f"{clean.encode()[: NAME_LIMIT - 9].decode(errors='ignore')}-{digest}"
 
 
-class _PathBelow:
+class PathBelow:
     """A path below a run folder, as an attribute of `RunDir`."""
 
     def __init__(self, name: str) -> None:
@@ -53,27 +53,27 @@ class RunDir:
 
     path: Path
 
-    hydra = _PathBelow(".hydra")
-    lock = _PathBelow(".lock")
-    logs = _PathBelow("logs")
-    checkpoints = _PathBelow("checkpoints")
-    last = _PathBelow("checkpoints/last")
-    none_yet = _PathBelow("checkpoints/none-yet")
-    best = _PathBelow("checkpoints/best")
-    config = _PathBelow("config.yaml")
-    composed = _PathBelow(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
-    overrides = _PathBelow(".hydra/overrides.yaml")
-    command = _PathBelow("command.txt")
-    environment = _PathBelow("env.json")
-    metrics = _PathBelow("metrics.jsonl")
-    table = _PathBelow("metrics.csv")
-    gpu = _PathBelow("gpu.jsonl")
-    weights = _PathBelow("model.safetensors")
-    log = _PathBelow("train.log")
-    summary = _PathBelow("summary.json")
-    validation = _PathBelow("validation.json")
-    report = _PathBelow("report.html")
-    incident = _PathBelow("incident")
+    hydra = PathBelow(".hydra")
+    lock = PathBelow(".lock")
+    logs = PathBelow("logs")
+    checkpoints = PathBelow("checkpoints")
+    last = PathBelow("checkpoints/last")
+    none_yet = PathBelow("checkpoints/none-yet")
+    best = PathBelow("checkpoints/best")
+    config = PathBelow("config.yaml")
+    composed = PathBelow(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
+    overrides = PathBelow(".hydra/overrides.yaml")
+    command = PathBelow("command.txt")
+    environment = PathBelow("env.json")
+    metrics = PathBelow("metrics.jsonl")
+    table = PathBelow("metrics.csv")
+    gpu = PathBelow("gpu.jsonl")
+    weights = PathBelow("model.safetensors")
+    log = PathBelow("train.log")
+    summary = PathBelow("summary.json")
+    validation = PathBelow("validation.json")
+    report = PathBelow("report.html")
+    incident = PathBelow("incident")
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -135,10 +135,10 @@ def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
     Raises:
         UnreadableFile: see `read_text`; or the file is not JSON, has a key twice, or is too deep.
     """
-    return parse_json(path, read_bytes(path, limit, links=links))
+    return checked_json(path, read_bytes(path, limit, links=links))
 
 
-def parse_json(path: Path, data: bytes) -> Any:
+def checked_json(path: Path, data: bytes) -> Any:
     """The value in the content of a JSON file, checked as by `read_json`."""
     try:
         return checked(parsed_json(_decoded(path, data)))
@@ -188,14 +188,20 @@ def read_yaml(path: Path) -> Any:
         raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
 
 
+def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
+    """The events of a YAML text, each with its level. Loading many levels overflows the stack of libyaml's parser."""
+    level = 0
+    for event in yaml.parse(text, Loader=_PARSER):
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        yield level, event
+
+
 def _check_events(text: str) -> None:
     """Raise ValueError if a YAML text has aliases, or is too deep or too long."""
-    depth = 0
-    for number, event in enumerate(yaml.parse(text, Loader=_PARSER)):
+    for number, (level, event) in enumerate(events(text)):
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
             raise ValueError("it has anchors or aliases, expected plain keys and values")
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > DEPTH or number > EVENTS:
+        if level > DEPTH or number > EVENTS:
             raise ValueError("it is too deep or too long")
 
 

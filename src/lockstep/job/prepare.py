@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
-from lockstep import checkpoint
 from lockstep.config import components, composition
 from lockstep.config.invocation import Invocation
 from lockstep.core.data_protocols import Source
@@ -33,7 +31,13 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     job = checked_job(resume, sweep=invocation.sweep and multiprocessing.parent_process() is None)
-    plan = check_run(job, starts=resume.checkpoint is None, fetch=resume.may_fetch)
+    if resume.may_fetch:
+        job.dataset.prepare()
+    else:
+        _check_data(job.dataset)
+    plan = check_plan(job)
+    if resume.checkpoint is None:
+        job.model.prepare()
     check_resumable(resume, job, plan)
     return job
 
@@ -58,32 +62,12 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
     return resolved
 
 
-def check_run(job: ResolvedJob, *, starts: bool, fetch: bool) -> Plan:
-    """The plan of a job whose data exists and fits it. `starts` is whether the job starts from its initial weights.
-
-    Missing data is downloaded if `fetch` is set. It must not be set if only the run folder names the data's folder,
-    because somebody else may have written the run folder.
-    """
-    if job.init_from is not None and starts:
-        checkpoint.weights_file(Path(job.init_from))
-    if fetch:
-        job.dataset.prepare()
-    else:
-        _check_data(job.dataset)
-    plan = check_plan(job)
-    if starts:
-        job.model.prepare()
-    return plan
-
-
 def check_plan(job: ResolvedJob) -> Plan:
     """The plan of a job whose data is there, and which fits it and the memory."""
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
-    if job.train.freeze_until is not None:
-        plan.in_steps("train.freeze_until", job.train.freeze_until)  # raises if the duration does not fit
     for step in (1, plan.total_steps):
-        job.schedule.factor(step, plan)  # likewise
+        job.schedule.factor(step, plan)  # that of an extension may refuse a duration
     return plan
 
 

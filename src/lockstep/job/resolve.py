@@ -18,7 +18,6 @@ from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Strategy
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
-from lockstep.job.resume import named_checkpoint
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -75,7 +74,6 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
-        resume=named_checkpoint(job.resume),
     )
     return ResolvedJob.of(resolved)
 

@@ -37,7 +37,8 @@ class Resume:
 
     Fields:
         composed: the composed config: of the command, or of the run that it continues with the command's overrides.
-        values: the same with the batch that the job has, if an override says `batch=auto`.
+        values: the same with the batch that the job has, if an override says `batch=auto`, and with the checkpoint
+            that `resume=` names, as an absolute path, or null.
         overrides: the overrides that give `composed`.
         run: the folder of the run that `resume=` names; None if it names a checkpoint or nothing.
         folder: the folder of the job, which this run has or the command names; None for a new one.
@@ -54,15 +55,9 @@ class Resume:
 
     @property
     def launcher(self) -> Mapping[str, Any]:
-        """The config node of the launcher.
-
-        Raises:
-            InputError: the config has no launcher.
-        """
+        """The config node of the launcher; empty if the config has none, which `components.build` refuses."""
         node = self.values["launcher"]
-        if not isinstance(node, Mapping):
-            raise InputError(f"launcher is {node!r}, expected one of the group's options: launcher=NAME")
-        return node
+        return node if isinstance(node, Mapping) else {}
 
     @property
     def ended(self) -> bool:
@@ -85,7 +80,7 @@ class Resume:
         # No warning about damaged checkpoints here: the ranks search again later, when there is a log for it.
         silent = {"say": lambda sentence: None}
         newest = checkpoint.newest_of_run(RunDir(self.folder), **silent) if self.folder is not None else None
-        named = named_checkpoint(self.values["resume"])
+        named = self.values["resume"]
         return Path(named) if newest is None and named is not None else newest
 
 
@@ -113,7 +108,10 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         values = {**own, "output_root": values["output_root"]}
     return Resume(
         composed=values,
-        values=_without_auto_batch(values, overrides, invocation.configs),
+        values={
+            **_without_auto_batch(values, overrides, invocation.configs),
+            "resume": _named_checkpoint(values),
+        },
         overrides=overrides,
         run=run,
         folder=named if run is None else run,
@@ -174,9 +172,9 @@ def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path 
         raise InputError(problem)
     if invocation.sweep:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
-    path = pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
-    if (path / MANIFEST).is_file():
+    if _named_checkpoint(values) is not None:
         return None
+    path = _named_folder(values)
     if RunDir(path).overrides.is_file():
         return path.resolve()
     raise InputError(
@@ -185,9 +183,14 @@ def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path 
     )
 
 
-def named_checkpoint(resume: str | None) -> str | None:
-    """The checkpoint that `resume` names; None if it names a run folder, which the job then continues."""
-    path = None if resume in (None, "latest") else Path(str(resume)).expanduser().absolute()
+def _named_folder(values: Mapping[str, Any]) -> Path:
+    """The folder that `resume=` names, of a run or of a checkpoint."""
+    return pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
+
+
+def _named_checkpoint(values: Mapping[str, Any]) -> str | None:
+    """The checkpoint that `resume=` names; None if it names nothing, or a run folder, which the job continues."""
+    path = None if values["resume"] is None else _named_folder(values).absolute()
     return str(path) if path is not None and (path / MANIFEST).is_file() else None
 
 

@@ -19,15 +19,8 @@ from pathlib import Path
 from lockstep.config.invocation import Invocation
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import PathBelow, RunDir
 from lockstep.core.safe_read import UnreadableFile, kind
-
-# The names of RunDir's paths that can only be files.
-FILES = (
-    *("config", "command", "environment", "metrics", "table", "gpu", "weights", "log", "summary", "lock"),
-    *("validation", "report"),
-    *("last", "best", "none_yet"),
-)
 
 
 class Lock:
@@ -157,12 +150,9 @@ def _check_kinds(run_dir: RunDir) -> None:
     """
     checkpoints = run_dir.checkpoints.glob("step-*")
     folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
-    texts = {getattr(run_dir, name) for name in FILES}
-    texts |= {
-        *run_dir.hydra.glob("*.yaml"),
-        *run_dir.logs.glob("rank*.*"),
-        *run_dir.path.glob("events.out.tfevents.*"),
-    }
+    known = {run_dir.path / path.name for path in vars(RunDir).values() if isinstance(path, PathBelow)}
+    globs = ("logs/rank*.*", "events.out.tfevents.*", ".hydra/*.yaml")
+    files = (known - folders).union(*map(run_dir.path.glob, globs))
     for path in sorted(run_dir.path.rglob("*")):
         file_kind = kind(path.lstat().st_mode)
         if file_kind == "a symbolic link":
@@ -171,5 +161,5 @@ def _check_kinds(run_dir: RunDir) -> None:
             raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
         if file_kind == "" and path in folders:
             raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
-        if file_kind and path in texts:
+        if file_kind and path in files:
             raise InputError(f"{path} is a folder, expected a file; put it elsewhere")

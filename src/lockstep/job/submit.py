@@ -21,7 +21,7 @@ from lockstep.core.fields import shown
 from lockstep.core.rules import is_one_line
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
-from lockstep.job.resume import Resume, named_checkpoint
+from lockstep.job.resume import Resume
 from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.launcher import Slurm
 
@@ -69,7 +69,7 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
     if resume.run is None:
         components.build_job(resume.values)
     overrides = [word for word in invocation.overrides if messages.key_of(word) not in ("launcher.dry_run", "resume")]
-    source = resume.run or named_checkpoint(resume.values["resume"])
+    source = resume.run or resume.values["resume"]
     words = [override("resume", source)] if source is not None else []
     return Submission(
         launcher=launcher,

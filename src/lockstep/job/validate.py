@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from lockstep.core.data_protocols import BoxAugment, Source
-from lockstep.core.errors import InputError, check_installed
+from lockstep.core.errors import InputError, check_installed, collecting
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
@@ -108,10 +108,8 @@ def check_job(job: ResolvedJob) -> None:
     ]
     problems: list[str] = []
     for check in checks:
-        try:
+        with collecting(problems):
             check()
-        except InputError as error:
-            problems.extend(error.args)
     if problems:
         raise InputError(*problems)
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import check_folders
+from lockstep.config.invocation import check_folder_overrides
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
@@ -39,7 +39,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     Raises:
         InputError: the sweep to go on with does not exist, or is another one.
     """
-    check_folders(config.hydra.overrides.hydra, sweep=True)
+    check_folder_overrides(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
     values: Any = OmegaConf.to_container(block)
     for problem in problems(SweepBlock, values, "sweep."):
@@ -139,7 +139,7 @@ def jobs_of(words: Sequence[str]) -> list[list[str]]:
     values = {}
     for override in OverridesParser.create().parse_overrides(list(words)):
         key, value = override.get_key_element(), override.value()
-        if is_of_hydra(str(override.input_line)):
+        if is_of_hydra(override):
             continue
         if not override.is_sweep_override():
             values[key] = [str(override.input_line)]
