@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +15,10 @@ import pytest
 # program for each kind of them, which takes 8 s, for each new cache. Before the import of torch, which reads this.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
-import torch
+# Bytecode is written, also where the environment says otherwise: else every worker compiles all test files each time,
+# for 7 s, and every fresh interpreter all modules of `lockstep`.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Under nohup or in the background of a shell they are ignored, and the processes of the tests would ignore them too.
 # Before the import of `lockstep`, which asks.
@@ -20,20 +26,34 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-import helpers  # noqa: E402
-import processes  # noqa: E402
-from lockstep.config import composition  # noqa: E402
+# The functions below import what they need: the process that hands the files to the workers of `-n` needs no torch.
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Have no collection of garbage look through what lives until the end: torch, the test files, the tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+        atexit.register(gc.unfreeze)  # else some libraries report leaks when the interpreter ends
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _schema() -> None:
     """Register the schema of the config, as `train.py` does."""
+    from lockstep.config import composition
+
     composition.register()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Compute with one thread: test files run in parallel, and torch's waiting threads would spin on their cores."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -41,6 +61,8 @@ def _one_thread() -> None:
 def _copies() -> Iterator[None]:
     """End the interpreter that commands are forked from when the tests end."""
     yield
+    import helpers
+
     if helpers.forks.cache_info().currsize:
         helpers.forks().close()
 
@@ -48,6 +70,10 @@ def _copies() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _clean_process() -> Iterator[None]:
     """Restore threads and environment after each test, and end the processes that it left."""
+    import torch
+
+    import processes
+
     before, threads, started = dict(os.environ), torch.get_num_threads(), len(processes.STARTED)
     yield
     torch.set_num_threads(threads)
