@@ -33,7 +33,7 @@ console = Console(highlight=False, width=160)
 # are, and with the bug. The first line may begin anywhere in a line of the file, and the last one end anywhere.
 TABLE = r"""
 training/trainer.py: the mean of the ranks' means, though their shards are uneven [trainer]
-- self.strategy.grad_divisor(self.world) / shard.count
+- self.grad_divisor / shard.count
 + 1 / max(1, len(shard.labels))
 training/trainer.py: a gradient is clipped while it still has the scale of float16 [trainer]
 -         network.scaler.unscale_(network.optimizer)
@@ -50,8 +50,8 @@ strategy/base.py: DDP communicates for all micro-batches but the last one [strat
 - NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 + replica.no_sync() if last and isinstance(replica, DistributedDataParallel) else NO_CONTEXT
 data/loading/sampler.py: every epoch has the order of the first one [sampler]
-- if order is None or epoch != order_epoch:
-+ if order is None:
+- permutation(seed, epoch, plan.examples, device)
++ permutation(seed, 0, plan.examples, device)
 stochastic/keys.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
 - micro.indices[: len(micro.labels)], FORWARD)
 + torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)

@@ -282,6 +282,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
         running = ledger.read(record)
         assert (running.state, running.host, running.pid) == (State.running, socket.gethostname(), os.getpid())
         assert running.runs_here
+        assert (running.ended, running.exit_code, running.error) == (0.0, 0, ""), "how it ended before is not told"
         return 90.0
 
     assert recorded(ledger, record, seen) == 90.0
@@ -299,6 +300,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
         with pytest.raises((NumericalError, Stopped, KeyError)):
             recorded(ledger, record, fails)
         assert (ledger.read(record).state, ledger.read(record).exit_code) == (state, code)
+        assert recorded(ledger, ledger.read(record), seen) == 90.0
     assert record_of(tmp_path / record.folder) == (ledger_equal(tmp_path), ledger.read(record))
     assert record_of(tmp_path / "001-other") is None
     assert record_of(tmp_path / "jobs") is None
