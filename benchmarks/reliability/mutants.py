@@ -150,6 +150,9 @@ class Mutant:
         return cls(f"src/lockstep/{match[1]}", match[2], tests, text, bug)
 
 
+MUTANTS = [Mutant.of(block) for block in re.split(r"\n(?=\S+: )", TABLE.strip())]
+
+
 def failed_test(copy: Path, tests: tuple[str, ...]) -> str:
     """Run test files of a copy until one test fails, which is returned; empty if none does."""
     environment = {**os.environ, "PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -183,8 +186,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="bugs whose file or description contains this")
     parser.add_argument("--json", type=Path, help="where the table goes")
     arguments = parser.parse_args()
-    mutants = [Mutant.of(block) for block in re.split(r"\n(?=\S+: )", TABLE.strip())]
-    chosen = [mutant for mutant in mutants if arguments.only in f"{mutant.file} {mutant.breaks}"]
+    chosen = [mutant for mutant in MUTANTS if arguments.only in f"{mutant.file} {mutant.breaks}"]
     table = Table("file", "bug", "found by", "s")
     rows = []
     with tempfile.TemporaryDirectory(prefix="lockstep-mutants-") as folder:
