@@ -168,6 +168,24 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
     assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
 
 
+def test_a_job_shares_the_fullest_gpu_that_has_room() -> None:
+    """So the others stay free for jobs that need more."""
+    devices, large, small = Devices(["a", "b"], 4, lambda gpu: 10), Needs(gpus=1, kind="x"), Needs(gpus=1, kind="y")
+
+    def taken(needs: Needs) -> Share:
+        share = devices.take(needs)
+        assert share is not None
+        return share
+
+    for needs, memory in ((large, 6), (small, 3), (small, 2)):  # the most that a job of the kind took
+        devices.give_back(taken(needs), needs.kind, memory)
+    on_one, beside = taken(large), taken(small)
+    on_other = taken(small)
+    assert on_one.gpus == beside.gpus != on_other.gpus
+    devices.give_back(beside)
+    assert taken(small).gpus == on_one.gpus
+
+
 def test_the_memory_of_a_job_is_that_of_its_summary_and_a_job_of_another_rate_is_of_its_kind(tmp_path: Path) -> None:
     record = job(0, state=State.done)
     (tmp_path / record.folder).mkdir(parents=True)

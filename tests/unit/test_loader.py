@@ -117,6 +117,15 @@ def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> N
         assert shard.images.dtype == torch.uint8
 
 
+def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> None:
+    whole = loader(folder, Resident())
+    for shard in shards(whole):
+        again = whole.global_batch(shard.step)
+        assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
+        for name in ("images", "labels", "indices"):
+            assert torch.equal(getattr(again, name), getattr(shard, name))
+
+
 def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:
     for kind in (Resident(), Streaming(workers=0)):
         own = list(shards(loader(Digits(), kind, world(0, 3))))
