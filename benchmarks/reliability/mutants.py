@@ -126,6 +126,38 @@ sweep/ledger.py: the job that ended last is named the best one [ledger]
 sweep/pool.py: a retry runs the jobs that are done too [ledger]
 - if record.state is not State.done and not record.runs_here]
 + if (retry or record.state is not State.done) and not record.runs_here]
+training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
+- decides=ema is None)
++ decides=True)
+training/trainer.py: a checkpoint that is overdue by the clock is not saved [trainer]
+- if improved or overdue or self.plan.due
++ if improved or self.plan.due
+training/evaluate.py: an example is named by the number of another one on several ranks [evaluate]
+- ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
++ (done - 1 + loader.world.rank * loader.world.size) * loader.eval_batch
+data/loading/shards.py: the batch of an incident is that of the step before [loader]
+- rank=0, ranks=1, after=step - 1, order_of
++ rank=0, ranks=1, after=max(0, step - 2), order_of
+data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
+- self._decoded(size / short, self.height)
++ self._decoded(size / long, self.height)
+data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
+-         width = (area * ratio).sqrt().clamp(max=1.0)
+-         height = (area / ratio).sqrt().clamp(max=1.0)
++         height = (area * ratio).sqrt().clamp(max=1.0)
++         width = (area / ratio).sqrt().clamp(max=1.0)
+data/transforms/randaugment.py: the sign of an operation follows from the operation [randaugment]
+- draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5
++ draws.uniform(FIRST_DRAW + 2 * n) < 0.5
+stochastic/keys.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
+- key(seed, FORWARD_BATCH, micro.step)
++ key(seed, FORWARD_BATCH, micro.epoch)
+telemetry/metrics.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
+- sums[-of_epoch:].sum(0)
++ sums[-1:].sum(0)
+telemetry/straggler.py: the wait for the slowest rank is that for the mean one [straggler]
+- busy.max(dim=0).values - busy[own]
++ busy.mean(dim=0) - busy[own]
 """
 
 
