@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -244,6 +245,18 @@ def test_forgotten_steps_leave_no_trace_in_a_window() -> None:
     count(telemetry, [3.0], [True])
     window = ended(telemetry, 2)
     assert (window.examples, window.loss, window.top1) == (2, 2.0, 50.0)
+
+
+def test_large_logits_are_counted_and_freed_before_the_window_ends() -> None:
+    telemetry, alive = recorder(Collector()), []
+    for telemetry.step in range(1, 21):
+        logits = torch.zeros(512, 512)
+        micro = Step(telemetry.step, labels=torch.zeros(512, dtype=torch.int64))
+        telemetry.record(torch.zeros(()), logits, micro, torch.zeros(0))
+        alive.append(weakref.ref(logits))
+        del logits
+        assert sum(reference() is not None for reference in alive) <= 5, "5 MB are held"
+    assert ended(telemetry, 20).top1 == 100
 
 
 def test_the_time_of_a_step_is_that_of_the_steps_since_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
