@@ -498,12 +498,20 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         checked_direction("up")
 
 
-def evaluated(ledger: Ledger, record: Record, *scores: float) -> None:
-    """Write what a job has logged: one evaluation after each of its steps so far, of four."""
+def evaluated(ledger: Ledger, record: Record, *scores: float, averaged: bool = False) -> None:
+    """Write what a job has logged: one evaluation after each of its steps so far, of four.
+
+    With `averaged` weights, which have these scores, the others have the opposite ones.
+    """
     folder = ledger.folder / record.folder
     folder.mkdir()
     (folder / "summary.json").write_text('{"steps": 4}')
-    lines = [json.dumps({"step": step, "acc/val_top1": score}) for step, score in enumerate(scores, start=1)]
+    lines = [
+        json.dumps({"step": step, "acc/val_top1": -score, "acc/val_ema_top1": score})
+        if averaged
+        else json.dumps({"step": step, "acc/val_top1": score})
+        for step, score in enumerate(scores, start=1)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -511,11 +519,12 @@ def evaluated(ledger: Ledger, record: Record, *scores: float) -> None:
     ("direction", "expected"),
     [(Direction.maximize, [2.0, 5.0, 5.0, None]), (Direction.minimize, [2.0, 2.0, 1.0, None])],
 )
+@pytest.mark.parametrize("averaged", [False, True])
 def test_the_score_of_a_round_is_the_best_one_until_its_end(
-    tmp_path: Path, direction: Direction, expected: list[float | None]
+    tmp_path: Path, averaged: bool, direction: Direction, expected: list[float | None]
 ) -> None:
     ledger = Ledger(tmp_path)
-    evaluated(ledger, job(0), 2.0, 5.0, 1.0)
+    evaluated(ledger, job(0), 2.0, 5.0, 1.0, averaged=averaged)
     assert [halving.score(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
 
 
