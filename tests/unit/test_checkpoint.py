@@ -453,6 +453,9 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
         save(target, step, contents, best=best)
     target.close()
     assert same(load_file(run.weights), averages[2])
+    run.weights.unlink()
+    writer(run).repair_export(3)  # after a kill before the export
+    assert same(load_file(run.weights), averages[2])
 
 
 @pytest.mark.parametrize("left", ["nothing", "older"])

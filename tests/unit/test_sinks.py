@@ -270,12 +270,13 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
 
 def test_steps_that_two_files_have_are_there_once_after_a_resume(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 6))
-    (first,) = files_of(tmp_path)
-    first.with_name(first.name + ".copy").write_bytes(first.read_bytes())
-    part(tmp_path, 3, range(4, 9))
+    part(tmp_path / "other", 0, range(3, 8))
+    (other,) = files_of(tmp_path / "other")
+    other.rename(tmp_path / other.name)
+    part(tmp_path, 7, range(8, 10))
     counts = written(tmp_path)
     assert set(counts.values()) == {1}
-    assert sorted(step for tag, step in counts if tag == "loss/train") == [*range(1, 9)]
+    assert sorted(step for tag, step in counts if tag == "loss/train") == [*range(1, 10)]
 
 
 def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_path: Path) -> None:
