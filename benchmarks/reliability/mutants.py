@@ -33,7 +33,7 @@ console = Console(highlight=False, width=160)
 # are, and with the bug. The first line may begin anywhere in a line of the file, and the last one end anywhere.
 TABLE = r"""
 training/trainer.py: the mean of the ranks' means, though their shards are uneven [trainer]
-- self.strategy.grad_divisor(self.world) / shard.count
+- self.grad_divisor / shard.count
 + 1 / max(1, len(shard.labels))
 training/trainer.py: a gradient is clipped while it still has the scale of float16 [trainer]
 -         network.scaler.unscale_(network.optimizer)
@@ -50,8 +50,8 @@ strategy/base.py: DDP communicates for all micro-batches but the last one [strat
 - NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 + replica.no_sync() if last and isinstance(replica, DistributedDataParallel) else NO_CONTEXT
 data/loading/sampler.py: every epoch has the order of the first one [sampler]
-- if order is None or epoch != order_epoch:
-+ if order is None:
+- permutation(seed, epoch, plan.examples, device)
++ permutation(seed, 0, plan.examples, device)
 stochastic/keys.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
 - micro.indices[: len(micro.labels)], FORWARD)
 + torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)
@@ -126,6 +126,38 @@ sweep/ledger.py: the job that ended last is named the best one [ledger]
 sweep/pool.py: a retry runs the jobs that are done too [ledger]
 - if record.state is not State.done and not record.runs_here]
 + if (retry or record.state is not State.done) and not record.runs_here]
+training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
+- decides=ema is None)
++ decides=True)
+training/trainer.py: a checkpoint that is overdue by the clock is not saved [trainer]
+- if improved or overdue or self.plan.due
++ if improved or self.plan.due
+training/evaluate.py: an example is named by the number of another one on several ranks [evaluate]
+- ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
++ (done - 1 + loader.world.rank * loader.world.size) * loader.eval_batch
+data/loading/shards.py: the batch of an incident is that of the step before [loader]
+- rank=0, ranks=1, after=step - 1, order_of
++ rank=0, ranks=1, after=max(0, step - 2), order_of
+data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
+- self._decoded(size / short, self.height)
++ self._decoded(size / long, self.height)
+data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
+-         width = (area * ratio).sqrt().clamp(max=1.0)
+-         height = (area / ratio).sqrt().clamp(max=1.0)
++         height = (area * ratio).sqrt().clamp(max=1.0)
++         width = (area / ratio).sqrt().clamp(max=1.0)
+data/transforms/randaugment.py: the sign of an operation follows from the operation [randaugment]
+- draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5
++ draws.uniform(FIRST_DRAW + 2 * n) < 0.5
+stochastic/keys.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
+- key(seed, FORWARD_BATCH, micro.step)
++ key(seed, FORWARD_BATCH, micro.epoch)
+telemetry/metrics.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
+- sums[-of_epoch:].sum(0)
++ sums[-1:].sum(0)
+telemetry/straggler.py: the wait for the slowest rank is that for the mean one [straggler]
+- busy.max(dim=0).values - busy[own]
++ busy.mean(dim=0) - busy[own]
 """
 
 
@@ -148,6 +180,9 @@ class Mutant:
         text, bug = ("\n".join(line[2:] for line in lines if line[0] == sign) for sign in "-+")
         tests = tuple(f"tests/unit/test_{name}.py" for name in match[3].split())
         return cls(f"src/lockstep/{match[1]}", match[2], tests, text, bug)
+
+
+MUTANTS = [Mutant.of(block) for block in re.split(r"\n(?=\S+: )", TABLE.strip())]
 
 
 def failed_test(copy: Path, tests: tuple[str, ...]) -> str:
@@ -183,8 +218,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="bugs whose file or description contains this")
     parser.add_argument("--json", type=Path, help="where the table goes")
     arguments = parser.parse_args()
-    mutants = [Mutant.of(block) for block in re.split(r"\n(?=\S+: )", TABLE.strip())]
-    chosen = [mutant for mutant in mutants if arguments.only in f"{mutant.file} {mutant.breaks}"]
+    chosen = [mutant for mutant in MUTANTS if arguments.only in f"{mutant.file} {mutant.breaks}"]
     table = Table("file", "bug", "found by", "s")
     rows = []
     with tempfile.TemporaryDirectory(prefix="lockstep-mutants-") as folder:

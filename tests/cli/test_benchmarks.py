@@ -54,6 +54,18 @@ def fit(record: ModuleType, reference: Any) -> None:
     reference.fit(batches, sgd, [0.01], muon)
 
 
+def test_the_table_of_bugs_follows_the_source_and_has_the_number_that_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks" / "reliability")
+    table = importlib.import_module("mutants").MUTANTS
+    for mutant in table:
+        assert (ROOT / mutant.file).read_text().count(mutant.text) == 1, mutant.breaks
+        assert all((ROOT / test).is_file() for test in mutant.tests), mutant.breaks
+    assert len(table) == 40
+    assert "puts forty plausible bugs" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_the_gpu_benchmark_says_that_there_is_no_gpu() -> None:
     done = benchmark("gpu")

@@ -244,10 +244,10 @@ def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = row_of(
-        "one device", [finished(tmp_path / "a", 100, {1: 2.0, 2: 1.0})], None, devices=None, lines=0, reason=""
+        "one device", [finished(tmp_path / "a", 100, {1: 4.0, 2: 2.0})], None, devices=None, lines=0, reason=""
     )
     turns = [
-        finished(tmp_path / name, rate, {1: 2.0, 2: 1.5}, time={"communication": 0.25}, gpu_memory=3e9)
+        finished(tmp_path / name, rate, {1: 4.0, 2: 3.0}, time={"communication": 0.25}, gpu_memory=3e9)
         for name, rate in (("b", 300), ("c", 320), ("d", 380))
     ]
     row = row_of("DDP", turns, first, devices=4, lines=0, reason="")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
 import lockstep
 from helpers import NARROW
-from lockstep.cli.lr_find import lr_find
+from lockstep.cli.lr_find import lr_find, range_test
 from lockstep.core.errors import InputError
+from lockstep.training.freezing import Freezing
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
 
@@ -27,6 +31,37 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert any(text.text == f"{suggested:g}" for text in picture.iter("{http://www.w3.org/2000/svg}text"))
     drawn = [path.attrib["d"].count("L") for path in picture.iter("{http://www.w3.org/2000/svg}path")]
     assert any(5 < points <= 40 for points in drawn)
+
+
+def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_average_loss() -> None:
+    """The rate rises from 1 to 10,000 in five steps, by a factor of ten."""
+    losses = [8.0, 4.0, 2.0, 30.0, 900.0]
+    optimizer, steps = SimpleNamespace(param_groups=[{"scale": 1.0}]), iter(losses)
+    rates: list[float] = []
+
+    def update(shard: Any) -> float:
+        rates.append(optimizer.param_groups[0]["lr"])
+        return next(steps)
+
+    parts: Any = SimpleNamespace(
+        plan=SimpleNamespace(total_steps=len(losses)),
+        model=nn.Identity(),
+        pipeline=SimpleNamespace(train=lambda groups: groups),
+        loader=SimpleNamespace(train=lambda after: (SimpleNamespace(step=step) for step in range(1, 6))),
+        freezing=Freezing(),
+        optimizer=optimizer,
+        update=update,
+    )
+    test = range_test(parts, 1, 1e4, lambda step: None)
+    assert rates == pytest.approx([1, 10, 100, 1000, 10_000])
+    # The average of the last losses, each with nine tenths of the weight of the one after it; the fifth explodes.
+    weights = [0.9**age for age in range(len(losses))]
+    averages = [
+        sum(weight * loss for weight, loss in zip(weights, reversed(losses[:end]), strict=False)) / sum(weights[:end])
+        for end in range(1, 5)
+    ]
+    assert test.losses == pytest.approx(averages)
+    assert (test.rates, test.lowest, test.suggestion) == (rates[:4], 2, 10.0)
 
 
 def test_the_picture_is_where_the_runs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import io
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,9 @@ def test_the_predictions_add_up_to_the_evaluation(place: Path) -> None:
         rows((folder / "predictions.csv").read_text()),
     )
     assert [line["sample"] for line in lines] == sorted(map(str, (place / "photos" / "val").rglob("*.*")))
+    assert all(f"/{line['label']}/" in line["sample"] for line in lines)
+    pairs, names = Counter((line["label"], line["predicted"]) for line in lines), ("cat", "dog")
+    assert evaluation["confusion"] == [[pairs[label, predicted] for predicted in names] for label in names]
     right = sum(line["label"] == line["predicted"] for line in lines)
     assert evaluation["top1"] == 100 * right / len(lines)
     assert [class_scores["name"] for class_scores in evaluation["classes"]] == ["cat", "dog"]

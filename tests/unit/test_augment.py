@@ -147,15 +147,15 @@ def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_f
     # Images whose pixels are their coordinates show the box that was cut.
     side = torch.arange(256.0)
     grid = torch.stack([side[None].expand(256, 256), side[:, None].expand(256, 256)]).to(torch.uint8)
-    augment = RandomResizedCrop(scale=[0.2, 0.4], ratio=[0.8, 1.25], flip=0.0)
+    augment = RandomResizedCrop(scale=[0.2, 0.4], ratio=[1.0, 1.6], flip=0.0)
     crops = augment.apply(grid.expand(400, 2, 256, 256), draws(400), (32, 32))
     extent = (crops.amax((2, 3)) - crops.amin((2, 3))) * 32 / 31 / 256
     width, height = extent[:, 0], extent[:, 1]
     area, ratio = width * height, width / height
     assert 0.19 < area.min() < 0.22
     assert 0.38 < area.max() < 0.41
-    assert 0.78 < ratio.min() < 0.83
-    assert 1.2 < ratio.max() < 1.28
+    assert 0.97 < ratio.min() < 1.04
+    assert 1.53 < ratio.max() < 1.64
     # Along both axes the boxes reach from one edge to the other.
     assert (crops.amin((2, 3)).amin(0) < 8).all()
     assert (crops.amax((2, 3)).amax(0) > 247).all()
@@ -179,7 +179,7 @@ def test_boxes_lie_in_their_images_and_depend_on_the_example_alone() -> None:
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[2], SIZES[3]])
 def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size: tuple[int, int]) -> None:
     n, image = 3000, torch.empty(1, *size)
-    augment = RandomResizedCrop(scale=[0.1, 0.9])
+    augment = RandomResizedCrop(scale=[0.1, 0.9], ratio=[0.75, 1.1])  # and not the inverse of it
     ours = augment.boxes(draws(n), torch.tensor(size).expand(n, 2)).double()
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -188,6 +188,14 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
     for our_values, their_values in zip(ours.unbind(1), theirs.unbind(1), strict=True):
         # Two samples of the same distribution are less alike than this in one of ten thousand comparisons.
         assert ks_2samp(our_values, their_values, method="asymp").pvalue > 1e-4
+
+
+def test_a_box_may_lie_anywhere_in_its_image() -> None:
+    """A box of 2x3 pixels in an image of 4x5 has nine places."""
+    augment = RandomResizedCrop(scale=[0.3, 0.3], ratio=[1.5, 1.5])
+    top, left, height, width = augment.boxes(draws(1800), torch.tensor([4, 5]).expand(1800, 2)).unbind(1)
+    assert (height.unique().tolist(), width.unique().tolist()) == ([2], [3])
+    assert bool(((3 * top + left).bincount(minlength=9) - 200).abs().max() < 75)
 
 
 def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:

@@ -436,6 +436,23 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     assert steps_left(run) == [3]
 
 
+def test_a_best_checkpoint_keeps_its_state_while_it_is_one_of_the_newest_two(run: RunDir) -> None:
+    """A resume falls back on it if the newest is damaged."""
+    target, states = writer(run, keep=1, keep_best=1), []
+    for step in (1, 2, 3):
+        save(target, step, best=step == 1, score=10.0 - step)
+        target.wait()
+        states.append((run.checkpoints / "step-00000001" / "state.pt").exists())
+    target.close()
+    assert states == [True, True, False]
+
+
+def test_checkpoints_come_by_their_step_also_after_a_hundred_million(run: RunDir) -> None:
+    for step in (99_999_999, 100_000_000, 7):
+        (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+    assert [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)] == [100_000_000, 99_999_999, 7]
+
+
 def test_a_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(run: RunDir) -> None:
     *_, last = saved(run, 1, 2, 9)
     flip(last / "state.pt", 99)
@@ -452,6 +469,9 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
         averages.append(checkpoint.HostCopies().of(contents.ema.module.state_dict()))
         save(target, step, contents, best=best)
     target.close()
+    assert same(load_file(run.weights), averages[2])
+    run.weights.unlink()
+    writer(run).repair_export(3)  # after a kill before the export
     assert same(load_file(run.weights), averages[2])
 
 
@@ -625,10 +645,11 @@ def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
         target.close()
 
 
+@pytest.mark.parametrize("every_s", [None, 3600.0], ids=["steps decide", "time decides"])
 def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
-    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
+    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], every_s: float | None
 ) -> None:
-    target = writer(run)  # steps decide when to save: no `every_s`
+    target = writer(run, every_s=every_s)
     with full_disk(100):
         save(target, 1)
         while target.pending is not None:

@@ -45,6 +45,17 @@ def test_a_jpeg_is_decoded_at_the_smallest_scale_that_is_enough(tmp_path: Path, 
     assert difference(file.square(size), whole.numpy()) < 1.5
 
 
+@pytest.mark.parametrize("shape", [(400, 800), (800, 400)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_long_photo_keeps_the_detail_of_both_sides(tmp_path: Path, shape: tuple[int, int], axis: int) -> None:
+    """Stripes of four pixels are those of one at a quarter of the size, and all grey at an eighth."""
+    stripes = np.where(np.indices(shape)[axis] // 4 % 2, 220, 30).astype(np.uint8)
+    file = saved(tmp_path, Image.fromarray(stripes))
+    assert file.square(100).std() > 80
+    height, width = (length // (4 if side == axis else 8) for side, length in enumerate(shape))
+    assert file.box((0, 0, *shape), (height, width)).std() > 80
+
+
 @pytest.mark.parametrize("name", ["image.jpg", "image.png", "image.bmp"])
 @pytest.mark.parametrize("box", [(0, 0, 400, 600), (17, 33, 101, 203), (300, 500, 100, 100), (399, 599, 1, 1)])
 def test_a_box_is_cut_from_the_whole_image_and_resized(tmp_path: Path, name: str, box: Box) -> None:

@@ -18,13 +18,15 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder, listing
 from lockstep.data.loading.loaders import Resident, Streaming
-from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
+from lockstep.inference.evaluation import Evaluation
 from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.training.evaluate import VIEWS, evaluate, weighted_views
+from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -61,6 +63,7 @@ def scores(
     views: int = 1,
     loss: Any = None,
     world: World | None = None,
+    predictions: NoPredictions = NO_PREDICTIONS,
 ) -> Any:
     world, chosen = world or World.solo(), kind or Resident()
     train, val = source.train(), source.eval()
@@ -85,6 +88,7 @@ def scores(
         precision=format_,
         world=world,
         views=views,
+        predictions=predictions,
     )
 
 
@@ -156,6 +160,32 @@ def test_several_ranks_score_what_one_scores_with_mains_running_statistics(
     ranks = ThreadRanks(3, monkeypatch)
     for actual in ranks.run(lambda world: scores(models[world.rank], source, block=block, world=world)):
         assert actual == pytest.approx(expected, rel=1e-12)
+
+
+class Numbered(NoPredictions):
+    """Keeps the label of each example by its number."""
+
+    def __init__(self) -> None:
+        self.labels: dict[int, int] = {}
+
+    def update(
+        self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, losses: Tensor, *, first: int
+    ) -> None:
+        self.labels |= dict(enumerate(labels.tolist(), start=first))
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+def test_an_example_has_the_same_number_on_any_number_of_ranks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Fake(examples=160, classes=10, channels=1, size=8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+
+    def numbered(world: World) -> dict[int, int]:
+        predictions = Numbered()
+        scores(model, source, block=block, world=world, predictions=predictions)
+        return predictions.labels
+
+    by_rank = ThreadRanks(3, monkeypatch).run(numbered)
+    assert by_rank[0] | by_rank[1] | by_rank[2] == dict(enumerate(source.eval().labels.tolist()))
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 1000])
@@ -238,3 +268,21 @@ def test_a_split_of_broken_images_alone_is_refused(tmp_path: Path) -> None:
         path.write_bytes(b"no image")
     with pytest.raises(InputError, match="no image of the evaluation split can be decoded"):
         scores(Mean(), Folder(path=str(tmp_path), decode_size=8, skip=12))
+
+
+def test_the_results_by_class_are_those_of_the_labels_and_leave_out_broken_images() -> None:
+    result = Evaluation(
+        names=("a", "b", "c", "d"),
+        labels=torch.tensor([0, 0, 0, 1, 2, IGNORE_INDEX]),
+        predicted=torch.tensor([0, 1, 1, 1, 0, 0]),
+        probabilities=torch.tensor([1.0, 0.5, 0.5, 0.5, 1.0, 0.9]),
+        top5=torch.tensor([True, True, False, True, False, False]),
+        loss=0.5,
+    )
+    assert (result.count, result.top1_percent, result.top5_percent) == (5, 40.0, 60.0)
+    assert result.per_class == [("a", 3, 100 / 3), ("b", 1, 100.0), ("c", 1, 0.0), ("d", 0, None)]
+    assert result.confusion is not None
+    assert result.confusion.tolist() == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
+    # One of two is right at a probability of one, and one of three at a half.
+    assert result.calibration_error == pytest.approx(100 * (2 * 0.5 + 3 * (1 / 2 - 1 / 3)) / 5)
+    assert (result.facts()["images"], result.facts()["skipped"]) == (5, 1)

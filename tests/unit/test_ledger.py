@@ -168,6 +168,24 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
     assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
 
 
+def test_a_job_shares_the_fullest_gpu_that_has_room() -> None:
+    """So the others stay free for jobs that need more."""
+    devices, large, small = Devices(["a", "b"], 4, lambda gpu: 10), Needs(gpus=1, kind="x"), Needs(gpus=1, kind="y")
+
+    def taken(needs: Needs) -> Share:
+        share = devices.take(needs)
+        assert share is not None
+        return share
+
+    for needs, memory in ((large, 6), (small, 3), (small, 2)):  # the most that a job of the kind took
+        devices.give_back(taken(needs), needs.kind, memory)
+    on_one, beside = taken(large), taken(small)
+    on_other = taken(small)
+    assert on_one.gpus == beside.gpus != on_other.gpus
+    devices.give_back(beside)
+    assert taken(small).gpus == on_one.gpus
+
+
 def test_the_memory_of_a_job_is_that_of_its_summary_and_a_job_of_another_rate_is_of_its_kind(tmp_path: Path) -> None:
     record = job(0, state=State.done)
     (tmp_path / record.folder).mkdir(parents=True)
@@ -282,6 +300,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
         running = ledger.read(record)
         assert (running.state, running.host, running.pid) == (State.running, socket.gethostname(), os.getpid())
         assert running.runs_here
+        assert (running.ended, running.exit_code, running.error) == (0.0, 0, ""), "how it ended before is not told"
         return 90.0
 
     assert recorded(ledger, record, seen) == 90.0
@@ -299,6 +318,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
         with pytest.raises((NumericalError, Stopped, KeyError)):
             recorded(ledger, record, fails)
         assert (ledger.read(record).state, ledger.read(record).exit_code) == (state, code)
+        assert recorded(ledger, ledger.read(record), seen) == 90.0
     assert record_of(tmp_path / record.folder) == (ledger_equal(tmp_path), ledger.read(record))
     assert record_of(tmp_path / "001-other") is None
     assert record_of(tmp_path / "jobs") is None
@@ -478,12 +498,20 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         checked_direction("up")
 
 
-def evaluated(ledger: Ledger, record: Record, *scores: float) -> None:
-    """Write what a job has logged: one evaluation after each of its steps so far, of four."""
+def evaluated(ledger: Ledger, record: Record, *scores: float, averaged: bool = False) -> None:
+    """Write what a job has logged: one evaluation after each of its steps so far, of four.
+
+    With `averaged` weights, which have these scores, the others have the opposite ones.
+    """
     folder = ledger.folder / record.folder
     folder.mkdir()
     (folder / "summary.json").write_text('{"steps": 4}')
-    lines = [json.dumps({"step": step, "acc/val_top1": score}) for step, score in enumerate(scores, start=1)]
+    lines = [
+        json.dumps({"step": step, "acc/val_top1": -score, "acc/val_ema_top1": score})
+        if averaged
+        else json.dumps({"step": step, "acc/val_top1": score})
+        for step, score in enumerate(scores, start=1)
+    ]
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
@@ -491,11 +519,12 @@ def evaluated(ledger: Ledger, record: Record, *scores: float) -> None:
     ("direction", "expected"),
     [(Direction.maximize, [2.0, 5.0, 5.0, None]), (Direction.minimize, [2.0, 2.0, 1.0, None])],
 )
+@pytest.mark.parametrize("averaged", [False, True])
 def test_the_score_of_a_round_is_the_best_one_until_its_end(
-    tmp_path: Path, direction: Direction, expected: list[float | None]
+    tmp_path: Path, averaged: bool, direction: Direction, expected: list[float | None]
 ) -> None:
     ledger = Ledger(tmp_path)
-    evaluated(ledger, job(0), 2.0, 5.0, 1.0)
+    evaluated(ledger, job(0), 2.0, 5.0, 1.0, averaged=averaged)
     assert [halving.score(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
 
 

@@ -30,6 +30,7 @@ from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
+from thread_ranks import ThreadRanks
 
 PLAN = Plan(examples=50, batch=16, total_steps=9, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
@@ -115,6 +116,27 @@ def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> N
         assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
         assert torch.equal(shard.labels, split.labels[shard.indices])
         assert shard.images.dtype == torch.uint8
+
+
+def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> None:
+    whole = loader(folder, Resident())
+    for shard in shards(whole):
+        again = whole.global_batch(shard.step)
+        assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
+        for name in ("images", "labels", "indices"):
+            assert torch.equal(getattr(again, name), getattr(shard, name))
+
+
+def test_a_broken_image_that_several_ranks_have_read_counts_once(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def skipped(here: World) -> int:
+        own = replace(loader(folder, Resident(), here), skip=9)
+        own.train_labels[[3, 7 + here.rank]] = IGNORE_INDEX
+        own.eval_labels[3] = IGNORE_INDEX
+        return own.count_skipped()
+
+    assert ThreadRanks(3, monkeypatch).run(skipped) == [5] * 3
 
 
 def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:

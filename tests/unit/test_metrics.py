@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.time_spent import TimeSpent
+from thread_ranks import ThreadRanks
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 
@@ -76,10 +78,16 @@ class Step:
 
 
 def recorder(
-    sink: Collector, *, step: int = 0, window: WindowState | None = None, flops: float = 0.0, peak: float = 0.0
+    sink: Collector,
+    *,
+    step: int = 0,
+    window: WindowState | None = None,
+    flops: float = 0.0,
+    peak: float = 0.0,
+    world: World | None = None,
 ) -> Telemetry:
     return Telemetry(
-        world=World.solo(),
+        world=world or World.solo(),
         plan=PLAN,
         observer=sink,
         display=Watched(),
@@ -126,9 +134,9 @@ def test_a_window_is_the_mean_over_its_examples() -> None:
 def test_a_window_names_the_first_step_whose_loss_is_unsound(bad: float) -> None:
     telemetry = recorder(Collector(), step=3)
     telemetry.loss_limit = 2000
-    for step, loss in ((4, 1.0), (5, bad), (6, 1.0), (7, bad)):
+    for step, losses in ((4, [1999.0] * 3), (5, [bad]), (6, [1.0]), (7, [bad])):
         telemetry.step = step
-        count(telemetry, [loss], [True])
+        count(telemetry, losses, [True] * len(losses))
     assert ended(telemetry, 7).first_bad_step == 5
     telemetry.step = 8
     count(telemetry, [1.0], [True])
@@ -201,6 +209,73 @@ def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resu
     assert expected["acc/train_epoch_top1"] == pytest.approx(100 * hits / (2 * len(own)))
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_window_of_three_ranks_goes_on_on_any_number_of_them(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step is of three examples, of which only the one of rank 0 is a hit; an epoch ends after step 10."""
+    group = ThreadRanks(3, monkeypatch)
+
+    def begun(world: World) -> WindowState:
+        telemetry = recorder(Collector(), world=world, step=8)
+        for telemetry.step in (9, 10, 11, 12):
+            count(telemetry, [10.0 * telemetry.step + world.rank], [world.rank == 0])
+        return telemetry.open_window()
+
+    state = json.loads(json.dumps(group.run(begun)[0]))
+    group = ThreadRanks(ranks, monkeypatch)
+
+    def resumed(world: World) -> list[tuple[int, dict[str, float]]]:
+        sink = Collector()
+        telemetry = recorder(sink, world=world, step=12, window=state)
+        telemetry.evaluated(12, {}, best=True)
+        ended(telemetry, 13)
+        return sink.lines
+
+    for (_, of_epoch), (_, of_window) in group.run(resumed):
+        assert of_window["loss/train"] == 106  # the mean of 90 to 122
+        assert of_epoch["loss/train_epoch"] == 116
+        assert of_epoch["acc/train_epoch_top1"] == of_window["acc/train_top1"] == pytest.approx(100 / 3)
+
+
+def test_forgotten_steps_leave_no_trace_in_a_window() -> None:
+    telemetry = recorder(Collector())
+    for telemetry.step, loss in ((1, 1.0), (2, 100.0), (2, 100.0)):
+        count(telemetry, [loss], [False])
+    telemetry.forget(after=1)
+    telemetry.step = 2
+    count(telemetry, [3.0], [True])
+    window = ended(telemetry, 2)
+    assert (window.examples, window.loss, window.top1) == (2, 2.0, 50.0)
+
+
+def test_large_logits_are_counted_and_freed_before_the_window_ends() -> None:
+    telemetry, alive = recorder(Collector()), []
+    for telemetry.step in range(1, 21):
+        logits = torch.zeros(512, 512)
+        micro = Step(telemetry.step, labels=torch.zeros(512, dtype=torch.int64))
+        telemetry.record(torch.zeros(()), logits, micro, torch.zeros(0))
+        alive.append(weakref.ref(logits))
+        del logits
+        assert sum(reference() is not None for reference in alive) <= 5, "5 MB are held"
+    assert ended(telemetry, 20).top1 == 100
+
+
+def test_the_time_of_a_step_is_that_of_the_steps_since_the_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, sink = 0.0, Collector()
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+    first = recorder(Collector())
+    first.step = 6
+    count(first, [1.0] * 60, [True] * 60)
+    resumed = recorder(sink, step=6, window=first.open_window())
+    for shard in resumed.watch(iter([Step(7), Step(8)])):
+        now += 2
+        count(resumed, [1.0] * 10, [True] * 10)
+        assert resumed.step == shard.step
+    ended(resumed, 8)
+    ((_, figures),) = sink.lines
+    assert (figures["perf/step_ms"], figures["perf/img_per_s"]) == (2000, 5)
+    assert resumed.totals_of_run()["img_per_s"] == 5
+
+
 def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("time.perf_counter", lambda: now)
@@ -245,6 +320,11 @@ def test_utilisation_is_shown_where_the_peak_is_known() -> None:
         assert ("perf/mfu_pct" in sink.lines[0][1]) is shown
         if shown:
             assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
+
+
+def test_utilisation_is_that_of_all_images_on_all_devices() -> None:
+    world = replace(World.solo(), size=4)
+    assert recorder(Collector(), flops=100.0, peak=1e6, world=world).mfu(rate=5000) == 50
 
 
 def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:

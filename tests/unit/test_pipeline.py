@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
+from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.loading.shards import Shard
 from lockstep.data.pipeline import Pipeline
@@ -132,15 +133,28 @@ def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
     assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
 
 
-def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image() -> None:
+def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation() -> None:
+    batch, indices = images(401, 3, 32, 32), torch.arange(401)
+    blank = (train(pipeline(CIFAR10(), cutout=8), batch, indices, 0)[:400] == 0).all(1).any(2)
+    centres = (blank * torch.arange(32)).sum(1) / blank.sum(1)
+    mixing = pipeline(CIFAR10(), mix=Mix(classes=2, mixup=1.0, cutmix=0.0))
+    _, targets = mixing.mixed(Shard(1, 0, train(mixing, batch, indices, 0), indices % 2, indices, 400, 0, 1, True))
+    shares = targets[torch.arange(400), indices[:400] % 2]
+    numbers = SampleRNG(0, 0, indices[:400])
+    seen = torch.stack([centres, shares, *(numbers.uniform(n) for n in range(3))])
+    assert (torch.corrcoef(seen) - torch.eye(5)).abs().max() < 0.2
+
+
+@pytest.mark.parametrize("side", [7, 8])
+def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side: int) -> None:
     batch, indices = images(400, 3, 32, 32), torch.arange(400)
-    plain, cut = train(pipeline(CIFAR10()), batch, indices), train(pipeline(CIFAR10(), cutout=8), batch, indices)
+    plain, cut = train(pipeline(CIFAR10()), batch, indices), train(pipeline(CIFAR10(), cutout=side), batch, indices)
     blank = (cut == 0).all(1)
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
-    assert int(areas.max()) == 64
+    assert int(areas.max()) == side**2
     assert int(areas.min()) >= 4 * 4 - 4  # at a corner only half of each side is inside the image
     rows, columns = (blank.any(at).sum(0) for at in (2, 1))
     for place in (rows, columns):
         assert int(place.min()) > 0
-    assert torch.equal(train(pipeline(CIFAR10(), cutout=8), batch[7:9], indices[7:9]), cut[7:9])
+    assert torch.equal(train(pipeline(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])

@@ -341,7 +341,8 @@ def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) ->
 
 
 def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", NARROW, "steps=4", "loss=bce", "metric=calibration")
+    loss = ("loss=bce", "loss.label_smoothing=0.2")
+    run = train_here(tmp_path / "run", NARROW, "steps=4", *loss, "metric=calibration")
     predictor, split = lockstep.load(run.path, device="cpu"), Digits().eval()
     evaluation = evaluate_split(predictor, split)
     logged = next(line for line in records(run) if "loss/val" in line)

@@ -93,6 +93,7 @@ def test_every_operation_is_drawn_as_often_as_another_and_up_as_often_as_down(
     for op, up in drawn:
         assert bool(((torch.bincount(op, minlength=14) - 1000).abs() < 130).all())
         assert up.float().mean().item() == pytest.approx(0.5, abs=0.02)
+        assert bool(((torch.bincount(op[up], minlength=14) - 500).abs() < 100).all()), "also of each operation"
     (first, _), (second, _) = drawn
     assert (first == second).float().mean().item() == pytest.approx(1 / 14, abs=0.01)
 

@@ -37,7 +37,7 @@ from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, JsonLines, Table, read_figures
 from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
 
-PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
 FullDisk = Callable[[int], AbstractContextManager[None]]
 
@@ -266,6 +266,17 @@ def test_a_resumed_run_has_every_step_once_in_its_raw_files(tmp_path: Path) -> N
     assert sorted(step for tag, step in counts if tag == "loss/train") == [1, 2, 3, 4, 5]
     assert [scalar.value for scalar in events(tmp_path).Scalars("loss/train")] == [1.0, 1.0, 2.0, 2.0, 2.0]
     assert len(files_of(tmp_path)) == 2, "the second file had nothing that counts"
+
+
+def test_steps_that_two_files_have_are_there_once_after_a_resume(tmp_path: Path) -> None:
+    part(tmp_path, 0, range(1, 6))
+    part(tmp_path / "other", 0, range(3, 8))
+    (other,) = files_of(tmp_path / "other")
+    other.rename(tmp_path / other.name)
+    part(tmp_path, 7, range(8, 10))
+    counts = written(tmp_path)
+    assert set(counts.values()) == {1}
+    assert sorted(step for tag, step in counts if tag == "loss/train") == [*range(1, 10)]
 
 
 def test_a_run_that_starts_anew_keeps_its_layout_and_hyperparameters_once(tmp_path: Path) -> None:

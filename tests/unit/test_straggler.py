@@ -38,6 +38,15 @@ def test_a_small_difference_is_not_worth_a_word(busy: list[float], step_s: float
     assert sentences([busy] * 10 * STEPS, step_s) == []
 
 
+@pytest.mark.parametrize(("rank", "share"), [(0, 0.75), (1, 0.0), (2, 0.5)])
+def test_a_rank_waits_for_the_slowest_one(rank: int, share: float) -> None:
+    stragglers = Stragglers(replace(World.solo(), rank=rank, size=3))
+    busy = torch.tensor([[0.1], [0.4], [0.2]]).double().expand(3, STEPS)
+    for _ in range(2):
+        stragglers.judge(torch.stack([torch.full_like(busy, 0.4), busy], 2))
+    assert stragglers.waited_share == pytest.approx(share)
+
+
 def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass() -> None:
     stragglers = Stragglers(replace(World.solo(), size=2))
     stragglers.start()

@@ -22,6 +22,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.optim import SGD, Adam, AdamW, Muon, Timm
+from lockstep.optim.optimizers import set_learning_rate
 from lockstep.precision import BF16, FP16, FP32, FP64, BF16Pure
 from lockstep.strategy import (
     DDP,
@@ -35,11 +36,13 @@ from lockstep.strategy import (
     Single,
     Strict,
 )
-from lockstep.strategy.allreduce import HookedReplica
+from lockstep.strategy.allreduce import LARGE, HookedReplica
+from lockstep.strategy.base import share_weights
 from lockstep.strategy.ddp import CommHook
 from lockstep.strategy.fsdp import blocks
 from lockstep.strategy.strict import TreeReplica
-from lockstep.strategy.zero import assign
+from lockstep.strategy.zero import ZeROOptimizer, assign
+from thread_ranks import ThreadRanks
 
 
 def plan(micro_batches: int = 1) -> Plan:
@@ -354,3 +357,44 @@ def test_a_pipeline_says_how_long_its_stages_wait() -> None:
     assert "each of 2 stages waits 50% of a step" in note
     assert "train.micro_batches=8 leaves 11%" in note
     assert notes(8, 2) == notes(1, 1) == []
+
+
+def test_each_gradient_is_summed_once_whether_it_is_large_or_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reduced(world: World) -> list[float]:
+        model = nn.Linear(LARGE // 4, 4)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, world.rank + 1.0)
+        AllReduce().reduce(model)
+        return [float(parameter.grad.unique()) for parameter in model.parameters() if parameter.grad is not None]
+
+    assert ThreadRanks(3, monkeypatch).run(reduced) == [[6.0, 6.0]] * 3
+
+
+def test_all_ranks_begin_with_mains_weights_and_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(world: World) -> list[float]:
+        model = nn.BatchNorm1d(1)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(world.rank + 5)
+        share_weights(model)
+        return [tensor.item() for tensor in (*model.parameters(), *model.buffers())]
+
+    assert ThreadRanks(3, monkeypatch).run(begun) == [[5.0] * 5] * 3
+
+
+def test_an_owned_optimizer_follows_the_schedule_and_frees_all_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stepped(world: World) -> list[float]:
+        model = nn.Linear(1, 1)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = ZeROOptimizer(SGD(lr=0.5, momentum=0.0).build(model), world)
+        for rate in (0.5, 0.25):
+            set_learning_rate(optimizer, rate)
+            for parameter in model.parameters():
+                assert parameter.grad is None
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [parameter.item() for parameter in model.parameters()]
+
+    assert ThreadRanks(2, monkeypatch).run(stepped) == [[-0.75, -0.75]] * 2

@@ -24,7 +24,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import NO_SCORES
+from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim import SGD
 from lockstep.optim.ema import EMA
 from lockstep.optim.schedule import Constant
@@ -32,6 +32,7 @@ from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.training.network import Network, Progress
+from lockstep.training.predictions import NoPredictions
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
@@ -40,6 +41,7 @@ pytestmark = pytest.mark.numerics
 # An epoch has a batch of eight examples and one of two: three ranks have 2, 3 and 3 of them, then 0, 1 and 1.
 SOURCE = Fake(examples=10, classes=3, channels=1, size=4)
 LOSS = CrossEntropy(label_smoothing=0.1, class_weights=[0.5, 1.0, 2.0])
+RARELY = ("log_every", "eval_every", "save_every")
 
 
 class Silent:
@@ -49,6 +51,7 @@ class Silent:
         self.events: list[Any] = []
         self.stragglers = self.times = self.clock = self.observer = self
         self.busy = 0.0
+        self.is_overdue = False
 
     def watch(self, shards: Iterator[Any]) -> Iterator[Any]:
         return shards
@@ -74,7 +77,7 @@ class Silent:
         return [SimpleNamespace(scalars={}, first_bad_step=None, checksums=sums, last=step)]
 
     def forget(self, after: int) -> None:
-        """There is nothing to forget."""
+        self.events.append(("forget", after))
 
     def evaluating(self, done: int, blocks: int) -> None:
         """Show nothing."""
@@ -89,7 +92,7 @@ class Silent:
         """There are no files."""
 
     def overdue(self) -> bool:
-        return False
+        return self.is_overdue
 
     def save(self, *, progress: dict[str, Any], **state: Any) -> None:
         self.events.append(("save", progress["step"], progress["score"] is not None))
@@ -148,7 +151,7 @@ def trainer_of(
             eval_feed=Resident().feed(val, world),
         ),
         pipeline=Pipeline.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0),
-        scores=NO_SCORES,
+        scores=options.pop("scores", NO_SCORES),
         checkpointer=silent,
         telemetry=silent,
         stop=options.pop("stop", StopRequest()),
@@ -325,6 +328,22 @@ def test_each_event_comes_at_its_steps_and_at_the_last_one() -> None:
     assert [event[2] for event in events if event[0] == "log"] == [0.5 * step / 7 for step in (3, 6, 7)]
 
 
+@pytest.mark.parametrize("late", range(3))
+def test_all_ranks_save_when_the_checkpoint_is_overdue_by_the_clock_of_one(
+    late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
+
+    def saved(world: World) -> list[int]:
+        trainer = trainer_of(models[world.rank], world, strategy=AllReduce(), every=dict.fromkeys(RARELY, 9))
+        trainer.checkpointer.is_overdue = world.rank == late
+        return [event[1] for event in fitted(trainer)[0] if event[0] == "save"]
+
+    steps = ranks.run(saved)
+    assert steps[0][0] < 4
+    assert steps == steps[:1] * 3
+
+
 def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
     model = network()
     updated(trainer_of(model, World.solo(), steps=4))
@@ -350,6 +369,7 @@ def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
     with pytest.raises(StopNow):
         trainer.step_or_undo(shard)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert trainer.telemetry.events == [("forget", 0)]
 
 
 @pytest.mark.parametrize("broken", range(3))
@@ -430,11 +450,24 @@ def test_after_a_resume_a_score_must_be_higher_than_the_best_one_before_it() -> 
     assert trainer.progress.best_step == 1
 
 
+class Predicted(NoScores, NoPredictions):
+    """Scores and predictions that keep the predicted class of each example that they get."""
+
+    def __init__(self) -> None:
+        self.classes: list[int] = []
+
+    def update(self, *tensors: Tensor, first: int | None = None) -> None:
+        logits = tensors[0 if first is None else 1]
+        self.classes += logits.argmax(1).tolist()
+
+
 @pytest.mark.parametrize(("label", "averaged"), [(COMMON, RARE), (RARE, COMMON)])
 def test_the_average_of_the_weights_decides_where_there_is_one(label: int, averaged: int) -> None:
     model = Always(averaged)
     ema = EMA(model, 0.9)
     model.label = label
-    trainer = trainer_of(model, World.solo(), ema=ema)
+    scored = Predicted()
+    trainer = trainer_of(model, World.solo(), ema=ema, scores=scored, predictions=scored)
     trainer.evaluate(1)
     assert trainer.progress.best == pytest.approx(ACCURACY[averaged])
+    assert scored.classes == [averaged] * (2 * len(SOURCE.eval().labels)), "scores and predictions are of it alone"
