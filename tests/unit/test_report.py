@@ -303,6 +303,28 @@ def test_the_page_of_a_sweep_compares_its_jobs_and_leads_to_them(sweep: Ledger) 
     assert page.text.index("92.00") < page.text.rindex("91.00")
 
 
+def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
+    sweep: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = [RunDir(sweep.folder / record.folder).report for record in sweep.records()[:2]]
+
+    def drawn() -> list[bool]:
+        times = [page.exists() and page.stat().st_mtime_ns for page in pages]
+        report(str(sweep.folder))
+        return [page.stat().st_mtime_ns != time for page, time in zip(pages, times, strict=True)]
+
+    assert drawn() == [True, True]
+    assert "up to date" not in capsys.readouterr().out
+    assert drawn() == [False, False]
+    assert "; the pages of 2 of its 2 jobs were up to date" in capsys.readouterr().out
+    (pages[0].parent / "metrics.jsonl").touch()
+    assert drawn() == [True, False]
+    sweep.write(sweep.records()[1])
+    assert drawn() == [False, True]
+    sweep.start(sweep.records()[0])
+    assert drawn() == drawn() == [True, False], "its process may end without a word"
+
+
 @pytest.mark.parametrize("states", [(), (State.failed,), (State.done,), (State.stopped, State.waiting)])
 def test_a_sweep_without_scores_has_a_page(tmp_path: Path, states: tuple[State, ...]) -> None:
     ledger = Ledger(tmp_path / "sweep")

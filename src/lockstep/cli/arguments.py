@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.commands import typed
@@ -11,6 +12,7 @@ from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
+EXPORTED = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # suffixes, and their format
 RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
@@ -44,6 +46,8 @@ def arguments() -> argparse.Namespace:
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
         commands.choices[options.command].unknown(rest)
+    if getattr(options, "out", "") is None:
+        _check_out_is_named(options)
     if options.command == "pack":
         named = {
             name for name in ("source", "target", "size", "skip", "val_share") if getattr(options, name) is not None
@@ -51,6 +55,15 @@ def arguments() -> argparse.Namespace:
         if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
+
+
+def _check_out_is_named(options: argparse.Namespace) -> None:
+    """Refuse a word that is to be the file to write, and would be taken for one to read, or for an override."""
+    for word in getattr(options, options.rest):
+        is_input = "=" in word or word.startswith("~") if options.rest == "overrides" else Path(word).exists()
+        if not is_input or Path(word).suffix in EXPORTED:
+            what = "KEY=VALUE" if options.rest == "overrides" else "an image to compare on, in a file that exists"
+            raise InputError(f"{word}: expected {what}; what to write has a flag: --out {word}")
 
 
 def _check_command(words: list[str], commands: list[str]) -> None:

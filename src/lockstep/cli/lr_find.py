@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
+from lockstep.config.messages import refuse_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import check_out, write_atomic
@@ -25,6 +26,7 @@ MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
 EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
+OF_TEST = {"steps", "epochs", "schedule", "schedule.", "launcher.ranks", "resume"}  # what the test sets itself
 SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
@@ -41,6 +43,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None:
         check_out(Path(out), ".svg")
+    refuse_keys(overrides, OF_TEST, "lr-find sets itself: --steps steps, at rising rates, on one device")
     job = job_of([*overrides, "launcher.ranks=1"])
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:

@@ -63,7 +63,7 @@ class Machines(Machine):
         """
         self.run_dir, self.ranks = run_dir, ranks
         meeting = self.meeting
-        log.console.print(f"waiting at {meeting.endpoint} for {meeting.least - 1} of {meeting.least} machines")
+        log.show(f"waiting at {meeting.endpoint} for {meeting.least - 1} of {meeting.least} machines")
         self.run_attempts(entry)
 
     def lost(self, reason: str) -> LockstepError:
@@ -179,7 +179,7 @@ class Member(Machine):
         meeting, patience = self.meeting, max(self.meeting.timeout, FIRST_S)
         if is_listening(meeting.host, meeting.port):
             return
-        log.console.print(f"waiting for main at {meeting.endpoint}")
+        log.show(f"waiting for main at {meeting.endpoint}")
         if not wait(lambda: is_listening(meeting.host, meeting.port), patience):
             raise RankFailed(
                 f"nobody has listened at launcher.rendezvous={meeting.endpoint} for {patience:g} s; start the "

@@ -157,7 +157,7 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
         table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), *others, ending)
     # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
     log.console.print(f"sweep in {ledger.folder}", soft_wrap=True)
-    log.console.print(table)
+    log.show_table(table)
     for line in seeds_together(records, swept, direction):
         log.console.print(line, soft_wrap=True)
     if len(names) > 1 and (
