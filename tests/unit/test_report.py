@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -323,6 +324,14 @@ def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
     assert drawn() == [False, True]
     sweep.start(sweep.records()[0])
     assert drawn() == drawn() == [True, False], "its process may end without a word"
+
+
+def test_no_label_of_parallel_coordinates_is_over_another() -> None:
+    rows = [[rate, score] for rate, score in ((0.1, 97.75), (0.2, 97.46), (0.3, 79.72))]
+    address = charts.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
+    picture = base64.b64decode(address.partition(",")[2]).decode()
+    shown = [text for text in ("0.1", "0.2", "0.3", "97.75", "97.46", "79.72") if f">{text}<" in picture]
+    assert shown == ["0.1", "0.2", "0.3", "97.75", "79.72"]
 
 
 @pytest.mark.parametrize("states", [(), (State.failed,), (State.done,), (State.stopped, State.waiting)])

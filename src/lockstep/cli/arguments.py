@@ -183,7 +183,9 @@ def _lr_find(commands: Any) -> None:
         "which the loss is lowest (Smith 2017, the learning rate range test).",
     )
     _rest(find, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    find.add_argument("--steps", type=int, default=100, help="the most steps; it ends when the loss explodes [100]")
+    find.add_argument(
+        "--steps", type=int, default=100, help="the most, whatever the job has; it ends when the loss explodes [100]"
+    )
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
     find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
@@ -249,7 +251,7 @@ def _prove(commands: Any) -> None:
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
     _rest(prove, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    prove.add_argument("--steps", type=int, default=20, help="steps of each run [20]")
+    prove.add_argument("--steps", type=int, default=20, help="of each run, whatever the job has [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     prove.add_argument(
         "--all", dest="everything", action="store_true", help="every strategy and every kill on every number of ranks"

@@ -15,6 +15,7 @@ from lockstep.config import components
 from lockstep.config.messages import refuse_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.optim.optimizers import set_learning_rate
@@ -58,7 +59,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
     log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {job.optimizer.lr:g})")
-    log.show(f"wrote {file}")
+    log.show(f"wrote {relative(file)}")
 
 
 @dataclass(frozen=True, kw_only=True)

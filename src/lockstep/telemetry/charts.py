@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.core.errors import escaped
 
 POINTS = 400  # of a curve: more are averaged
+LINE_HEIGHT = 0.05  # of a label, as a share of an axis of parallel coordinates
 COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
@@ -86,6 +87,7 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
     """Parallel coordinates: a line for each row over the columns, the darker the greater its figure of `colours`.
 
     A column of numbers is a scale, logarithmic if they span more than 50 times; of texts, each has its own height.
+    A label that would be over a higher one is left out.
     """
     values = [
         sorted({*column}, key=lambda value: (isinstance(value, str), value)) for column in zip(*rows, strict=True)
@@ -106,9 +108,13 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
             axes.plot(heights, color=(0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share))
         for column, of in enumerate(values):
             axes.axvline(column, color="black", linewidth=0.8)
-            for value in of if len(of) <= 4 or isinstance(of[-1], str) else (of[0], of[-1]):
-                place = (column, height(column, value))
-                axes.annotate(cut(value), place, size=7, xytext=(3, 2), textcoords="offset points")
+            lowest = math.inf
+            for value in reversed(of if len(of) <= 4 or isinstance(of[-1], str) else (of[0], of[-1])):
+                if lowest - (at := height(column, value)) > LINE_HEIGHT:
+                    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+                    style: Any = {"size": 7, "textcoords": "offset points", "bbox": ground}
+                    axes.annotate(cut(value), (column, at), xytext=(3, 2), **style)
+                    lowest = at
         axes.set_xticks(range(len(columns)), [cut(name) for name in columns])
         axes.set(yticks=[], xlim=(-0.1, len(columns) - 0.6))
         axes.grid(visible=False)
