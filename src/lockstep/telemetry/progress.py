@@ -52,9 +52,9 @@ class Work:
 def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show the progress of a piece of work during the context. Call the function that it yields with finished items.
 
-    The results of the command go to standard output. If that is no terminal, the progress goes to standard error. On a
-    terminal it is a moving line, unless the results go to a program that may write there too (`| head`); elsewhere it
-    is a new line every `SILENCE_S` seconds.
+    The results of the command go to standard output. If that is no terminal, the progress goes to standard error. On
+    a terminal it is a moving line, unless the results go to a program that may write there too (`| head`); elsewhere
+    it is a new line every `SILENCE_S` seconds.
     """
     work = Work(activity, total)
     errors = Console(stderr=True, highlight=False)
