@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -326,7 +327,19 @@ def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
     assert drawn() == drawn() == [True, False], "its process may end without a word"
 
 
-def test_no_label_of_parallel_coordinates_is_over_another() -> None:
+@pytest.mark.parametrize("rates", [(1e-6, 1e-3, 10.0), (0.002, 0.003, 0.005), (0.001, 0.01)])
+def test_the_numbers_of_a_logarithmic_scale_are_plain(rates: tuple[float, ...]) -> None:
+    picture = charts.svg(lambda axes: axes.loglog(rates, rates), 6.4, 4.0).decode()
+    numbers = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    assert len(numbers) > 3
+    assert all(float(number.replace("\u2212", "-")) > 0 for number in numbers)
+
+
+def test_no_label_of_a_chart_is_over_another() -> None:
+    labels = ["job a", "job b", "job c", "job d"]
+    address = charts.scatter([1.0, 1.001, 2.0, 3.0], [90.0, 90.01, 90.0, 80.0], labels, "", "")
+    picture = base64.b64decode(address.partition(",")[2]).decode()
+    assert [label for label in labels if f">{label}<" in picture] == ["job a", "job c", "job d"]
     rows = [[rate, score] for rate, score in ((0.1, 97.75), (0.2, 97.46), (0.3, 79.72))]
     address = charts.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
     picture = base64.b64decode(address.partition(",")[2]).decode()

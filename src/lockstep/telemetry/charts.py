@@ -15,7 +15,7 @@ import numpy as np
 from lockstep.core.errors import escaped
 
 POINTS = 400  # of a curve: more are averaged
-LINE_HEIGHT = 0.05  # of a label, as a share of an axis of parallel coordinates
+LINE_HEIGHT = 0.05  # of a label, as a share of an axis
 COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
@@ -42,11 +42,16 @@ def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that cannot be written
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that its font does not have; those of the browser have them
         figure = Figure(figsize=(width, height), layout="constrained")
-        draw(figure.subplots())
+        draw(axes := figure.subplots())
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":  # the formatter of matplotlib writes TeX, which is not parsed here
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue().encode(errors="backslashreplace")
@@ -72,12 +77,17 @@ def _averaged(values: Sequence[float]) -> list[float]:
 
 
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Points with their labels."""
+    """Points with their labels. A label that would be over an earlier one is left out."""
 
     def draw(axes: Any) -> None:
         axes.scatter(x, y, color=COLOURS[0])
+        spans = [(max(values) - min(values)) * LINE_HEIGHT or 1.0 for values in (x, y)]
+        labelled: set[tuple[int, ...]] = set()  # the fields of a grid that have a label
         for *point, label in zip(x, y, labels, strict=True):
-            axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
+            field = tuple(math.floor(value / span) for value, span in zip(point, spans, strict=True))
+            if labelled.isdisjoint((field[0] + right, field[1] + up) for right in (-1, 0, 1) for up in (-1, 0, 1)):
+                labelled.add(field)
+                axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
 
     return drawn(draw)
