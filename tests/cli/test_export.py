@@ -128,10 +128,11 @@ def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("alone.safetensors", "nowhere.png"), "nowhere.png: there is no such file or folder"),
+        (("alone.safetensors", "nowhere.png"), "nowhere.png: expected an image to compare on"),
         (("alone.safetensors", "--out", "nowhere/model.onnx"), "--out is nowhere/model.onnx, expected a file in"),
+        (("alone.safetensors", "--out", "model.pt"), "--format onnx writes another kind of file: --format torch"),
     ],
-    ids=["no such image", "no such folder"],
+    ids=["no such image", "no such folder", "another format"],
 )
 def test_what_cannot_be_exported_is_one_sentence(place: Path, words: tuple[str, ...], sentence: str) -> None:
     shutil.copy(place / "outputs" / "digits" / "model.safetensors", place / "alone.safetensors")

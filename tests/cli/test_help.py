@@ -30,6 +30,12 @@ def test_help_fits_a_screen(shown: Done) -> None:
     assert max(map(len, lines)) <= 100
 
 
+def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(shown: Done) -> None:
+    narrow = command(sys.executable, "train.py", "--help", COLUMNS="80")
+    assert max(map(len, narrow.out.splitlines())) <= 80
+    assert narrow.out.split() == shown.out.split()
+
+
 def test_help_does_not_wait_for_torch(shown: Done) -> None:
     assert "hydra" in imported(shown)
     assert not {"torch", "torchvision", "timm", "numpy"} & imported(shown)

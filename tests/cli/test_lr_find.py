@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,12 @@ def test_what_cannot_be_tried_is_refused(options: dict[str, object], says: str, 
     with pytest.raises(InputError, match=says):
         lr_find(JOB, **words)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("word", ["steps=5", "++epochs=1", "schedule=step", "schedule.warmup=0", "launcher.ranks=2"])
+def test_a_key_that_the_test_sets_itself_is_refused(word: str) -> None:
+    with pytest.raises(InputError, match="^" + re.escape(f"{word} is what lr-find sets itself: --steps steps, at")):
+        lr_find((*JOB, word), steps=4, low=1e-5, high=1.0, out=None)
 
 
 def test_a_model_with_dropout_can_be_called_in_a_loop_of_ones_own() -> None:

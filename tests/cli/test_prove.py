@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from helpers import forked, running_fork
 from lockstep.cli import prove, prove_run
 from lockstep.cli.prove import COMMON, cases, compare, for_strategy
 from lockstep.cli.prove_run import Case, Outcome
+from lockstep.core.errors import InputError
 
 OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
@@ -42,6 +44,12 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
     )
     assert [line for line in lines if "pipeline 2 killed" in line and "refused" in line]
     assert not list(tmp_path.glob("lockstep-prove-*"))
+
+
+@pytest.mark.parametrize("word", ["steps=5", "epochs=1", "precision=bf16", "logger=[]", "logger.wandb.mode=online"])
+def test_a_key_that_the_runs_set_themselves_is_refused(word: str) -> None:
+    with pytest.raises(InputError, match="^" + re.escape(f"{word} is what prove sets itself: --steps steps in")):
+        prove.prove(["model=linear", word], steps=4, ranks="2")
 
 
 def nudged(by: float) -> dict[str, torch.Tensor]:

@@ -54,6 +54,11 @@ def refusal(output_root: Path, *overrides: str) -> str:
 
 
 KEYS = [
+    (
+        "model.width=8.5",
+        "model.width is '8.5', expected a whole number: model.width=10, or in a search model.width=int(",
+    ),
+    ("batch=8.5", "batch is '8.5', expected a whole number: batch=10, or in a search batch=int(interval(1,10))"),
     ("resume=newest", "name one with resume=PATH, or the newest run with resume=latest"),
     ("dataset=CIFAR10", "Did you mean 'cifar10', 'cifar100'?"),
     ("strategy=DDP", "strategy=DDP: there is no strategy of that name. Did you mean 'ddp', 'dp'?"),

@@ -215,6 +215,18 @@ def test_a_name_says_what_it_holds() -> None:
         assert not [f"{path}:{line}: {name}" for path, line, name in bound if name in empty]
 
 
+def test_no_line_is_broken_where_there_is_no_terminal() -> None:
+    """Rich breaks what it prints at 80 columns without one, so only `core.log` prints a table."""
+    prints = [
+        (name, call)
+        for name, path in MODULES.items()
+        for call in ast.walk(parsed(path))
+        if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("console.print") and name != "core.log"
+    ]
+    assert len(prints) > 10
+    assert not [name for name, call in prints if "soft_wrap=True" not in ast.unparse(call)]
+
+
 def test_the_entry_point_stays_a_table_of_contents() -> None:
     assert len((PACKAGE / "cli" / "train.py").read_text().splitlines()) <= 70
 

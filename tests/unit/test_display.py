@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import subprocess
 import sys
 
 import pytest
@@ -229,3 +231,17 @@ def test_a_command_without_a_terminal_says_now_and_then_how_far_it_is(
             captured = capfd.readouterr()
             assert captured.out == "", "predictions may be read by a program"
             stderr += captured.err
+
+
+def test_no_bar_moves_where_another_program_shows_the_results() -> None:
+    code = "from lockstep.telemetry.progress import progress\nwith progress('predicting', 4): print('cat')"
+    screen, stderr = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=stderr, env={**os.environ, "TERM": "xterm"}
+    )
+    os.set_blocking(screen, False)
+    with pytest.raises(BlockingIOError):
+        os.read(screen, 1)
+    os.close(screen)
+    os.close(stderr)
+    assert (done.returncode, done.stdout) == (0, b"cat\n")

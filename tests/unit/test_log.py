@@ -52,6 +52,15 @@ def test_a_message_or_warning_is_one_unchanged_line_on_screen_and_in_the_log(
     assert lines[1].endswith("WARNING careful")
 
 
+def test_a_table_without_a_terminal_has_each_cell_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    cells = ["a path/" * 30, "why " * 40]
+    table = Table("path", "reason")
+    table.add_row(*cells)
+    log.show_table(table)
+    out = capsys.readouterr().out
+    assert all(cell.strip() in out for cell in cells)
+
+
 def test_a_log_that_cannot_be_written_is_reported_once_and_ends_nothing(
     run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -301,6 +303,48 @@ def test_the_page_of_a_sweep_compares_its_jobs_and_leads_to_them(sweep: Ledger) 
     assert len(pages) == 2
     assert all(set(link) <= {*"abcdefghijklmnopqrstuvwxyz0123456789-.%/_ABCDEF"} for link in links)
     assert page.text.index("92.00") < page.text.rindex("91.00")
+
+
+def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
+    sweep: Ledger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages = [RunDir(sweep.folder / record.folder).report for record in sweep.records()[:2]]
+
+    def drawn() -> list[bool]:
+        times = [page.exists() and page.stat().st_mtime_ns for page in pages]
+        report(str(sweep.folder))
+        return [page.stat().st_mtime_ns != time for page, time in zip(pages, times, strict=True)]
+
+    assert drawn() == [True, True]
+    assert "up to date" not in capsys.readouterr().out
+    assert drawn() == [False, False]
+    assert "; the pages of 2 of its 2 jobs were up to date" in capsys.readouterr().out
+    (pages[0].parent / "metrics.jsonl").touch()
+    assert drawn() == [True, False]
+    sweep.write(sweep.records()[1])
+    assert drawn() == [False, True]
+    sweep.start(sweep.records()[0])
+    assert drawn() == drawn() == [True, False], "its process may end without a word"
+
+
+@pytest.mark.parametrize("rates", [(1e-6, 1e-3, 10.0), (0.002, 0.003, 0.005), (0.001, 0.01)])
+def test_the_numbers_of_a_logarithmic_scale_are_plain(rates: tuple[float, ...]) -> None:
+    picture = charts.svg(lambda axes: axes.loglog(rates, rates), 6.4, 4.0).decode()
+    numbers = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
+    assert len(numbers) > 3
+    assert all(float(number.replace("\u2212", "-")) > 0 for number in numbers)
+
+
+def test_no_label_of_a_chart_is_over_another() -> None:
+    labels = ["job a", "job b", "job c", "job d"]
+    address = charts.scatter([1.0, 1.001, 2.0, 3.0], [90.0, 90.01, 90.0, 80.0], labels, "", "")
+    picture = base64.b64decode(address.partition(",")[2]).decode()
+    assert [label for label in labels if f">{label}<" in picture] == ["job a", "job c", "job d"]
+    rows = [[rate, score] for rate, score in ((0.1, 97.75), (0.2, 97.46), (0.3, 79.72))]
+    address = charts.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
+    picture = base64.b64decode(address.partition(",")[2]).decode()
+    shown = [text for text in ("0.1", "0.2", "0.3", "97.75", "97.46", "79.72") if f">{text}<" in picture]
+    assert shown == ["0.1", "0.2", "0.3", "97.75", "79.72"]
 
 
 @pytest.mark.parametrize("states", [(), (State.failed,), (State.done,), (State.stopped, State.waiting)])

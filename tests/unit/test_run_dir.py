@@ -231,6 +231,17 @@ def test_a_run_in_a_folder_of_its_own_is_the_latest_of_a_root_that_is_not_there_
     assert (tmp_path / "a" / "b" / "latest").read_text() == "../../run\n"
 
 
+def test_the_latest_run_can_be_elsewhere_if_it_says_that_it_is_of_this_root(tmp_path: Path) -> None:
+    run, root = RunDir.at(tmp_path / "elsewhere"), tmp_path / "runs"
+    run.mark_latest(root)
+    for content in ("output_root: RUNS/other\n", "output_root: null\n", "- 1\n", "\0"):
+        run.config.write_text(content.replace("RUNS", str(root)))
+        with pytest.raises(InputError, match=r"names .*elsewhere, expected a folder below"):
+            latest(root)
+    run.config.write_text(f"output_root: {root}\n")
+    assert latest(root) == run
+
+
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
 def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_written(
     tmp_path: Path, content: bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.commands import typed
@@ -11,6 +12,7 @@ from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
+EXPORTED = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # suffixes, and their format
 RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
@@ -44,6 +46,8 @@ def arguments() -> argparse.Namespace:
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
         commands.choices[options.command].unknown(rest)
+    if getattr(options, "out", "") is None:
+        _check_out_is_named(options)
     if options.command == "pack":
         named = {
             name for name in ("source", "target", "size", "skip", "val_share") if getattr(options, name) is not None
@@ -51,6 +55,15 @@ def arguments() -> argparse.Namespace:
         if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
+
+
+def _check_out_is_named(options: argparse.Namespace) -> None:
+    """Refuse a word that is to be the file to write, and would be taken for one to read, or for an override."""
+    for word in getattr(options, options.rest):
+        is_input = "=" in word or word.startswith("~") if options.rest == "overrides" else Path(word).exists()
+        if not is_input or Path(word).suffix in EXPORTED:
+            what = "KEY=VALUE" if options.rest == "overrides" else "an image to compare on, in a file that exists"
+            raise InputError(f"{word}: expected {what}; what to write has a flag: --out {word}")
 
 
 def _check_command(words: list[str], commands: list[str]) -> None:
@@ -170,7 +183,9 @@ def _lr_find(commands: Any) -> None:
         "which the loss is lowest (Smith 2017, the learning rate range test).",
     )
     _rest(find, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    find.add_argument("--steps", type=int, default=100, help="the most steps; it ends when the loss explodes [100]")
+    find.add_argument(
+        "--steps", type=int, default=100, help="the most, whatever the job has; it ends when the loss explodes [100]"
+    )
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
     find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
@@ -236,7 +251,7 @@ def _prove(commands: Any) -> None:
         "all agree, 70 if one does not, 2 if the config does not fit.",
     )
     _rest(prove, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    prove.add_argument("--steps", type=int, default=20, help="steps of each run [20]")
+    prove.add_argument("--steps", type=int, default=20, help="of each run, whatever the job has [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     prove.add_argument(
         "--all", dest="everything", action="store_true", help="every strategy and every kill on every number of ranks"

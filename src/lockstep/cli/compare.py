@@ -17,7 +17,6 @@ from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
 from lockstep.sweep.record import Direction, State
 from lockstep.sweep.runs import Run, existing, read_runs
 
-WIDE = 10_000  # columns
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "
     "difference is within the spread: other seeds could turn it round"
@@ -58,22 +57,13 @@ def show_rows(rows: Sequence[Row], form: str) -> None:
         log.console.print(line, soft_wrap=True)
 
 
-def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is no terminal."""
-    for column in table.columns:
-        column.overflow = "fold"  # not an ellipsis, which hides what differs
-    if not log.has_terminal():
-        table.width = log.console.measure(table, options=log.console.options.update(max_width=WIDE)).maximum
-    log.console.print(table, crop=False)
-
-
 def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     table = Table("what differs", Column("score", no_wrap=True), "done", "not done", "to the best")
     for row in rows:
         settings = " ".join(f"{key}={row[key]}" for key in takewhile(lambda key: key != "score", row) if row[key])
         score = figure(row["score"]) + ("" if row["spread"] is None else f" ± {row['spread']:.2f}")
         table.add_row(settings, score, str(row["done"]), row["not_done"], _difference(row))
-    show_table(table)
+    log.show_table(table)
     if any(row["low"] is not None for row in rows):
         log.show(INTERVAL)
     if scored := [run for run in runs if run.score is not None]:
@@ -102,6 +92,6 @@ def _show_causes(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     for row in rows:
         table.add_row(*row.values())
     if rows:
-        show_table(table)
+        log.show_table(table)
     else:
         log.show("nothing differs that their folders know of: data, config, code, versions, machine")

@@ -79,7 +79,7 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
     table = Table("class", Column("images", justify="right"), Column("top-1", justify="right"))
     for name, count, top1 in worst:
         table.add_row(name, f"{count:,}", f"{top1:.2f} %")
-    log.console.print(table)
+    log.show_table(table)
 
 
 def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.cli.arguments import EXPORTED
 from lockstep.cli.evaluate import data_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -40,6 +41,8 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     file = find_weights(path)
     target = Path(out) if out is not None else file.with_suffix(FORMATS[kind].suffix)
     check_out(target)
+    if (usual := EXPORTED.get(target.suffix, kind)) != kind:
+        raise InputError(f"--out is {target}, and --format {kind} writes another kind of file: --format {usual}")
     predictor = load(file, device="cpu", precision=FP32())
     stored, origin = _images(predictor, file, images)
     with progress("exporting"):

@@ -24,7 +24,7 @@ from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, typed
-from lockstep.config.messages import key_of
+from lockstep.config.messages import key_of, refuse_keys
 from lockstep.core import log, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.run_dir import RunDir, relative
@@ -44,8 +44,9 @@ from lockstep.training.resolved_job import ResolvedJob
 DEFAULT = ("experiment=mnist_tutorial",)
 # Every run writes its figures, and nothing else that takes time.
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
-# What the rungs set themselves, with all that is below `strategy` and `logger`.
-OF_RUNGS = {"strategy", "launcher", "launcher.ranks", "launcher.nodes", "hydra.run.dir", "resume"}
+# What the rungs set themselves.
+OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
+OF_RUNGS |= {"hydra.run.dir", "resume"}
 OF_RUNGS |= {*map(key_of, COMMON)}
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
@@ -130,9 +131,7 @@ def ladder(
         Stopped: the ladder was stopped.
     """
     words = tuple(overrides) or DEFAULT
-    for word in words:
-        if key_of(word) in OF_RUNGS or key_of(word).startswith(("strategy.", "logger.")):
-            raise InputError(f"{word} is what the rungs of a ladder set themselves; leave it out")
+    refuse_keys(words, OF_RUNGS, "the rungs of a ladder set themselves")
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from lockstep.cli.compare import show_table
 from lockstep.core import log
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -99,7 +98,7 @@ def show(rows: Sequence[Row]) -> None:
             "same" if row["difference"] == 0 else text(row["difference"], ".0e"),
             str(row["lines"]),
         )
-    show_table(shown)
+    log.show_table(shown)
     for row in rows:
         if row["img_per_s"] is None:
             log.show(f"without {row['rung']}: {row['reason']}")

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
+from lockstep.config.messages import refuse_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.optim.optimizers import set_learning_rate
@@ -25,6 +27,7 @@ MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
 EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
+OF_TEST = {"steps", "epochs", "schedule", "schedule.", "launcher.ranks", "resume"}  # what the test sets itself
 SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
@@ -41,6 +44,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None:
         check_out(Path(out), ".svg")
+    refuse_keys(overrides, OF_TEST, "lr-find sets itself: --steps steps, at rising rates, on one device")
     job = job_of([*overrides, "launcher.ranks=1"])
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:
@@ -55,7 +59,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
     log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {job.optimizer.lr:g})")
-    log.show(f"wrote {file}")
+    log.show(f"wrote {relative(file)}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.cli.prove_run import Case, Outcome, run
 from lockstep.config import components, composition
+from lockstep.config.messages import key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
@@ -43,6 +44,7 @@ COMMON = (
     "logger=jsonl",
     "telemetry.samples=true",
 )
+OF_RUNS = {"steps", "epochs", "resume", "output_root", "hydra.run.dir", "logger.", *map(key_of, COMMON)}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
@@ -61,6 +63,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     """
     if steps < 2:
         raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
+    refuse_keys(overrides, OF_RUNS, "prove sets itself: --steps steps in float64, in a folder that it removes")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
         _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything

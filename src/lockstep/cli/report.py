@@ -10,24 +10,29 @@ from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import State
 from lockstep.sweep.runs import existing, read_job, read_run
 from lockstep.telemetry.progress import progress
-from lockstep.telemetry.report import write_report
+from lockstep.telemetry.report import is_current, write_report
 
 
 def report(path: str) -> None:
-    """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs.
+    """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs that has changed.
 
     Raises:
         InputError: the path is no run and no sweep, or its ledger is damaged; what can be read has its page.
         StorageError: a page cannot be written.
     """
     folder = existing(path)
-    ledger, damaged = Ledger(folder), []
+    ledger, damaged, unchanged = Ledger(folder), [], 0
     if ledger.exists:
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
         damaged = [record.error for record in records if record.state is State.damaged]
         with progress("reporting", len(records)) as advance:
             for record in records:
-                write_report(RunDir(folder / record.folder), read_job(ledger, record).state)
+                run_dir = RunDir(folder / record.folder)
+                # That a job which runs was killed is in no file.
+                if record.state is not State.running and is_current(run_dir, ledger.path_of(record.number)):
+                    unchanged += 1
+                else:
+                    write_report(run_dir, read_job(ledger, record).state)
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
@@ -36,6 +41,7 @@ def report(path: str) -> None:
         written = write_report(RunDir(folder), run.state)
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
-    log.show(f"wrote {written}")
+    others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""
+    log.show(f"wrote {written}{others}")
     if damaged:
         raise InputError(*damaged)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -65,7 +67,10 @@ def showed_help() -> bool:
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
     if wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
-        sys.stdout.write(text.replace("python train.py", program_name()) + "\n")
+        columns = shutil.get_terminal_size((100, 40)).columns
+        wrapper = TextWrapper(columns, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
+        lines = text.replace("python train.py", program_name()).splitlines()
+        sys.stdout.write("".join(f"{wrapper.fill(line)}\n" for line in lines))
     return wants_help
 
 

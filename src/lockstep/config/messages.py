@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -35,6 +35,12 @@ MOST_NODES = "OMEGACONF_MAX_YAML_EXPANDED_NODES"
 def key_of(override: str) -> str:
     """The key or group of an override: `epochs` for `++epochs=3`."""
     return override.lstrip("+~").partition("=")[0].strip()
+
+
+def refuse_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> None:
+    """Refuse the overrides whose keys a command sets itself; `who` says that it does so."""
+    if words := [word for word in overrides if key_of(word) in keys or key_of(word).partition(".")[0] + "." in keys]:
+        raise InputError(f"{' '.join(words)} is what {who}; leave it out")
 
 
 def note(proposal: str) -> str:
@@ -180,6 +186,10 @@ def _no_such_file(path: str, options: list[str]) -> str:
 
 # OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.
 _MESSAGES = (
+    (
+        r"Value '(\d+\.\d+)' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
+        "is '{0}', expected a whole number: {key}=10, or in a search {key}=int(interval(1,10))",
+    ),
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
     (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
     (r"Value '(.*)' is not a valid bool", "is '{0}', expected true or false: {key}=true"),

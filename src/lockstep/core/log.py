@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from lockstep.core.errors import escaped
@@ -19,6 +20,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.core.terminal import SafeStream
 
+WIDE = 10_000  # columns of a table that no terminal limits
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
 logger.addHandler(logging.NullHandler())
@@ -127,6 +129,15 @@ def _wrapped(text: str, indent: int) -> Text:
         wrapper.replace_whitespace = False
         line = wrapper.fill(line)
     return Text(line)
+
+
+def show_table(table: Table) -> None:
+    """Print a table: as wide as the terminal, or as wide as it is where there is no terminal."""
+    for column in table.columns:
+        column.overflow = "fold"  # not an ellipsis, which hides what differs
+    if not has_terminal():
+        table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
+    console.print(table, crop=False)
 
 
 def show_command(text: str, command: str) -> None:

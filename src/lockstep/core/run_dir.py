@@ -233,7 +233,7 @@ def latest(root: Path) -> RunDir | None:
     """The run that was started last under `root`; None if no run was started there.
 
     Raises:
-        InputError: the named run is not below `root`.
+        InputError: the named folder is not below `root`, and no run elsewhere of which `root` is the `output_root`.
     """
     if (root / LATEST).is_dir():  # a run with this name
         return None
@@ -243,11 +243,19 @@ def latest(root: Path) -> RunDir | None:
         if error.missing:
             return None
         raise InputError(f"resume=latest: {error}; name the run with resume=PATH") from error
-    if root.resolve() not in folder.parents:
+    if root.resolve() not in folder.parents and not _is_output_root(root, RunDir(folder)):
         raise InputError(
             f"resume=latest: {root / LATEST} names {folder}, expected a folder below {root}; name it with resume=PATH"
         )
     return RunDir(folder)
+
+
+def _is_output_root(root: Path, run_dir: RunDir) -> bool:
+    """Whether a run, which is in another folder (`hydra.run.dir=FOLDER`), was started with this `output_root`."""
+    try:
+        return Path(safe_read.read_yaml(run_dir.config)["output_root"]).resolve() == root.resolve()
+    except (UnreadableFile, LookupError, TypeError, ValueError):
+        return False
 
 
 def pointed(path: Path, root: Path, key: str) -> Path:

@@ -62,7 +62,7 @@ class Machines(Machine):
         meeting, self.run_dir = self.meeting, run_dir
         lock = safe_read.read_text(run_dir.lock)
         self.job = {"folder": str(run_dir.path), "lock": lock, "overrides": self.overrides, "ranks": ranks}
-        log.console.print(f"waiting at {meeting.endpoint} for {meeting.least - 1} of {meeting.least} machines")
+        log.show(f"waiting at {meeting.endpoint} for {meeting.least - 1} of {meeting.least} machines")
         self.run_attempts(entry)
 
     def look(self) -> bool:
@@ -161,7 +161,7 @@ class Member(Machine):
         meeting, patience = self.meeting, max(self.meeting.timeout, FIRST_S)
         if is_listening(meeting.host, meeting.port):
             return
-        log.console.print(f"waiting for main at {meeting.endpoint}")
+        log.show(f"waiting for main at {meeting.endpoint}")
         if not wait(lambda: is_listening(meeting.host, meeting.port), patience):
             raise RankFailed(
                 f"nobody has listened at launcher.rendezvous={meeting.endpoint} for {patience:g} s; start the "

@@ -147,7 +147,7 @@ class Ledger:
                 self.write(known[key])
                 following += 1
             elif known[key].state is State.damaged:
-                path = self._path(known[key].number)
+                path = self.path_of(known[key].number)
                 with storing(path):
                     path.replace(path.with_suffix(".damaged"))
                 known[key] = self.write(replace(known[key], state=State.waiting, exit_code=0, error=""))
@@ -161,7 +161,7 @@ class Ledger:
             StorageError: the file cannot be written; the old record is unchanged.
         """
         text = json.dumps(dataclasses.asdict(record), indent=2)
-        write_atomic(self._path(record.number), text + "\n")
+        write_atomic(self.path_of(record.number), text + "\n")
         return record
 
     def start(self, record: Record) -> Record:
@@ -210,7 +210,7 @@ class Ledger:
 
     def record(self, number: int) -> Record:
         """The record of a job by its number; a damaged one has what the job's folder says, and the error."""
-        path = self._path(number)
+        path = self.path_of(number)
         try:
             return _record(number, safe_read.read_json(path))
         except (InputError, LookupError, TypeError, ValueError) as error:
@@ -228,7 +228,7 @@ class Ledger:
                 error=f"{reason}; the line of its sweep, typed again, goes on with the job",
             )
 
-    def _path(self, number: int) -> Path:
+    def path_of(self, number: int) -> Path:
         return self.folder / JOBS / f"{number:03}.json"
 
 

@@ -52,13 +52,14 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
+    ranked = sorted(records, key=lambda record: _place(record, identity.direction))
     program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
         "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
         "summary": [row for row in summary.items() if row[1]],
-        "charts": [*_charts([record for record in records if record.score is not None], swept, costs)],
+        "charts": [*_charts([record for record in ranked if record.score is not None], swept, costs)],
         "columns": ["job", *swept, SCORE, *shown, "state"],
         "jobs": [
             (
@@ -71,7 +72,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                     state_of(record),
                 ],
             )
-            for record in sorted(records, key=lambda record: _place(record, identity.direction))
+            for record in ranked
         ],
         "command": typed([*program, *identity.words]),
     }

@@ -18,6 +18,7 @@ from lockstep.config.commands import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.launched import is_launched, started_by
+from lockstep.core.run_dir import relative
 from lockstep.runtime import program
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.line import choose_folder
@@ -100,4 +101,4 @@ class Report(Callback):
 
         if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
             with program.bypass_hydra_errors():
-                log.show(f"report: {write_sweep_report(Ledger(folder))}")
+                log.show(f"report: {relative(write_sweep_report(Ledger(folder)))}")

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
@@ -156,8 +156,8 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
         others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
         table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), *others, ending)
     # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
-    log.console.print(f"sweep in {ledger.folder}", soft_wrap=True)
-    log.console.print(table)
+    log.console.print(f"sweep in {relative(ledger.folder)}", soft_wrap=True)
+    log.show_table(table)
     for line in seeds_together(records, swept, direction):
         log.console.print(line, soft_wrap=True)
     if len(names) > 1 and (
@@ -170,14 +170,14 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
     if best := best_of(records, direction):
         ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
         log.console.print(
-            f"best: job {best.number} with {score(best)}, {ledger.folder / best.folder}", soft_wrap=True
+            f"best: job {best.number} with {score(best)}, {relative(ledger.folder / best.folder)}", soft_wrap=True
         )
     for record in records:
         if record.error:
             for line in record.error.split("\n"):
                 log.show(f"job {record.number}: {line}")
             if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
-                log.console.print(f"    what it printed: {output_of(ledger, record)}", soft_wrap=True)
+                log.console.print(f"    what it printed: {relative(output_of(ledger, record))}", soft_wrap=True)
 
 
 def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: Direction) -> list[str]:

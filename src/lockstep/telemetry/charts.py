@@ -15,6 +15,7 @@ import numpy as np
 from lockstep.core.errors import escaped
 
 POINTS = 400  # of a curve: more are averaged
+LINE_HEIGHT = 0.05  # of a label, as a share of an axis
 COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
@@ -41,11 +42,16 @@ def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that cannot be written
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that its font does not have; those of the browser have them
         figure = Figure(figsize=(width, height), layout="constrained")
-        draw(figure.subplots())
+        draw(axes := figure.subplots())
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":  # the formatter of matplotlib writes TeX, which is not parsed here
+                axis.set_major_formatter(LogFormatter())
+                axis.set_minor_formatter(LogFormatter())
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue().encode(errors="backslashreplace")
@@ -71,12 +77,17 @@ def _averaged(values: Sequence[float]) -> list[float]:
 
 
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Points with their labels."""
+    """Points with their labels. A label that would be over an earlier one is left out."""
 
     def draw(axes: Any) -> None:
         axes.scatter(x, y, color=COLOURS[0])
+        spans = [(max(values) - min(values)) * LINE_HEIGHT or 1.0 for values in (x, y)]
+        labelled: set[tuple[int, ...]] = set()  # the fields of a grid that have a label
         for *point, label in zip(x, y, labels, strict=True):
-            axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
+            field = tuple(math.floor(value / span) for value, span in zip(point, spans, strict=True))
+            if labelled.isdisjoint((field[0] + right, field[1] + up) for right in (-1, 0, 1) for up in (-1, 0, 1)):
+                labelled.add(field)
+                axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
 
     return drawn(draw)
@@ -86,6 +97,7 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
     """Parallel coordinates: a line for each row over the columns, the darker the greater its figure of `colours`.
 
     A column of numbers is a scale, logarithmic if they span more than 50 times; of texts, each has its own height.
+    A label that would be over a higher one is left out.
     """
     values = [
         sorted({*column}, key=lambda value: (isinstance(value, str), value)) for column in zip(*rows, strict=True)
@@ -106,9 +118,13 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
             axes.plot(heights, color=(0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share))
         for column, of in enumerate(values):
             axes.axvline(column, color="black", linewidth=0.8)
-            for value in of if len(of) <= 4 or isinstance(of[-1], str) else (of[0], of[-1]):
-                place = (column, height(column, value))
-                axes.annotate(cut(value), place, size=7, xytext=(3, 2), textcoords="offset points")
+            lowest = math.inf
+            for value in reversed(of if len(of) <= 4 or isinstance(of[-1], str) else (of[0], of[-1])):
+                if lowest - (at := height(column, value)) > LINE_HEIGHT:
+                    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+                    style: Any = {"size": 7, "textcoords": "offset points", "bbox": ground}
+                    axes.annotate(cut(value), (column, at), xytext=(3, 2), **style)
+                    lowest = at
         axes.set_xticks(range(len(columns)), [cut(name) for name in columns])
         axes.set(yticks=[], xlim=(-0.1, len(columns) - 0.6))
         axes.grid(visible=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from stat import S_ISFIFO
 
 from rich.console import Console
 from rich.live import Live
@@ -50,13 +52,15 @@ class Work:
 def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show the progress of a piece of work during the context. Call the function that it yields with finished items.
 
-    The results of the command go to standard output. If that is a file, the progress goes to standard error: as a
-    moving line on a terminal, elsewhere as a new line every `SILENCE_S` seconds.
+    The results of the command go to standard output. If that is no terminal, the progress goes to standard error. On
+    a terminal it is a moving line, unless the results go to a program that may write there too (`| head`); elsewhere
+    it is a new line every `SILENCE_S` seconds.
     """
     work = Work(activity, total)
     errors = Console(stderr=True, highlight=False)
     console = log.console if log.has_terminal() else errors
-    if console is log.console or (sys.stderr.isatty() and not errors.is_dumb_terminal):
+    moves_beside = sys.stderr.isatty() and not errors.is_dumb_terminal and not S_ISFIFO(os.fstat(1).st_mode)
+    if console is log.console or moves_beside:
         with Live(
             get_renderable=lambda: work.moving(console),
             console=console,

@@ -107,6 +107,13 @@ def write_report(run_dir: RunDir, state: str = "") -> Path:
     return run_dir.report
 
 
+def is_current(run_dir: RunDir, record: Path) -> bool:
+    """Whether the page of a run is newer than the files of its folder, its record in a ledger, and Lockstep."""
+    sources = (*run_dir.path.iterdir(), *run_dir.hydra.glob("*"), *Path(__file__).parent.rglob("*.*"), record)
+    times = [path.stat().st_mtime_ns for path in sources if path.is_file() and path != run_dir.report]
+    return run_dir.report.is_file() and run_dir.report.stat().st_mtime_ns > max(times)
+
+
 def is_due(when: str, seconds: float) -> bool:
     """Whether a run or a sweep that took `seconds` ends with a report, by `telemetry.report`."""
     return when == "always" or (when == "auto" and seconds >= LONG_S)

@@ -14,6 +14,7 @@ from lockstep import checkpoint
 from lockstep.config import yaml_io
 from lockstep.config.commands import override, program_words, typed
 from lockstep.config.invocation import repeated_words
+from lockstep.config.messages import key_of
 from lockstep.core import log
 from lockstep.core.protocols import Precision
 from lockstep.core.run_dir import RunDir, relative
@@ -185,9 +186,10 @@ def banner(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
+    last_words = {key_of(word): word for word in yaml_io.load_list(run_dir.overrides)}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
-        "changed": " ".join(yaml_io.load_list(run_dir.overrides)) or "nothing, these are the defaults",
+        "changed": " ".join(last_words.values()) or "nothing, these are the defaults",
         "model": ", ".join(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),

@@ -16,7 +16,7 @@ from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.world import World
 from lockstep.losses import MaskedLoss
 from lockstep.models.nets import without_weights
@@ -149,7 +149,7 @@ def restore(
         optimizer=network.optimizer,
         scaler=network.scaler,
     )
-    return Progress(**progress), str(loaded.path)
+    return Progress(**progress), str(relative(loaded.path))
 
 
 def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> MaskedLoss:
