@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,11 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
         InputError: the config, the data or the machine does not fit the job.
         LockstepError: the job ended early: by a stop (Ctrl-C), a loss that is not finite, or a rank that failed.
     """
+    if threading.current_thread() is not threading.main_thread():
+        raise InputError(
+            "lockstep.train was called in a thread, where Python hears no signal that stops a run; call it in the "
+            "program's main thread, or start the command lockstep train"
+        )
     from lockstep.config import composition
     from lockstep.config import extensions as known
     from lockstep.config.invocation import Invocation

@@ -43,6 +43,8 @@ NORMED = (
     "train.eval_every=4",
     "precision=fp64",
 )
+# No vision transformer takes the empty shard of the last global batch.
+ATTENTION = ("model=test_vit", "model.drop_rate=0.2", "dataset.size=32", "precision=fp64")
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"
@@ -102,6 +104,8 @@ THREE = {
     "fp32": (*COMMON, *DIGITS, "strategy=ddp"),
     "streaming": (*COMMON, *PLAIN, "strategy=ddp", "loader=streaming", "loader.workers=2"),
     **{f"loss-{name}": (*BASE, *PLAIN, *words, "strategy=ddp") for name, words in LOSSES.items()},
+    "attention": (*COMMON, *ATTENTION, "strategy=ddp"),
+    "attention-stages": (*COMMON, *ATTENTION, "strategy=pipeline", "train.micro_batches=4"),
     "gpipe": (*COMMON, *PLAIN, *STAGED, "strategy.schedule=gpipe", "train.micro_batches=4"),
     "1f1b": (*COMMON, *PLAIN, *STAGED, "strategy.schedule=1f1b", "train.micro_batches=4"),
     "pipeline-mixed": (*BASE, *PLAIN, *LOSSES["balanced"], *STAGED),
@@ -112,6 +116,7 @@ THREE = {
 REFERENCES = {
     "plain": (*COMMON, *PLAIN),
     "micro": (*COMMON, *PLAIN, "train.micro_batches=4"),
+    "attention": (*COMMON, *ATTENTION),
     "bn": (*COMMON, *NORMED),
     **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
     **{name: (*BASE, *words) for name, words in FROZEN.items()},
@@ -189,6 +194,11 @@ def test_a_network_with_batch_norm_trains_alike_on_any_number_of_ranks(
     difference = largest_difference(runs[1]["bn"], runs[ranks][f"{strategy}-bn"])
     print(f"{strategy}, {ranks} ranks, batch norm: largest relative difference {difference:.1e}")
     assert difference < 1e-12
+
+
+@pytest.mark.parametrize("cut", ["attention", "attention-stages"])
+def test_attention_has_empty_shards_and_micro_batches(runs: dict[int, Runs], cut: str) -> None:
+    assert largest_difference(runs[1]["attention"], runs[3][cut]) < 1e-12
 
 
 @pytest.mark.parametrize(("strategy", "name", "ranks"), FREEZING)

@@ -45,7 +45,7 @@ def test_a_table_has_paths_labels_and_splits(root: Path) -> None:
     assert "cat" in table.notes()[0]
 
 
-@pytest.mark.parametrize("between", [";", "\t"])
+@pytest.mark.parametrize("between", [";", "\t", ", "])
 def test_other_columns_separators_and_absolute_paths_work(root: Path, between: str) -> None:
     (root / "elsewhere").mkdir()
     rows = [
@@ -93,6 +93,8 @@ def test_a_share_of_each_class_is_held_out_where_there_are_no_splits(root: Path)
         ([*LINES, "none.png,cat,train"], "line 5 of .* has 'none.png', and .*/none.png is no file.*dataset.images="),
         ([*LINES, "a.png,dog,train"], "line 5 of .* has 'a.png' with another label or split than line 2"),
         ([*LINES, "a.png,cat,val"], "line 5 of .* has 'a.png' with another label or split than line 2"),
+        ([*LINES, "./a.png,cat,val"], "line 5 of .* has './a.png' with another label or split than line 2"),
+        ([f"{LINES[0]},label"], "label_column is 'label', but the columns of .* are path, label, split, label"),
         ([LINES[0], *LINES[2:], "a.png,yak,val"], "line 4 of .* has the label 'yak', which no training example has"),
         ([*LINES, '"a.png,cat,train'], "line 5 of .* cannot be read"),
         (LINES[:1], "has no lines below its first"),

@@ -95,14 +95,15 @@ def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:
 def test_folders_in_a_class_folder_hold_images_of_the_class(root: Path) -> None:
     fill(root / "train" / "cat", **{"2023": [41], "2024.jpg": [42]})
     fill(root / "train" / "cat" / "2023", summer=[43])
-    (root / "train" / "cat" / "2023" / "again").symlink_to(root / "train" / "cat")
+    for name, above in (("again", root / "train" / "cat"), ("split", root / "train"), ("all", root)):
+        (root / "train" / "cat" / "2023" / name).symlink_to(above)
     folder = Folder(path=str(root), decode_size=8)
     split = folder.train()
     names = [str(path.relative_to(root / "train" / "cat")) for path in list(split.paths)[1:7]]
     assert names == ["040.png", "050.png", "060.png", "2023/041.png", "2023/summer/043.png", "2024.jpg/042.png"]
     assert split.fetch([4, 5, 6])[:, 0, 0, 0].tolist() == [41, 43, 42]
     assert split.labels.tolist() == [0, *[1] * 6, 2, 2]
-    assert "1 links back to a folder above" in folder.notes()[0]
+    assert "3 links back to a folder above" in folder.notes()[0]
 
 
 @pytest.mark.parametrize(("name", "package"), [("IMG_1.HEIC", "pillow-heif"), ("b.avif", "pillow>=11.3")])

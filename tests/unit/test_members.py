@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import shutil
 import sys
 import tarfile
@@ -102,6 +103,12 @@ def test_a_compressed_shard_and_a_class_only_to_evaluate_are_refused(shards: Pat
         tar.add(shards / "val-1.tar")
     with pytest.raises(InputError, match=r"train-2.tar cannot be indexed .*, expected a tar file that is not compr"):
         WebDataset(path=str(shards)).prepare()
+
+
+@pytest.mark.parametrize("pattern", ["none*.tar", "/data/*.tar", "train**.tar"])
+def test_a_pattern_that_names_no_shard_is_one_sentence(shards: Path, pattern: str) -> None:
+    with pytest.raises(InputError, match=f"there is no {re.escape(pattern)} in"):
+        WebDataset(path=str(shards), train_shards=pattern).prepare()
 
 
 def test_a_broken_image_in_a_shard_is_named(shards: Path) -> None:

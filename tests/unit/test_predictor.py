@@ -27,6 +27,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.splits import FileSplit
 from lockstep.inference.evaluation import evaluate_split
+from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor
 from lockstep.training.evaluate import best_classes
 from lockstep.training.resolved_job import load_job
@@ -119,6 +120,16 @@ def test_a_path_its_bytes_a_pillow_image_and_an_array_are_the_same_image(of_phot
         assert torch.equal(prediction.probabilities, expected)
     assert len(predictor.predict([path, array, tensor])) == 3
     assert predictor.predict([]) == []
+
+
+def test_the_images_of_a_folder_are_those_that_training_would_read(tmp_path: Path) -> None:
+    for name in ("photos/b.png", "photos/a/c.JPG", "photos/._b.png", "photos/.cache/d.png", "more/e.png"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    photos = tmp_path / "photos"
+    (photos / "link").symlink_to(tmp_path / "more")
+    (photos / "above").symlink_to(tmp_path)
+    assert files_in(photos) == [photos / name for name in ("a/c.JPG", "b.png", "link/e.png")]
 
 
 def test_a_prediction_has_the_class_its_name_and_all_probabilities(of_photos: RunDir) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections import Counter
 from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATION, Shape
 from lockstep.data.datasets.decode import Box, ImageFile
-from lockstep.data.datasets.folder import SUFFIXES
+from lockstep.data.datasets.folder import SUFFIXES, image_files
 from lockstep.data.datasets.photos import to_rgb
 from lockstep.data.datasets.splits import decoding_failure
 
@@ -73,12 +73,7 @@ def files_in(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    images = sorted(
-        Path(folder, name)
-        for folder, _, names in os.walk(path)
-        for name in names
-        if Path(name).suffix.lower() in SUFFIXES
-    )
+    images = sorted(path / image for image in image_files(path, Counter()))
     if not images:
         raise InputError(f"{path} has no images in it ({', '.join(sorted(SUFFIXES))})")
     return images

@@ -120,7 +120,7 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
         return ForwardDraws(seed, image.device)
     keys = ForwardKeys()
     observer = _Observer(keys, {module: name for name, module in model.named_modules()})
-    with torch.no_grad(), _untouched(model, image.device), observer.watch():
+    with torch.no_grad(), untouched(model, image.device), observer.watch():
         keys.draws = MOST_DRAWS
         keys.set(torch.zeros((EXAMPLES, 2), dtype=torch.int64, device=image.device))
         model(image.expand(EXAMPLES, *image.shape[1:]).contiguous())
@@ -159,7 +159,7 @@ def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
 
 
 @contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+def untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model in training mode, and restore its mode, its buffers and torch's generators afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     devices = [device] if device.type == "cuda" else []

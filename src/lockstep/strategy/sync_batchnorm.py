@@ -186,8 +186,11 @@ class SyncBatchNorm(_BatchNorm):
     """Batch norm over the micro-batches of all ranks, with the names, buffers and evaluation of torch's BatchNorm.
 
     A rank whose micro-batch is empty takes part in every sum and gets an empty output. A micro-batch that is empty on
-    every rank leaves the running statistics as they are.
+    every rank leaves the running statistics as they are. With `blank` set, the input stands for an empty micro-batch,
+    and is passed on.
     """
+
+    blank = False
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -196,6 +199,11 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        if self.blank:
+            return input + self._normalised(input[:0]).sum()
+        return self._normalised(input)
+
+    def _normalised(self, input: Tensor) -> Tensor:
         output, mean, variance, count = _SyncNormalize.apply(input, self.weight, self.bias, self.eps)
         if self.running_mean is not None and self.running_var is not None:
             with torch.no_grad():

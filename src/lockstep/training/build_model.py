@@ -25,6 +25,7 @@ from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.training.blank_example import for_empty_micro_batches
 from lockstep.training.build_data import TrainingData
 from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
@@ -65,7 +66,8 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     if until is None:
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
-    replica = strategy.wrap(draws.keyed(model), world, plan, draws.blank_inputs(blank))
+    inputs = draws.blank_inputs(blank)
+    replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
     strategy.shard(model, world, precision, blank)
     ema = None
     if average is not None and job.train.ema is not None:

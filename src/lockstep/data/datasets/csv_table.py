@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -80,18 +81,21 @@ class CSV(FileSource):
 
     def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
-        rows_by_name: dict[str, Row] = {}
+        rows_by_file: dict[str, Row] = {}
         for row in self._rows():
             if not row.name or not row.label:
                 column = self.label_column if row.name else self.path_column
                 raise self._wrong(row.line, f"has nothing in the column {column!r}")
-            if (earlier := rows_by_name.setdefault(row.name, row)) is not row and earlier[2:] != row[2:]:
+            file = self.folder / row.name
+            # A file may be named in several ways: a.png, ./a.png, /data/a.png.
+            earlier = rows_by_file.setdefault(os.path.normpath(file), row)
+            if earlier is not row and earlier[2:] != row[2:]:
                 raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
-            if earlier is row and not (self.folder / row.name).is_file():
-                raise self._wrong(row.line, f"has {row.name!r}, and {self.folder / row.name} is no file", "images")
-        if not rows_by_name:
+            if earlier is row and not file.is_file():
+                raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images")
+        if not rows_by_file:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        return list(rows_by_name.values())
+        return list(rows_by_file.values())
 
     def _rows(self) -> Iterator[Row]:
         """The lines of the table, not checked yet."""
@@ -100,9 +104,9 @@ class CSV(FileSource):
             try:
                 header = text.readline()
                 delimiter = max(DELIMITERS, key=header.count)
-                names = next(csv.reader([header], delimiter=delimiter), [])
+                names = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
                 columns = self._columns(names)
-                lines = csv.reader(text, delimiter=delimiter, strict=True)
+                lines = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
                 for cells in lines:
                     if not cells:
                         continue
@@ -127,7 +131,7 @@ class CSV(FileSource):
                 f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
             )
         for key, name in columns.items():
-            if name not in names:
+            if names.count(name) != 1:
                 remedy = ", or hold out a share of each class with dataset.val_share=0.1" * (key == "split_column")
                 raise InputError(
                     f"dataset.{key} is {name!r}, but the columns of {self.path} are {', '.join(names) or 'none'}; "

@@ -87,7 +87,7 @@ def list_split(folder: Path, train: Path) -> Listing:
             raise InputError(
                 f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
             )
-        images = sorted(_image_files(folder / name, left_out))
+        images = sorted(image_files(folder / name, left_out))
         if not images:
             raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
         suffixes.update(map(_kind, images))
@@ -135,16 +135,15 @@ def _expected(folder: Path) -> str:
     return expected
 
 
-def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
+def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
     """The image files below `folder`, as paths relative to it. Counts all other files in `left_out`, by kind."""
-    pending: list[tuple[str, frozenset[tuple[int, int]]]] = [("", frozenset())]
+    pending = [("", frozenset(map(_identity, folder.absolute().parents)))]
     while pending:
         relative, ancestors = pending.pop()
-        status = (folder / relative).stat()
-        if (status.st_dev, status.st_ino) in ancestors:
+        if (identity := _identity(folder / relative)) in ancestors:
             left_out[LOOP] += 1
             continue
-        ancestors |= {(status.st_dev, status.st_ino)}
+        ancestors |= {identity}
         for entry in _entries(folder / relative):
             kind = _kind(entry.name)
             if kind != HIDDEN and entry.is_dir():
@@ -156,6 +155,12 @@ def _image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
                 raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             else:
                 yield relative + entry.name
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    """Names a folder, also through links."""
+    status = folder.stat()
+    return status.st_dev, status.st_ino
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

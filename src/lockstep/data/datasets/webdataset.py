@@ -66,7 +66,7 @@ class WebDataset(FileSource):
         images = list(train)
         classes = classes_of([*train.values()], lambda index: str(images[index]), gaps=True)
         if self.val_share is not None:
-            if val_shards := sorted(Path(self.path).glob(self.val_shards)):
+            if val_shards := self._shards(self.val_shards):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
             members = _members(train, classes, left_out_note(Path(self.path), left_out))
@@ -74,9 +74,15 @@ class WebDataset(FileSource):
         val = self._labels("val_shards", self.val_shards, left_out)
         return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
 
+    def _shards(self, pattern: str) -> list[Path]:
+        try:
+            return sorted(Path(self.path).glob(pattern))
+        except (NotImplementedError, ValueError):  # a whole path, or ** within a name: no name here matches
+            return []
+
     def _labels(self, key: str, pattern: str, left_out: Counter[str]) -> dict[TarMember, str]:
         """The labels of the images in shards, in their order. Counts all other files in `left_out`, by suffix."""
-        shards = sorted(Path(self.path).glob(pattern))
+        shards = self._shards(pattern)
         if not shards:
             remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
             raise InputError(
