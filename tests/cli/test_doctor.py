@@ -18,6 +18,7 @@ from PIL import Image
 
 from helpers import forked
 from lockstep.cli.doctor import Checkup, doctor
+from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.finding import Level
 from lockstep.data import inspection, packing
@@ -356,3 +357,15 @@ def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:
     report = json.loads(done.out)
     assert [item["check"] for item in report["findings"] if item["level"] == "error"] == ["images"]
     assert report["jobs"] == [[*words]]
+
+
+def test_on_a_terminal_a_finding_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(log, "console", log.Terminal(file=screen, width=60, highlight=False))
+    monkeypatch.setattr(log, "has_terminal", lambda: True)
+    with pytest.raises(InputError, match="a run would not start: 1 error"):
+        doctor(["epochs=1.5"], multirun=False, everything=False, form="table")
+    first, *continued = screen.getvalue().splitlines()
+    assert first.startswith("error    keys     epochs is '1.5', expected a whole")
+    assert continued
+    assert all(line.startswith(" " * 18) and len(line) <= 60 for line in continued)

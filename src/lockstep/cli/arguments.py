@@ -30,7 +30,9 @@ def arguments() -> argparse.Namespace:
     _runs(commands)
     _compare(commands)
     report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
-    report.add_argument("path", metavar="RUN|SWEEP", help="the folder of a run or of a sweep, or `latest`")
+    report.add_argument(
+        "path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep: its page, and those of changed jobs"
+    )
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")

@@ -18,7 +18,7 @@ from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import Invocation
 from lockstep.config.messages import translate
 from lockstep.core import log
-from lockstep.core.errors import InputError, as_known, escaped
+from lockstep.core.errors import InputError, as_known
 from lockstep.core.finding import Finding, Level
 from lockstep.core.launched import is_launched, launched
 from lockstep.data.inspection import inspect
@@ -56,8 +56,10 @@ def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: 
         log.console.print(Text(report), soft_wrap=True)
     else:
         for finding, jobs in checkup.findings.items():
-            line = f"{finding.check:<9}{escaped(finding.text, keep='')}{checkup.named(jobs)}"
-            log.console.print(Text.assemble((f"{finding.level:<9}", STYLES[finding.level]), line), soft_wrap=True)
+            columns = f"{finding.level:<9}{finding.check:<9}"
+            line = log.wrapped(f"{columns}{finding.text}{checkup.named(jobs)}", len(columns))
+            line.stylize(STYLES[finding.level], 0, len(finding.level))
+            log.console.print(line, soft_wrap=True)
     if errors := sum(finding.level is Level.error for finding in checkup.findings):
         raise InputError(f"a run would not start: {errors} error{'s' * (errors != 1)}")
 

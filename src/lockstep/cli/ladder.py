@@ -149,7 +149,8 @@ def ladder(
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line)
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
     if form == "table":
-        log.show(f"{len(climbed)} rungs, {repeats} times each: {ledger.folder}")
+        often = "once" if repeats == 1 else f"{repeats} times"
+        log.show(f"{len(climbed)} rungs, {often} each: {relative(ledger.folder)}")
         for rung in climbed:
             log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:

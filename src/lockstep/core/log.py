@@ -112,15 +112,15 @@ def has_terminal() -> bool:
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
     """Say a text after a label. On a terminal the text is wrapped, and all lines but the first are indented."""
     line = f"{label:>{indent - 2}}  {text}" if label else text
-    say(line, shown=_wrapped(line, indent))
+    say(line, shown=wrapped(line, indent))
 
 
 def show(text: str) -> None:
     """Print a sentence for the user, without logging it. On a terminal the sentence is wrapped between words."""
-    console.print(_wrapped(text, 2), soft_wrap=True)
+    console.print(wrapped(text, 2), soft_wrap=True)
 
 
-def _wrapped(text: str, indent: int) -> Text:
+def wrapped(text: str, indent: int) -> Text:
     """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
     line = escaped(text, keep="")
     if has_terminal():
