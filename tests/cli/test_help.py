@@ -12,8 +12,8 @@ from helpers import Done, command
 
 @pytest.fixture(scope="module")
 def shown() -> Done:
-    """`python train.py --help`, with a line on stderr for every module that is imported."""
-    return command(sys.executable, "-X", "importtime", "train.py", "--help")
+    """`python train.py --help` on a usual terminal, with a line on stderr for every module that is imported."""
+    return command(sys.executable, "-X", "importtime", "train.py", "--help", COLUMNS="100")
 
 
 def imported(done: Done) -> set[str]:
