@@ -40,8 +40,10 @@ class ThreadRanks:
         self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
         objects = ("all_gather_object", "broadcast_object_list", "gather_object")
-        for name in ("all_reduce", "all_gather_into_tensor", "broadcast", *objects):
+        for name in ("all_reduce", "broadcast", *objects):
             monkeypatch.setattr(dist, name, getattr(self, name))
+        for name in ("all_gather_into_tensor", "all_gather_single"):  # torch 2.14 has renamed it
+            monkeypatch.setattr(dist, name, self.all_gather_single, raising=False)
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(dist, "get_rank", lambda: self.own.rank)
@@ -78,7 +80,7 @@ class ThreadRanks:
         tensor.detach().copy_(REDUCTIONS[op](together, 0))
         return Work()
 
-    def all_gather_into_tensor(self, output: Tensor, tensor: Tensor) -> None:
+    def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.cat(self.gathered(tensor)))
 
     def broadcast_object_list(self, box: list[Any], src: int, device: Any = None) -> None:

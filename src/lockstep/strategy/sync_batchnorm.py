@@ -145,7 +145,9 @@ def _gathered(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Te
     """The statistics of all ranks: means and variances of shape (ranks, channels), counts of shape (ranks, 1)."""
     own = torch.cat([mean, variance, count])
     gathered = own.new_empty((dist.get_world_size(), len(own)))
-    dist.all_gather_into_tensor(gathered, own[None])
+    # torch 2.14 has renamed it, and warns of the old name.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    all_gather(gathered, own[None])
     means, variances, counts = gathered.split([len(mean), len(variance), 1], dim=1)
     return means, variances, counts
 
