@@ -214,9 +214,10 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        return _no_such_key(key, _paths(OmegaConf.to_container(error.parent_node._get_root())))
+        above = "." * (1 + len(re.findall(r"[.[]", str(error.full_key))))  # from the key's parent to the whole config
+        return _no_such_key(key, _paths(OmegaConf.to_container(OmegaConf.select(error.parent_node, above))))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
-        value = error.value._value() if isinstance(error.value, Node) else error.value
+        value = OmegaConf.create([error.value])[0]  # the value of a node, too
         return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"
     for pattern, template in _MESSAGES:
         if match := re.match(pattern, message):
