@@ -1,4 +1,4 @@
-"""The exceptions that a user can meet, and the exit code of each.
+"""The exceptions that a user can meet, the exit code of each, and what their sentences share.
 
 Each has one sentence for the user: what is wrong, where, what was found and expected, and the override that fixes it.
 A broken invariant of our own code is an `assert`, not one of these exceptions.
@@ -102,17 +102,6 @@ def out_of_memory(error: BaseException) -> LockstepError | None:
         f"out of memory ({reason}); allow more (ulimit -v unlimited, ulimit -u), or use a smaller batch, "
         "loader.workers=0 or launcher.threads=1"
     )
-
-
-@contextmanager
-def explaining_memory() -> Iterator[None]:
-    """Explain an error that means that memory ran out."""
-    try:
-        yield
-    except (OSError, RuntimeError, ImportError, MemoryError) as error:
-        if (explained := out_of_memory(error)) is not None:
-            raise explained from error
-        raise
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""One rank of a job, whose only input is the run folder.
+"""One rank of a job. It reads the resolved config from the run folder, and its place from the environment.
 
-The rank reads the resolved config from the folder, joins the process group and runs the experiment. It writes an
-error to `logs/rank<N>.error.json` for the launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
+The rank joins the process group and runs the experiment. It writes an error to `logs/rank<N>.error.json` for the
+launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from lockstep.core import log, plan, process_group
-from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, explaining_memory
+from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, out_of_memory
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -36,7 +36,6 @@ def main(path: Path) -> None:
         watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
         errors.record_exception(),
         full_disk(run_dir.path),
-        explaining_memory(),
     ):
         run(load_job(run_dir.config), run_dir, errors, file)
 
@@ -74,12 +73,16 @@ class RankErrorFile:
 
     @contextmanager
     def record_exception(self) -> Iterator[None]:
-        """Write the error that the context raises."""
+        """Write the error that the context raises. One of a lack of memory is explained."""
         try:
             yield
         except Exception as error:
-            self._write(error)
-            raise
+            if (explained := out_of_memory(error)) is None:
+                self._write(error)
+                raise
+            explained.__cause__ = error
+            self._write(explained)
+            raise explained from error
 
     def record_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
         """Write an error in the watchdog's thread, which then ends the process; show it if there is no launcher."""
