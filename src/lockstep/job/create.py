@@ -85,9 +85,7 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written; all files are as they were.
         """
-        before = {
-            path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.logs.glob("rank*.error.json"))
-        }
+        before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
         preparation = cls(
             run_dir=run_dir,
             described=any(before[path] for path in texts),

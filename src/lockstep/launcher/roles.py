@@ -25,7 +25,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.agent import Meeting, ranks_here
 from lockstep.launcher.attach import is_listening, wait
-from lockstep.launcher.base import first_failure, remove_error_files
+from lockstep.launcher.base import first_failure
 from lockstep.launcher.machine import CONNECTED, FIRST_S, JOINED, LOOK_S, READ, REFUSED, REPORTS, STATE, Machine
 
 # The key of the machine that has a `launcher.node_rank` in an attempt.
@@ -81,7 +81,8 @@ class Machines(Machine):
             reason = self._reason_to_restart()
             log.warn(f"{reason}; all ranks are started again from the last checkpoint")
             self.restarts -= isinstance(reason, RankFailed)
-        remove_error_files(self.run_dir)
+        for path in self.run_dir.rank_errors():  # of an earlier attempt
+            path.unlink()
         self._publish(attempt=self.attempt + 1, **self.job)
         return True
 
