@@ -49,7 +49,7 @@ def run(job: ResolvedJob, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO
     with (
         # A rank that a launcher started exits after this. It keeps its handlers, so that a late signal has no effect.
         stop_signals(stop, restore=not is_launched()),
-        watchdog.watched(
+        watchdog.Watchdog(
             errors.rank, timeout=timeout, stop=stop, file=stacks, record_error=errors.record_hang
         ) as dog,
         process_group.join(

@@ -17,7 +17,7 @@ from lockstep.core.protocols import Entry
 from lockstep.core.rules import Check
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting
-from lockstep.launcher.roles import Machines, Member
+from lockstep.launcher.roles import MainMachine, OtherMachine
 from lockstep.launcher.spawn import Spawn
 
 MOST_NODES = 4096
@@ -79,7 +79,7 @@ class Elastic(Spawn):
     def can_fork(self) -> bool:
         return False
 
-    def meet(self, overrides: Sequence[str]) -> Machines | Member:
+    def meet(self, overrides: Sequence[str]) -> MainMachine | OtherMachine:
         """This machine's role in a job on several machines.
 
         `overrides` are the overrides of the command that must be the same on all machines.
@@ -94,9 +94,9 @@ class Elastic(Spawn):
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
             )
-            return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
+            return MainMachine(meeting, store, overrides=overrides, restarts=self.restarts)
         node_rank = None if self.node_rank == "auto" else int(self.node_rank)
-        return Member(meeting, node_rank=node_rank, overrides=overrides)
+        return OtherMachine(meeting, node_rank=node_rank, overrides=overrides)
 
     def try_address(self) -> str:
         if self.node_range[1] == 1:

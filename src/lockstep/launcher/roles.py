@@ -36,7 +36,7 @@ SEEN_S = 30.0
 ANSWER_S = 5.0  # seconds to wait for a message of machines that can be gone
 
 
-class Machines(Machine):
+class MainMachine(Machine):
     """The role of main's machine, which knows the run folder and decides.
 
     Args:
@@ -119,7 +119,7 @@ class Machines(Machine):
         wait(lambda: self.store.add(READ, 0) >= listeners, ANSWER_S)
 
 
-class Member(Machine):
+class OtherMachine(Machine):
     """The role of another machine than main's.
 
     Args:
