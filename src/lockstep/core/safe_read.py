@@ -234,34 +234,31 @@ def read_lines(path: Path) -> Iterator[str | None]:
                 yield None
 
 
-def checked(value: Any) -> Any:
-    """`value`, after a check that it consists of plain values, at most `DEPTH` levels deep.
+def checked(value: Any, levels: int = DEPTH) -> Any:
+    """`value`, after a check that it consists of plain values, at most `levels` levels deep.
 
     Raises:
         ValueError: `value` has other types, keys that are not texts, texts that are not Unicode, or integers of more
             than 64 bits.
     """
-    level = [value]
-    for _ in range(DEPTH):
-        inside: list[Any] = []
-        for item in level:
-            match item:
-                case dict() if all(isinstance(key, str) for key in item):
-                    inside += [*item.keys(), *item.values()]
-                case list():
-                    inside += item
-                case str():
-                    item.encode()
-                case None | bool() | float():
-                    continue
-                case int() if -WHOLE <= item < WHOLE:
-                    continue
-                case _:
-                    raise ValueError(f"a value or key is neither a number nor a text: {type(item).__name__}")
-        if not inside:
-            return value
-        level = inside
-    raise ValueError("it is too deep")
+    if levels == 0:
+        raise ValueError("it is too deep")
+    match value:
+        case dict() if all(isinstance(key, str) for key in value):
+            for item in (*value, *value.values()):
+                checked(item, levels - 1)
+        case list():
+            for item in value:
+                checked(item, levels - 1)
+        case str():
+            value.encode()
+        case None | bool() | float():
+            pass
+        case int() if -WHOLE <= value < WHOLE:
+            pass
+        case _:
+            raise ValueError(f"a value or key is neither a number nor a text: {type(value).__name__}")
+    return value
 
 
 def is_number(value: object) -> bool:
