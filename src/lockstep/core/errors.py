@@ -150,9 +150,6 @@ def check_installed(package: str, user: str, extra: str = "") -> None:
     """Refuse `user`, an option or a command, if the package that it needs is not installed.
 
     `extra` is the extra of Lockstep that has the package; by default it has the package's name.
-
-    Raises:
-        InputError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise InputError(

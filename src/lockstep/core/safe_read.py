@@ -182,7 +182,11 @@ def read_yaml(path: Path) -> Any:
             "remove that line if the change is intended",
         )
     try:
-        _check_events(text)
+        for number, (level, event) in enumerate(events(text)):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+                raise ValueError("it has anchors or aliases, expected plain keys and values")
+            if level > DEPTH or number > EVENTS:
+                raise ValueError("it is too deep or too long")
         return checked(yaml.load(text, Loader=_Loader))
     except (yaml.YAMLError, ValueError) as error:
         raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
@@ -194,15 +198,6 @@ def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
     for event in yaml.parse(text, Loader=_PARSER):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         yield level, event
-
-
-def _check_events(text: str) -> None:
-    """Raise ValueError if a YAML text has aliases, or is too deep or too long."""
-    for number, (level, event) in enumerate(events(text)):
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ValueError("it has anchors or aliases, expected plain keys and values")
-        if level > DEPTH or number > EVENTS:
-            raise ValueError("it is too deep or too long")
 
 
 def with_checksum(text: str) -> str:

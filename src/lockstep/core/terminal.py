@@ -49,6 +49,10 @@ def guard_streams() -> None:
     In the place of a closed one, the next file that is opened would get its number, and what libraries print. A
     device that refuses to be written keeps the number instead. Text that the encoding lacks is written as escapes.
     """
+
+    def guarded(stream: TextIO) -> SafeStream:
+        return SafeStream(lambda: stream)
+
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -58,7 +62,7 @@ def guard_streams() -> None:
         if number and not isinstance(stream, SafeStream):
             if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower() != "utf-8":
                 stream.reconfigure(errors="backslashreplace")
-            stream = SafeStream(lambda stream=stream: stream)
+            stream = guarded(stream)
         setattr(sys, name, stream)
 
 

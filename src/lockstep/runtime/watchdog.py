@@ -60,10 +60,9 @@ class Watchdog(threading.Thread):
     thread may enter the context.
 
     Args:
-        rank: the rank of this process.
         timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
         stop: the stop request that the main thread acts on.
-        file: the file for the stacks.
+        file: for the stacks.
         record_error: records why the rank was ended, and where it was.
 
     `local_peer_pids` maps each other rank of this machine to its process number. It is set when they are known.
@@ -148,7 +147,8 @@ class Watchdog(threading.Thread):
     def end(self, error: LockstepError) -> NoReturn:
         """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
         try:
-            places = {self.rank: _place()}
+            code = (frame := _main_frame()).f_code
+            places = {self.rank: f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"}
             places |= {
                 rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _is_suspended(pid)
             }
@@ -162,13 +162,6 @@ class Watchdog(threading.Thread):
                 time.sleep(2 * TICK_S)  # until the peers have written their stacks
         finally:
             os._exit(error.exit_code)
-
-
-def _place() -> str:
-    """The function and line that the main thread is running, for use in a sentence."""
-    frame = _main_frame()
-    code = frame.f_code
-    return f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
 def _main_frame() -> FrameType:
