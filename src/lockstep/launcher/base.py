@@ -22,11 +22,7 @@ from lockstep.runtime.signals import NOT_BEGUN, StopNow
 class Inline(Launcher):
     """This process is the rank. Also used under torchrun, which has started the ranks already.
 
-    Fields:
-        ranks: number of processes of the job; `auto` is one per GPU, or without a GPU the number the strategy needs.
-        backend: backend of the process group.
-        timeout: time without a finished step after which the job is ended as hanging.
-        threads: CPU threads of each rank; `auto` gives each rank the same share of the cores.
+    What the keys of the launchers mean is said in `conf/launcher/`.
     """
 
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))

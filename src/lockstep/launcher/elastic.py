@@ -43,14 +43,7 @@ RENDEZVOUS = Check("HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:295
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Spawn):
-    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several.
-
-    Fields:
-        restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
-        nodes: number of machines. With `2:4` the job starts on two; machines can join, up to four, and leave.
-        rendezvous: address at which the machines meet, `host:port`; the host is main's machine.
-        node_rank: number of this machine; `auto` is 0 on the machine of `rendezvous`, then the order of arrival.
-    """
+    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several."""
 
     restarts: int = ranged(0, least=0, most=1_000_000)
     nodes: int | str = ruled(1, NODES)
