@@ -173,12 +173,8 @@ class ModelCard:
 class TrainedInput:
     """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
 
-    Fields:
-        size: the side of the model's input, in pixels.
-        crop: the central part of a stored image that was evaluated, as a share of its side.
-        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
-        interpolation: how images were resized.
-        stored: the side of a stored image, in pixels; None if it is not known.
+    `size` is the side of the model's input, and `stored` that of a stored image, in pixels (None if it is not known).
+    The other fields are those of a `ModelCard`.
     """
 
     size: int

@@ -35,13 +35,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     """Become a rank of the job: set the device and the threads, and join the process group of several ranks.
 
     The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error it is not
-    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error.
-
-    Args:
-        device: `cpu` or `cuda`.
-        backend: `gloo` or `nccl`.
-        timeout: seconds after which an unfinished collective is an error.
-        threads: CPU threads of this process.
+    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error. `timeout` is in
+    seconds; a collective that takes longer is an error.
 
     Raises:
         InputError: this rank has no GPU, the variables of its launcher are wrong, or the rank may not open enough
