@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -51,5 +52,5 @@ class Slurm(Spawn):
             restarts=self.restarts,
             nodes=self.nodes,
             rendezvous=slurm.rendezvous(),
-            node_rank=slurm.node_rank(),
+            node_rank=int(os.environ["SLURM_NODEID"]),
         )
