@@ -1,7 +1,8 @@
 """Reading files that somebody else may have written, or that a fault may have changed.
 
 Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
-lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. Imports no torch.
+lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. A file that is missing,
+too long or not what it should be raises UnreadableFile. Imports no torch.
 """
 
 from __future__ import annotations
@@ -93,11 +94,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
-    """The content of a plain file of at most `limit` bytes.
-
-    Raises:
-        UnreadableFile: see `opened`; or the file is longer.
-    """
+    """The content of a plain file of at most `limit` bytes."""
     with opened(path, links=links) as file:
         data = file.read(limit + 1)
         if len(data) > limit:
@@ -107,11 +104,7 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """The content of a plain file of at most 64 MB; None if the file does not exist.
-
-    Raises:
-        UnreadableFile: see `read_bytes`.
-    """
+    """The content of a plain file of at most 64 MB; None if the file does not exist."""
     try:
         return read_bytes(path, 64 * MB)
     except UnreadableFile as error:
@@ -121,20 +114,12 @@ def read_if_exists(path: Path) -> bytes | None:
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
-    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends.
-
-    Raises:
-        UnreadableFile: see `read_bytes`; or the file is not UTF-8.
-    """
+    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends."""
     return _decoded(path, read_bytes(path, limit))
 
 
 def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
-    """The value in a JSON file: plain values, at most `DEPTH` levels deep.
-
-    Raises:
-        UnreadableFile: see `read_text`; or the file is not JSON, has a key twice, or is too deep.
-    """
+    """The value in a JSON file: plain values, at most `DEPTH` levels deep, and no key twice."""
     return checked_json(path, read_bytes(path, limit, links=links))
 
 
@@ -167,12 +152,7 @@ class _Loader(_PARSER):
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file: plain values, at most `DEPTH` levels deep, without aliases.
-
-    Raises:
-        UnreadableFile: see `read_text`; or the file is not such YAML, or does not match its checksum
-            (`with_checksum`).
-    """
+    """The value in a YAML file: plain values, at most `DEPTH` levels deep, no aliases; its checksum must match."""
     text = read_text(path)
     head, _, body = text.partition("\n")
     if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(body):
@@ -214,9 +194,6 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
     A last line without a line end is cut, because it may look like a shorter whole one. Reading stops at a line of
     more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
-
-    Raises:
-        UnreadableFile: see `opened`.
     """
     with opened(path) as file:
         while line := file.readline(LINE_LIMIT):
