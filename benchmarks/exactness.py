@@ -40,7 +40,7 @@ from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
 from lockstep.runtime.signals import StopRequest
-from lockstep.runtime.watchdog import watched
+from lockstep.runtime.watchdog import Watchdog
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
 from lockstep.training.sanity_checks import check_replicas
@@ -187,7 +187,7 @@ def rank_entry(folder: Path) -> None:
     with (
         join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
         Path(folder, f"{world.rank}.stacks").open("w") as stacks,
-        watched(world.rank, timeout=60, stop=StopRequest(), file=stacks, record_error=lambda *_: None) as dog,
+        Watchdog(world.rank, timeout=60, stop=StopRequest(), file=stacks, record_error=lambda *_: None) as dog,
     ):
         model = timm.create_model("resnet50d")
         figures = scaled(step_costs(world, model, dog.heartbeat), 1e6)

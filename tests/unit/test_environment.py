@@ -16,7 +16,7 @@ from lockstep.runtime import environment, host
 
 
 def test_the_versions_of_what_matters_are_there() -> None:
-    facts = json.loads(environment.as_json(World.solo()))
+    facts = json.loads(json.dumps(environment.facts(World.solo())))
     assert facts["python"] == platform.python_version()
     assert facts["packages"]["lockstep"] == __version__
     assert facts["packages"]["torch"] == torch.__version__.partition("+")[0]
@@ -27,7 +27,7 @@ def test_the_versions_of_what_matters_are_there() -> None:
 
 def test_no_environment_variable_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "a-secret-that-nobody-should-see")
-    written = environment.as_json(World.solo())
+    written = json.dumps(environment.facts(World.solo()))
     assert "a-secret-that-nobody-should-see" not in written
     assert "SOME_TOKEN" not in written
 

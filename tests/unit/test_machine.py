@@ -13,7 +13,7 @@ from torch.distributed import TCPStore
 from lockstep.core import network
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import Member, machine
+from lockstep.launcher import OtherMachine, machine
 from lockstep.launcher.agent import Meeting
 from lockstep.launcher.machine import JOINED, READ, REFUSED, REPORTS, STATE
 from lockstep.launcher.roles import CLAIMED
@@ -42,7 +42,7 @@ def test_a_machine_with_the_number_of_another_is_refused_and_main_is_told(
     store, meeting = main(tmp_path)
     store.set(CLAIMED.format(3, 1), json.dumps(owner))
     with pytest.raises(InputError, match="node_rank=1, which another machine has"):
-        Member(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
+        OtherMachine(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
     assert store.get(REFUSED).decode().startswith(f"machine {socket.gethostname()}: ")
     assert (store.check([JOINED.format(3)]), store.add(READ, 0)) == (False, 1)
 
@@ -58,7 +58,7 @@ def test_only_a_machine_that_has_run_ranks_ends_an_attempt(
         return False, failed
 
     monkeypatch.setattr(machine, "run_agent", run_agent)
-    Member(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
+    OtherMachine(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
     assert json.loads(store.get(JOINED.format(3))) == socket.gethostname()
     assert json.loads(store.get(REPORTS.format(3)))["is_over"] is is_over
     assert store.add(READ, 0) == 1

@@ -18,7 +18,7 @@ from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import TrainedInput
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import write_atomic, write_atomic_parts
+from lockstep.core.safe_write import write_atomic
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
@@ -57,7 +57,7 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     write_atomic(
         folder / "evaluation.json", json.dumps({**facts, **evaluation.facts()}, indent=1, allow_nan=False) + "\n"
     )
-    write_atomic_parts(folder / "predictions.csv", _rows(evaluation, examples))
+    write_atomic(folder / "predictions.csv", _rows(evaluation, examples))
     for name in ("evaluation.json", "predictions.csv"):
         log.show(f"wrote {folder / name}")
 

@@ -16,7 +16,7 @@ from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.record import State
 
 if TYPE_CHECKING:
-    from lockstep.launcher import Machines
+    from lockstep.launcher import MainMachine
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
@@ -43,10 +43,10 @@ def _run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None
     configure_native_threads()
     from lockstep.job import worker  # these need torch
     from lockstep.job.launch import meeting
-    from lockstep.launcher import Member
+    from lockstep.launcher import OtherMachine
 
     with meeting(launcher, invocation) as role:
-        if not isinstance(role, Member):
+        if not isinstance(role, OtherMachine):
             return _lead(decide, invocation, lock, role)
         role.run_attempts(worker.main)
     return None
@@ -76,7 +76,7 @@ def submit_job(decide: Decide, invocation: Invocation, lock: Lock) -> None:
         report.submit_all()
 
 
-def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: Machines | None = None) -> float | None:
+def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMachine | None = None) -> float | None:
     """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
     if not is_launched() and (folder := decide().folder) is not None:
         lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported

@@ -30,13 +30,7 @@ VARIABLE = "LOCKSTEP_EXTENSIONS"
 
 @dataclass(frozen=True)
 class Extension:
-    """A package with options.
-
-    Fields:
-        package: the name under which the package is imported.
-        origin: why the package is an extension: a distribution installed it, or a program named it.
-        folder: the folder of the package.
-    """
+    """A package with options. `origin` says why it is an extension: who installed it, or which program named it."""
 
     package: str
     origin: str

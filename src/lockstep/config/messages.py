@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
-from omegaconf import ListConfig, Node, OmegaConf
+from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.config import other_words
@@ -214,20 +214,18 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        return _no_such_key(key, _paths(OmegaConf.to_container(error.parent_node._get_root())))
+        above = "." * (1 + len(re.findall(r"[.[]", str(error.full_key))))  # from the key's parent to the whole config
+        return _no_such_key(key, _paths(OmegaConf.to_container(OmegaConf.select(error.parent_node, above)), prefix))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
-        value = error.value._value() if isinstance(error.value, Node) else error.value
-        return f"{key} is {shown(value)}, expected a list: {key}=[{_items(value, error.child_node)}]"
+        value = OmegaConf.create([error.value])[0]  # the value of a node, too
+        default = error.child_node
+        items = list(default) if isinstance(default, ListConfig) and default and len(default) > 1 else [value]
+        example = ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
+        return f"{key} is {shown(value)}, expected a list: {key}=[{example}]"
     for pattern, template in _MESSAGES:
         if match := re.match(pattern, message):
             return f"{key} {template.format(*match.groups(), key=key)}"
     return f"{key}: {message}" if key and not message.startswith(f"{key}:") else message
-
-
-def _items(value: Any, default: Node | None) -> str:
-    """The items for an example of a list: the default ones if there are several, else the value that was given."""
-    items = list(default) if isinstance(default, ListConfig) and default and len(default) > 1 else [value]
-    return ",".join(override("", item)[1:] if isinstance(item, str) else str(item) for item in items)
 
 
 def _paths(node: Any, prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""The keys of a job with their types, ranges and defaults.
-
-`lockstep.job.resolve` decides what replaces `auto`.
-"""
+"""The keys of a job with their types, ranges and defaults."""
 
 from __future__ import annotations
 
@@ -135,7 +132,7 @@ def _group() -> Any:
 class Job:
     """One training run: its keys, and the component of each group.
 
-    Some keys may be `auto`; in a `ResolvedJob` they are not.
+    Some keys may be `auto`. In a `ResolvedJob`, only those are that depend on a rank's memory or speed.
     """
 
     epochs: int = ranged(20, least=1, most=LONGEST)

@@ -1,4 +1,4 @@
-"""The exceptions that a user can meet, and the exit code of each.
+"""The exceptions that a user can meet, the exit code of each, and what their sentences share.
 
 Each has one sentence for the user: what is wrong, where, what was found and expected, and the override that fixes it.
 A broken invariant of our own code is an `assert`, not one of these exceptions.
@@ -105,17 +105,6 @@ def out_of_memory(error: BaseException) -> LockstepError | None:
 
 
 @contextmanager
-def explaining_memory() -> Iterator[None]:
-    """Explain an error that means that memory ran out."""
-    try:
-        yield
-    except (OSError, RuntimeError, ImportError, MemoryError) as error:
-        if (explained := out_of_memory(error)) is not None:
-            raise explained from error
-        raise
-
-
-@contextmanager
 def collecting(problems: list[str]) -> Iterator[None]:
     """Add the lines of an InputError to `problems`, so that the user sees all of them at once."""
     try:
@@ -161,9 +150,6 @@ def check_installed(package: str, user: str, extra: str = "") -> None:
     """Refuse `user`, an option or a command, if the package that it needs is not installed.
 
     `extra` is the extra of Lockstep that has the package; by default it has the package's name.
-
-    Raises:
-        InputError: it is not installed.
     """
     if importlib.util.find_spec(package) is None:
         raise InputError(

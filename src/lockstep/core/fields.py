@@ -125,7 +125,7 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
             if not all(map(rule.fits, items)):
                 key = f"{prefix}{field.name}"
                 expected = f"{'each ' * isinstance(value, list)}{rule.expected}"
-                yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, _number_in(value, rule))}"
+                yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, rule, value)}"
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -151,24 +151,17 @@ def default_of(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def _number_in(value: Any, rule: Rule) -> str | None:
-    """The number that a text begins with, if it fits a rule for numbers: the rest is a unit or a slip."""
-    if not isinstance(value, str) or not isinstance(rule, Number):
-        return None
-    match = BEGINS_WITH_NUMBER.match(value)
-    if match is None:
-        return None
-    number = float(match[0])
-    return match[0] if rule.fits(int(number) if number.is_integer() else number) else None
-
-
-def _remedy(key: str, field: dataclasses.Field[Any], number: str | None) -> str:
-    """The override that sets the field to the number that was meant, or else to its default."""
-    default = default_of(field) if number is None else number
+def _remedy(key: str, field: dataclasses.Field[Any], rule: Rule, value: Any) -> str:
+    """The override that sets a field to the number that a text begins with, if that fits, or else to its default."""
+    if isinstance(value, str) and isinstance(rule, Number) and (match := BEGINS_WITH_NUMBER.match(value)):
+        number = float(match[0])
+        if rule.fits(int(number) if number.is_integer() else number):  # the rest is a unit or a slip
+            return f": {key}={match[0]}"
+    default = default_of(field)
     if default in ("???", {}):
         return ""
-    value = "null" if default is None else str(default).replace(" ", "") if isinstance(default, list) else default
-    return f": {key}={value}"
+    shown_default = str(default).replace(" ", "") if isinstance(default, list) else default
+    return f": {key}={'null' if default is None else shown_default}"
 
 
 def _cut(text: str) -> str:

@@ -34,10 +34,7 @@ class Terminal(Console):
 
 
 class LineFormatter(logging.Formatter):
-    """Log lines with their time, safe to show on a terminal."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(message)s")
+    """Log lines that are safe to show on a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))
@@ -86,7 +83,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     for handler in handlers:
-        handler.setFormatter(LineFormatter())
+        handler.setFormatter(LineFormatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(handler)
     level, propagate = logger.level, logger.propagate
     logger.setLevel(logging.INFO)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass
 from typing import Any
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
-from lockstep.core.rules import Choice, Number, Rule
+from lockstep.core.fields import choice, rule_of, ruled, shown
+from lockstep.core.rules import Check, Choice, Number
 from lockstep.core.safe_read import MB, checked, parsed_json
 
 METADATA_KEY = "lockstep"
@@ -31,6 +31,32 @@ VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can ave
 
 Shape = tuple[int, int, int]
 Node = Mapping[str, Any]
+
+
+def _is_shape(value: Any) -> bool:
+    most = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
+    sizes = [Number(low=1, high=limit, whole=True) for limit in most]
+    return isinstance(value, list) and len(value) == 3 and all(map(Number.fits, sizes, value))
+
+
+def _numbers(low: float) -> Check:
+    number = Number(low=low, high=1e6)
+    expected = f"a list of numbers{number.expected.removeprefix('a number')}"
+    return Check(expected, lambda value: isinstance(value, list) and all(map(number.fits, value)))
+
+
+_SHAPE = Check(
+    f"[channels, height, width] of at most {MOST_CHANNELS:,}, {LONGEST_SIDE:,} and {LONGEST_SIDE:,}", _is_shape
+)
+_NODE = Check(
+    "a class, as _target_, with its fields",
+    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+)
+_TEXTS = Check(
+    "a list of texts", lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)
+)
+_COUNT = Number(low=1, high=MOST_CLASSES, whole=True)  # of classes, and of images of a block
+_TOP1 = Check("a number from 0 to 100 or null", lambda value: value is None or Number(low=0, high=100).fits(value))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +82,25 @@ class ModelCard:
         probabilities: how logits become probabilities, `softmax` or `sigmoid`, as in the loss of the training.
     """
 
-    model: Node
-    precision: Node
-    loss: Node
-    classes: int
-    class_names: tuple[str, ...]
-    image_shape: Shape
-    input_shape: Shape
-    eval_crop: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    eval_views: int
-    eval_batch: int
-    trained_on: Node
-    lockstep: str
-    step: int = 0
-    top1: float | None = None
-    averaged: bool = False
-    interpolation: str = INTERPOLATION
-    probabilities: str = SOFTMAX
+    model: Node = ruled(MISSING, _NODE)
+    precision: Node = ruled(MISSING, _NODE)
+    loss: Node = ruled(MISSING, _NODE)
+    classes: int = ruled(MISSING, _COUNT)
+    class_names: tuple[str, ...] = ruled(MISSING, _TEXTS)
+    image_shape: Shape = ruled(MISSING, _SHAPE)
+    input_shape: Shape = ruled(MISSING, _SHAPE)
+    eval_crop: float = ruled(MISSING, Number(low=0, high=1, low_open=True))
+    mean: tuple[float, ...] = ruled(MISSING, _numbers(-1e6))
+    std: tuple[float, ...] = ruled(MISSING, _numbers(1e-6))
+    eval_views: int = ruled(MISSING, Choice(VIEWS))
+    eval_batch: int = ruled(MISSING, _COUNT)
+    trained_on: Node = ruled(MISSING, Check("a mapping", lambda value: isinstance(value, dict)))
+    lockstep: str = ruled(MISSING, Check("a version", lambda value: isinstance(value, str) and len(value) <= 100))
+    step: int = ruled(0, Number(low=0, high=2**62, whole=True))
+    top1: float | None = ruled(None, _TOP1)
+    averaged: bool = ruled(False, Check("true or false", lambda value: isinstance(value, bool)))
+    interpolation: str = choice(INTERPOLATION, *INTERPOLATIONS)
+    probabilities: str = choice(SOFTMAX, *PROBABILITIES)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -124,8 +150,8 @@ class ModelCard:
             state = "lacks" if different[0] in names else "has the unknown key"
             raise ValueError(f"its description {state} {shown(different[0])}")
         for key in names:
-            if not _RULES[key].fits(values[key]):
-                raise ValueError(f"its {key} is {shown(values[key])}, expected {_RULES[key].expected}")
+            if (rule := rule_of(cls, key)) is not None and not rule.fits(values[key]):
+                raise ValueError(f"its {key} is {shown(values[key])}, expected {rule.expected}")
         fields: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in values.items()
         }
@@ -147,12 +173,8 @@ class ModelCard:
 class TrainedInput:
     """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
 
-    Fields:
-        size: the side of the model's input, in pixels.
-        crop: the central part of a stored image that was evaluated, as a share of its side.
-        mean, std: the mean and standard deviation of each channel, for pixels from 0 to 1.
-        interpolation: how images were resized.
-        stored: the side of a stored image, in pixels; None if it is not known.
+    `size` is the side of the model's input, and `stored` that of a stored image, in pixels (None if it is not known).
+    The other fields are those of a `ModelCard`.
     """
 
     size: int
@@ -183,57 +205,3 @@ class TrainedInput:
         if channels == 1:
             return (sum(self.mean) / len(self.mean),), (sum(self.std) / len(self.std),)
         return None
-
-
-@dataclass(frozen=True)
-class _Check:
-    """A rule for a value that only a card has."""
-
-    expected: str
-    fits: Callable[[Any], bool]
-
-
-def _is_shape(value: Any) -> bool:
-    most = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
-    sizes = [Number(low=1, high=limit, whole=True) for limit in most]
-    return isinstance(value, list) and len(value) == 3 and all(map(Number.fits, sizes, value))
-
-
-def _numbers(low: float) -> _Check:
-    number = Number(low=low, high=1e6)
-    expected = f"a list of numbers{number.expected.removeprefix('a number')}"
-    return _Check(expected, lambda value: isinstance(value, list) and all(map(number.fits, value)))
-
-
-_SHAPE = _Check(
-    f"[channels, height, width] of at most {MOST_CHANNELS:,}, {LONGEST_SIDE:,} and {LONGEST_SIDE:,}", _is_shape
-)
-_NODE = _Check(
-    "a class, as _target_, with its fields",
-    lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
-)
-_RULES: Mapping[str, Rule] = {
-    "model": _NODE,
-    "precision": _NODE,
-    "loss": _NODE,
-    "classes": Number(low=1, high=MOST_CLASSES, whole=True),
-    "class_names": _Check(
-        "a list of texts", lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)
-    ),
-    "image_shape": _SHAPE,
-    "input_shape": _SHAPE,
-    "eval_crop": Number(low=0, high=1, low_open=True),
-    "mean": _numbers(-1e6),
-    "std": _numbers(1e-6),
-    "eval_views": Choice(VIEWS),
-    "eval_batch": Number(low=1, high=1_000_000, whole=True),
-    "trained_on": _Check("a mapping", lambda value: isinstance(value, dict)),
-    "lockstep": _Check("a version", lambda value: isinstance(value, str) and len(value) <= 100),
-    "step": Number(low=0, high=2**62, whole=True),
-    "top1": _Check(
-        "a number from 0 to 100 or null", lambda value: value is None or Number(low=0, high=100).fits(value)
-    ),
-    "averaged": _Check("true or false", lambda value: isinstance(value, bool)),
-    "interpolation": Choice(INTERPOLATIONS),
-    "probabilities": Choice(PROBABILITIES),
-}

@@ -22,11 +22,7 @@ LEAST_ADDRESS_SPACE = 4_000_000_000
 
 
 def check_address_space() -> None:
-    """Refuse a limit of the address space in which torch cannot work.
-
-    Raises:
-        InputError: the limit is too low.
-    """
+    """Refuse a limit of the address space in which torch cannot work."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
         raise InputError(

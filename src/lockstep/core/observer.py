@@ -1,4 +1,4 @@
-"""Observers of a run: the run's own files of figures, the loggers, and the classes that a project adds."""
+"""The base class of all that observes a run, and what it is told about the run; the protocol of loggers."""
 
 from __future__ import annotations
 

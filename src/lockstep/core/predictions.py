@@ -41,11 +41,7 @@ class Predictions:
     worst: Sequence[Mapping[str, Any]]
 
     def write(self, path: Path) -> None:
-        """Write the file.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write the file. Raises StorageError."""
         write_atomic(path, json.dumps(vars(self), allow_nan=False, separators=(",", ":")) + "\n")
 
     @classmethod

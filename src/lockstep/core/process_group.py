@@ -35,13 +35,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     """Become a rank of the job: set the device and the threads, and join the process group of several ranks.
 
     The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error it is not
-    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error.
-
-    Args:
-        device: `cpu` or `cuda`.
-        backend: `gloo` or `nccl`.
-        timeout: seconds after which an unfinished collective is an error.
-        threads: CPU threads of this process.
+    destroyed: another rank may hang in a collective, and waiting for that rank would hide the error. `timeout` is in
+    seconds; a collective that takes longer is an error.
 
     Raises:
         InputError: this rank has no GPU, the variables of its launcher are wrong, or the rank may not open enough
@@ -55,10 +50,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(on_device)
-    if place.local_size == place.size:
-        _stay_on_loopback()
-    else:
-        _use_interface_to_main()
+    if sys.platform == "linux":
+        _choose_interface(one_machine=place.local_size == place.size)
     allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -124,20 +117,15 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device) 
         ) from error
 
 
-def _stay_on_loopback() -> None:
-    """Let the ranks of one machine use and listen on the loopback interface only (Linux)."""
-    if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-
-
-def _use_interface_to_main() -> None:
-    """Have gloo listen on the interface by which this machine reaches main's, so that the other machines reach it.
+def _choose_interface(*, one_machine: bool) -> None:
+    """Have the ranks of one machine listen on the loopback interface, others on the one that reaches main's machine.
 
     By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown. On
     main's machine, MASTER_ADDR can be a loopback address too.
     """
-    if sys.platform != "linux":
+    if one_machine:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         return
     name = network.interface_to(*store_address())
     if name == "lo":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -35,6 +35,14 @@ class Rule(Protocol):
 
     def fits(self, value: Any) -> bool:
         """Whether `value`, which is not null, fits."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule without a kind of its own."""
+
+    expected: str
+    fits: Callable[[Any], bool]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The run folder: the only module that spells the path of a file in a run."""
+"""The run folder of a job: the paths of its files, its summary, how it is created, and how it is found again."""
 
 from __future__ import annotations
 
@@ -127,6 +127,10 @@ class RunDir:
 
     def rank_error(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.error.json"
+
+    def rank_errors(self) -> list[Path]:
+        """The error files of all ranks."""
+        return [*self.logs.glob("rank*.error.json")]
 
     def read_summary(self) -> dict[str, Any]:
         """The content of `summary.json`, or an empty dictionary before the file is written.

@@ -1,7 +1,8 @@
 """Reading files that somebody else may have written, or that a fault may have changed.
 
 Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
-lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. Imports no torch.
+lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. A file that is missing,
+too long or not what it should be raises UnreadableFile. Imports no torch.
 """
 
 from __future__ import annotations
@@ -93,11 +94,7 @@ def _open(path: Path, links: bool) -> BufferedReader:
 
 
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
-    """The content of a plain file of at most `limit` bytes.
-
-    Raises:
-        UnreadableFile: see `opened`; or the file is longer.
-    """
+    """The content of a plain file of at most `limit` bytes."""
     with opened(path, links=links) as file:
         data = file.read(limit + 1)
         if len(data) > limit:
@@ -107,11 +104,7 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
 
 
 def read_if_exists(path: Path) -> bytes | None:
-    """The content of a plain file of at most 64 MB; None if the file does not exist.
-
-    Raises:
-        UnreadableFile: see `read_bytes`.
-    """
+    """The content of a plain file of at most 64 MB; None if the file does not exist."""
     try:
         return read_bytes(path, 64 * MB)
     except UnreadableFile as error:
@@ -121,20 +114,12 @@ def read_if_exists(path: Path) -> bytes | None:
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
-    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends.
-
-    Raises:
-        UnreadableFile: see `read_bytes`; or the file is not UTF-8.
-    """
+    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends."""
     return _decoded(path, read_bytes(path, limit))
 
 
 def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
-    """The value in a JSON file: plain values, at most `DEPTH` levels deep.
-
-    Raises:
-        UnreadableFile: see `read_text`; or the file is not JSON, has a key twice, or is too deep.
-    """
+    """The value in a JSON file: plain values, at most `DEPTH` levels deep, and no key twice."""
     return checked_json(path, read_bytes(path, limit, links=links))
 
 
@@ -167,12 +152,7 @@ class _Loader(_PARSER):
 
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file: plain values, at most `DEPTH` levels deep, without aliases.
-
-    Raises:
-        UnreadableFile: see `read_text`; or the file is not such YAML, or does not match its checksum
-            (`with_checksum`).
-    """
+    """The value in a YAML file: plain values, at most `DEPTH` levels deep, no aliases; its checksum must match."""
     text = read_text(path)
     head, _, body = text.partition("\n")
     if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(body):
@@ -182,7 +162,11 @@ def read_yaml(path: Path) -> Any:
             "remove that line if the change is intended",
         )
     try:
-        _check_events(text)
+        for number, (level, event) in enumerate(events(text)):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+                raise ValueError("it has anchors or aliases, expected plain keys and values")
+            if level > DEPTH or number > EVENTS:
+                raise ValueError("it is too deep or too long")
         return checked(yaml.load(text, Loader=_Loader))
     except (yaml.YAMLError, ValueError) as error:
         raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
@@ -194,15 +178,6 @@ def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
     for event in yaml.parse(text, Loader=_PARSER):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         yield level, event
-
-
-def _check_events(text: str) -> None:
-    """Raise ValueError if a YAML text has aliases, or is too deep or too long."""
-    for number, (level, event) in enumerate(events(text)):
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-            raise ValueError("it has anchors or aliases, expected plain keys and values")
-        if level > DEPTH or number > EVENTS:
-            raise ValueError("it is too deep or too long")
 
 
 def with_checksum(text: str) -> str:
@@ -219,9 +194,6 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
     A last line without a line end is cut, because it may look like a shorter whole one. Reading stops at a line of
     more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
-
-    Raises:
-        UnreadableFile: see `opened`.
     """
     with opened(path) as file:
         while line := file.readline(LINE_LIMIT):
@@ -234,34 +206,31 @@ def read_lines(path: Path) -> Iterator[str | None]:
                 yield None
 
 
-def checked(value: Any) -> Any:
-    """`value`, after a check that it consists of plain values, at most `DEPTH` levels deep.
+def checked(value: Any, levels: int = DEPTH) -> Any:
+    """`value`, after a check that it consists of plain values, at most `levels` levels deep.
 
     Raises:
         ValueError: `value` has other types, keys that are not texts, texts that are not Unicode, or integers of more
             than 64 bits.
     """
-    level = [value]
-    for _ in range(DEPTH):
-        inside: list[Any] = []
-        for item in level:
-            match item:
-                case dict() if all(isinstance(key, str) for key in item):
-                    inside += [*item.keys(), *item.values()]
-                case list():
-                    inside += item
-                case str():
-                    item.encode()
-                case None | bool() | float():
-                    continue
-                case int() if -WHOLE <= item < WHOLE:
-                    continue
-                case _:
-                    raise ValueError(f"a value or key is neither a number nor a text: {type(item).__name__}")
-        if not inside:
-            return value
-        level = inside
-    raise ValueError("it is too deep")
+    if levels == 0:
+        raise ValueError("it is too deep")
+    match value:
+        case dict() if all(isinstance(key, str) for key in value):
+            for item in (*value, *value.values()):
+                checked(item, levels - 1)
+        case list():
+            for item in value:
+                checked(item, levels - 1)
+        case str():
+            value.encode()
+        case None | bool() | float():
+            pass
+        case int() if -WHOLE <= value < WHOLE:
+            pass
+        case _:
+            raise ValueError(f"a value or key is neither a number nor a text: {type(value).__name__}")
+    return value
 
 
 def is_number(value: object) -> bool:

@@ -14,25 +14,21 @@ from lockstep.core.errors import InputError, StorageError
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
+def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Replace `path` by `content` in one step: a reader sees the old or the new content, also after a power cut.
 
     After a power cut within seconds it may be the old one. Where another file relies on the new one, call `sync` for
-    its folder too.
+    its folder too. Content in parts need not fit into memory together.
 
     Raises:
         StorageError: the file cannot be written; its old content is unchanged.
     """
-    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
-    write_atomic_parts(path, [data])
-
-
-def write_atomic_parts(path: Path, parts: Iterable[bytes]) -> None:
-    """`write_atomic` for content in parts, which need not fit into memory together."""
+    if isinstance(content, str):
+        content = content.encode(errors="backslashreplace")
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.writelines(parts)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

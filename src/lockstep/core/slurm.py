@@ -43,11 +43,6 @@ def adopt_srun() -> None:
     environ.setdefault("MASTER_PORT", str(port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))))
 
 
-def node_rank() -> int:
-    """The number of this machine in its job."""
-    return int(os.environ["SLURM_NODEID"])
-
-
 def rendezvous() -> str:
     """The address at which the machines of this job meet: the first machine, and a port from the job's number."""
     job = int(os.environ["SLURM_JOB_ID"])

@@ -10,23 +10,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.launched import Place
 from lockstep.core.sharding import has_stages
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
-    """The place of this process among the ranks. It never changes.
+class World(Place):
+    """The place of this process among the ranks, with its device. It never changes.
 
     `control` is a gloo group for small messages between the ranks that never touch the device. `local_peer_pids` maps
     each other rank of this machine to its process number.
     """
 
-    rank: int
-    local_rank: int
-    size: int
-    local_size: int
     device: torch.device
     control: Any = None
     local_peer_pids: Mapping[int, int] = field(default_factory=dict)

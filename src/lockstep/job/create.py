@@ -69,14 +69,13 @@ class Preparation:
     Fields:
         run_dir: the run folder.
         described: whether the folder had any of these files before.
-        before: the old content of these files, the summary and the ranks' error files; None without such a file.
-        logs_before: the size of each log, to which a job that was refused by a rank has added lines.
+        before: the old content of these files, the summary and the ranks' error files; None without such a file. The
+            size of each log, to which a job that was refused by a rank has added lines.
     """
 
     run_dir: RunDir
     described: bool
-    before: Mapping[Path, bytes | None]
-    logs_before: Mapping[Path, int]
+    before: Mapping[Path, bytes | int | None]
 
     @classmethod
     def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
@@ -85,15 +84,10 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written; all files are as they were.
         """
-        before = {
-            path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.logs.glob("rank*.error.json"))
-        }
-        preparation = cls(
-            run_dir=run_dir,
-            described=any(before[path] for path in texts),
-            before=before,
-            logs_before={path: path.stat().st_size for path in run_dir.log_files() if path not in before},
-        )
+        sizes = {path: path.stat().st_size for path in run_dir.log_files()}
+        before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
+        described = any(before[path] for path in texts)
+        preparation = cls(run_dir=run_dir, described=described, before={**sizes, **before})
         try:
             # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
             # not leave it next to the overrides of another command.
@@ -111,19 +105,16 @@ class Preparation:
         Raises:
             StorageError: a file cannot be written back.
         """
-        new = self.run_dir.log_files() - {*self.before, *self.logs_before}
-        before = self.before
+        before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
         if not self.run_dir.began and not self.described:  # the folder is this job's own
-            new, before = self.run_dir.prepared_files(), {}
-        for path in new:
-            path.unlink(missing_ok=True)
+            before = dict.fromkeys(self.run_dir.prepared_files())
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
+            elif isinstance(content, int):
+                os.truncate(path, content)
             elif content != read_if_exists(path):  # launchers remove error files
                 write_atomic(path, content)
-        for path in self.logs_before.keys() - new:
-            os.truncate(path, self.logs_before[path])
         for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
             with suppress(OSError):  # not empty
                 folder.rmdir()

@@ -11,14 +11,14 @@ from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError, LockstepError, RankFailed
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
-from lockstep.launcher import Elastic, Machines, Member
+from lockstep.launcher import Elastic, MainMachine, OtherMachine
 from lockstep.training.resolved_job import load_job
 
 # Keys that may differ from machine to machine.
 OWN_KEYS = ("launcher.node_rank",)
 
 
-def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
+def launch(run_dir: RunDir, machines: MainMachine | None = None) -> float | None:
     """Run the job of a folder in all its ranks, here and on `machines`, and return its objective.
 
     Raises:
@@ -38,7 +38,7 @@ def launch(run_dir: RunDir, machines: Machines | None = None) -> float | None:
 
 
 @contextmanager
-def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member]:
+def meeting(launcher: Any, invocation: Invocation) -> Iterator[MainMachine | OtherMachine]:
     """The role of this machine in a job on several machines. At the end, main's machine tells the others the outcome.
 
     `launcher` is the config node of the launcher.
@@ -62,5 +62,5 @@ def meeting(launcher: Any, invocation: Invocation) -> Iterator[Machines | Member
         error = raised
         raise
     finally:
-        if isinstance(role, Machines):
+        if isinstance(role, MainMachine):
             role.end(error)

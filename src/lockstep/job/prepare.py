@@ -12,7 +12,6 @@ import torch
 
 from lockstep.config import components, composition
 from lockstep.config.invocation import Invocation
-from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job.resolve import resolve
@@ -34,7 +33,12 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     if resume.may_fetch:
         job.dataset.prepare()
     else:
-        _check_data(job.dataset)
+        try:
+            job.dataset.train()
+            job.dataset.eval()
+        except InputError as error:
+            remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
+            raise InputError(f"{error}; {remedy}") from error
     plan = check_plan(job)
     if resume.checkpoint is None:
         job.model.prepare()
@@ -69,14 +73,3 @@ def check_plan(job: ResolvedJob) -> Plan:
     for step in (1, plan.total_steps):
         job.schedule.factor(step, plan)  # that of an extension may refuse a duration
     return plan
-
-
-def _check_data(dataset: Source) -> None:
-    """Check that both splits can be read."""
-    try:
-        dataset.train()
-        dataset.eval()
-    except InputError as error:
-        raise InputError(
-            f"{error}; a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
-        ) from error

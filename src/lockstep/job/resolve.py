@@ -10,7 +10,7 @@ import torch
 from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
-from lockstep.core.data_protocols import Augment, Source
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
@@ -67,7 +67,9 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
             micro_batches=_micro_batches(job.train, strategy, world_size),
             eval_batch=_eval_batch(job.train, dataset),
         ),
-        augment=_augment(job.augment, dataset),
+        augment=components.build_option("augment", dataset.usual_augment)
+        if isinstance(job.augment, AutoAugment)
+        else job.augment,
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
         input=_input(job.input, dataset, trained),
         dataset=dataset,
@@ -88,9 +90,10 @@ def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *
         raise InputError(
             f"launcher=inline has one rank, but {source} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
         )
-    return replace(
-        launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=_threads(launcher, ranks, strategy)
-    )
+    threads = launcher.threads
+    if threads == "auto":  # with a fixed order one, because another number would add in another order
+        threads = 1 if strategy.fixed_order else max(1, cores() // local_size(ranks))
+    return replace(launcher, ranks=ranks, backend=_backend(launcher.backend, device), threads=int(threads))
 
 
 def _absolute(path: str) -> str:
@@ -149,14 +152,6 @@ def _eval_batch(train: TrainBlock, dataset: Source) -> int:
         return int(train.eval_batch)
     _, height, width = dataset.input_shape
     return max(1, min(EVAL_BATCH, EVAL_PIXELS // (height * width)))
-
-
-def _augment(augment: Augment, dataset: Source) -> Augment:
-    """The augmentation that the user chose, or the data set's usual one."""
-    if not isinstance(augment, AutoAugment):
-        return augment
-    usual: Augment = components.build_option("augment", dataset.usual_augment)
-    return usual
 
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
@@ -230,9 +225,3 @@ def _backend(backend: Backend, device: str) -> Backend:
     if backend is Backend.nccl and device != "cuda":
         raise InputError(f"launcher.backend=nccl needs CUDA GPUs, but device is {device}; use launcher.backend=gloo")
     return backend
-
-
-def _threads(launcher: Launcher, ranks: int, strategy: Strategy) -> int:
-    if strategy.fixed_order and launcher.threads == "auto":
-        return 1  # another number of threads would add in another order
-    return max(1, cores() // local_size(ranks)) if launcher.threads == "auto" else int(launcher.threads)

@@ -1,7 +1,7 @@
-"""One rank of a job, whose only input is the run folder.
+"""One rank of a job. It reads the resolved config from the run folder, and its place from the environment.
 
-The rank reads the resolved config from the folder, joins the process group and runs the experiment. It writes an
-error to `logs/rank<N>.error.json` for the launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
+The rank joins the process group and runs the experiment. It writes an error to `logs/rank<N>.error.json` for the
+launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import NoReturn
 
 from lockstep.core import log, plan, process_group
-from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, explaining_memory
+from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, out_of_memory
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
-from lockstep.training.resolved_job import ResolvedJob, load_job
+from lockstep.training.resolved_job import load_job
 
 
 def main(path: Path) -> None:
@@ -33,35 +33,29 @@ def main(path: Path) -> None:
     errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
-        watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as file,
+        watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as stacks,
         errors.record_exception(),
         full_disk(run_dir.path),
-        explaining_memory(),
     ):
-        run(load_job(run_dir.config), run_dir, errors, file)
-
-
-def run(job: ResolvedJob, run_dir: RunDir, errors: RankErrorFile, stacks: TextIO) -> None:
-    """Run a job as this rank. A stop or the watchdog can end it. The watchdog writes stacks to `stacks`."""
-    if job.repro == "strict":  # cuBLAS reads the variable when it starts
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
-    stop = StopRequest()
-    with (
-        # A rank that a launcher started exits after this. It keeps its handlers, so that a late signal has no effect.
-        stop_signals(stop, restore=not is_launched()),
-        watchdog.watched(
-            errors.rank, timeout=timeout, stop=stop, file=stacks, record_error=errors.record_hang
-        ) as dog,
-        process_group.join(
-            device=job.device,
-            backend=job.launcher.backend.value,
-            timeout=watchdog.GROUP_TIMEOUT_S,
-            threads=job.launcher.threads,
-        ) as joined,
-    ):
-        dog.local_peer_pids = joined.local_peer_pids
-        experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat)
+        job, stop = load_job(run_dir.config), StopRequest()
+        if job.repro == "strict":  # cuBLAS reads the variable when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
+        with (
+            # A rank that a launcher started exits after this. It keeps its handlers: a late signal has no effect.
+            stop_signals(stop, restore=not is_launched()),
+            watchdog.Watchdog(
+                errors.rank, timeout=timeout, stop=stop, file=stacks, record_error=errors.record_hang
+            ) as dog,
+            process_group.join(
+                device=job.device,
+                backend=job.launcher.backend.value,
+                timeout=watchdog.GROUP_TIMEOUT_S,
+                threads=job.launcher.threads,
+            ) as joined,
+        ):
+            dog.local_peer_pids = joined.local_peer_pids
+            experiment.run(job, run_dir, joined, stop=stop, heartbeat=dog.heartbeat)
 
 
 class RankErrorFile:
@@ -74,12 +68,16 @@ class RankErrorFile:
 
     @contextmanager
     def record_exception(self) -> Iterator[None]:
-        """Write the error that the context raises."""
+        """Write the error that the context raises. One of a lack of memory is explained."""
         try:
             yield
         except Exception as error:
-            self._write(error)
-            raise
+            if (explained := out_of_memory(error)) is None:
+                self._write(error)
+                raise
+            explained.__cause__ = error
+            self._write(explained)
+            raise explained from error
 
     def record_hang(self, error: LockstepError, places: Mapping[int, str]) -> None:
         """Write an error in the watchdog's thread, which then ends the process; show it if there is no launcher."""

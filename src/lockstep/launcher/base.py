@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read
@@ -23,11 +22,7 @@ from lockstep.runtime.signals import NOT_BEGUN, StopNow
 class Inline(Launcher):
     """This process is the rank. Also used under torchrun, which has started the ranks already.
 
-    Fields:
-        ranks: number of processes of the job; `auto` is one per GPU, or without a GPU the number the strategy needs.
-        backend: backend of the process group.
-        timeout: time without a finished step after which the job is ended as hanging.
-        threads: CPU threads of each rank; `auto` gives each rank the same share of the cores.
+    What the keys of the launchers mean is said in `conf/launcher/`.
     """
 
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
@@ -62,7 +57,10 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
         hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
-    errors = _read_errors(run_dir)
+    errors = []
+    for path in run_dir.rank_errors():
+        with suppress(UnreadableFile):  # a full disk may have ended its rank
+            errors.append(safe_read.read_json(path))
     if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
         return Stopped(NOT_BEGUN)
     if not errors:
@@ -84,18 +82,3 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     known = BY_EXIT_CODE.get(first["exit_code"], RankFailed)(first["sentence"] + (f"; {where}" if where else ""))
     known.add_note(f"rank {first['rank']}:\n{first['traceback']}")  # shown by HYDRA_FULL_ERROR=1 only
     return known
-
-
-def _read_errors(run_dir: RunDir) -> list[dict[str, Any]]:
-    """The error files of the ranks. A file that cannot be read is left out: a full disk may have ended its rank."""
-    errors = []
-    for path in run_dir.logs.glob("rank*.error.json"):
-        with suppress(UnreadableFile):
-            errors.append(safe_read.read_json(path))
-    return errors
-
-
-def remove_error_files(run_dir: RunDir) -> None:
-    """Remove the error files of an earlier launch in this folder."""
-    for path in Path(run_dir.logs).glob("rank*.error.json"):
-        path.unlink()

@@ -14,53 +14,40 @@ from lockstep.core import log, network, plan
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.protocols import Entry
+from lockstep.core.rules import Check
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting
-from lockstep.launcher.roles import Machines, Member
+from lockstep.launcher.roles import MainMachine, OtherMachine
 from lockstep.launcher.spawn import Spawn
 
 MOST_NODES = 4096
 
 
-@dataclass(frozen=True)
-class NodeRange:
-    """The rule for a number of machines: one number, or the smallest and the largest number."""
-
-    expected = f"a whole number from 1 to {MOST_NODES:,}, or the fewest and the most, such as 2:4"
-
-    def fits(self, value: Any) -> bool:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            return False
-        if (match := re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", str(value))) is None:
-            return False
-        return 1 <= int(match[1]) <= int(match[2] or match[1]) <= MOST_NODES
+def _is_node_range(value: Any) -> bool:
+    """Whether a value is a number of machines, or the smallest and the largest number."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return False
+    match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", str(value))
+    return match is not None and 1 <= int(match[1]) <= int(match[2] or match[1]) <= MOST_NODES
 
 
-@dataclass(frozen=True)
-class HostPort:
-    """The rule for a host and a port, `host:port`. An IPv6 address is written in brackets."""
+def _is_host_and_port(value: Any) -> bool:
+    """Whether a value is `host:port`. An IPv6 address is written in brackets."""
+    match = re.fullmatch(r"([\w.-]{1,253}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", str(value))
+    return match is not None and 1 <= int(match[2]) <= 65_535
 
-    expected = "HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:29500"
 
-    def fits(self, value: Any) -> bool:
-        match = re.fullmatch(r"([\w.-]{1,253}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", str(value))
-        return match is not None and 1 <= int(match[2]) <= 65_535
+NODES = Check(f"a whole number from 1 to {MOST_NODES:,}, or the fewest and the most, such as 2:4", _is_node_range)
+RENDEZVOUS = Check("HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:29500", _is_host_and_port)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Spawn):
-    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several.
-
-    Fields:
-        restarts: how often the ranks are started again, from the last checkpoint, after one of them failed.
-        nodes: number of machines. With `2:4` the job starts on two; machines can join, up to four, and leave.
-        rendezvous: address at which the machines meet, `host:port`; the host is main's machine.
-        node_rank: number of this machine; `auto` is 0 on the machine of `rendezvous`, then the order of arrival.
-    """
+    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several."""
 
     restarts: int = ranged(0, least=0, most=1_000_000)
-    nodes: int | str = ruled(1, NodeRange())
-    rendezvous: str | None = ruled(None, HostPort())
+    nodes: int | str = ruled(1, NODES)
+    rendezvous: str | None = ruled(None, RENDEZVOUS)
     node_rank: int | str = ranged("auto", least=0, most=MOST_NODES - 1, words=("auto",))
 
     @property
@@ -85,7 +72,7 @@ class Elastic(Spawn):
     def can_fork(self) -> bool:
         return False
 
-    def meet(self, overrides: Sequence[str]) -> Machines | Member:
+    def meet(self, overrides: Sequence[str]) -> MainMachine | OtherMachine:
         """This machine's role in a job on several machines.
 
         `overrides` are the overrides of the command that must be the same on all machines.
@@ -100,9 +87,9 @@ class Elastic(Spawn):
             store = TCPStore(
                 host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
             )
-            return Machines(meeting, store, overrides=overrides, restarts=self.restarts)
+            return MainMachine(meeting, store, overrides=overrides, restarts=self.restarts)
         node_rank = None if self.node_rank == "auto" else int(self.node_rank)
-        return Member(meeting, node_rank=node_rank, overrides=overrides)
+        return OtherMachine(meeting, node_rank=node_rank, overrides=overrides)
 
     def try_address(self) -> str:
         if self.node_range[1] == 1:

@@ -25,7 +25,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.agent import Meeting, ranks_here
 from lockstep.launcher.attach import is_listening, wait
-from lockstep.launcher.base import first_failure, remove_error_files
+from lockstep.launcher.base import first_failure
 from lockstep.launcher.machine import CONNECTED, FIRST_S, JOINED, LOOK_S, READ, REFUSED, REPORTS, STATE, Machine
 
 # The key of the machine that has a `launcher.node_rank` in an attempt.
@@ -36,7 +36,7 @@ SEEN_S = 30.0
 ANSWER_S = 5.0  # seconds to wait for a message of machines that can be gone
 
 
-class Machines(Machine):
+class MainMachine(Machine):
     """The role of main's machine, which knows the run folder and decides.
 
     Args:
@@ -81,7 +81,8 @@ class Machines(Machine):
             reason = self._reason_to_restart()
             log.warn(f"{reason}; all ranks are started again from the last checkpoint")
             self.restarts -= isinstance(reason, RankFailed)
-        remove_error_files(self.run_dir)
+        for path in self.run_dir.rank_errors():  # of an earlier attempt
+            path.unlink()
         self._publish(attempt=self.attempt + 1, **self.job)
         return True
 
@@ -118,7 +119,7 @@ class Machines(Machine):
         wait(lambda: self.store.add(READ, 0) >= listeners, ANSWER_S)
 
 
-class Member(Machine):
+class OtherMachine(Machine):
     """The role of another machine than main's.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,20 +16,7 @@ from lockstep.launcher.spawn import Spawn
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm(Spawn):
-    """A SLURM job with one task on each machine, which starts the ranks there.
-
-    Fields:
-        restarts: how often failed ranks are started again from the last checkpoint, within one SLURM job.
-        nodes: number of machines.
-        gpus: GPUs of each machine.
-        cpus: CPU cores of each machine.
-        memory: memory of each machine, in GB.
-        time: time limit of the job. Before the limit, the run is saved and queued again.
-        save_before: how long before the limit (or before another job takes the machines) the run is saved.
-        partition, account, qos, constraint: as for `sbatch`.
-        setup: lines of shell before the job, such as `module load cuda`. Only the command line can set them.
-        dry_run: show the script, and submit nothing.
-    """
+    """A SLURM job with one task on each machine, which starts the ranks there."""
 
     submits: ClassVar[bool] = True
     restarts: int = ranged(0, least=0, most=1_000_000)
@@ -64,5 +52,5 @@ class Slurm(Spawn):
             restarts=self.restarts,
             nodes=self.nodes,
             rendezvous=slurm.rendezvous(),
-            node_rank=slurm.node_rank(),
+            node_rank=int(os.environ["SLURM_NODEID"]),
         )

@@ -21,7 +21,7 @@ from torch.distributed import TCPStore
 from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher.base import Inline, first_failure, remove_error_files
+from lockstep.launcher.base import Inline, first_failure
 from lockstep.launcher.processes import GRACE_S, POLL_S, Fork, Fresh, Process, can_fork, forwarding, starting
 from lockstep.runtime import child
 
@@ -47,7 +47,8 @@ class Spawn(Inline):
         Raises:
             LockstepError: the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
         """
-        remove_error_files(run_dir)
+        for path in run_dir.rank_errors():  # of an earlier attempt
+            path.unlink()
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         environments = [environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]

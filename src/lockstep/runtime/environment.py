@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
 import subprocess
@@ -29,11 +28,6 @@ PACKAGES = (
     "numpy",
     "safetensors",
 )
-
-
-def as_json(world: World) -> str:
-    """The facts of this process's machine as JSON."""
-    return json.dumps(facts(world), indent=2) + "\n"
 
 
 def facts(world: World) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from lockstep.runtime.signals import (
     silent_about_stops,
 )
 
-# Longer lines, in characters, are shortened before they are shown.
+# Longer lines, in characters, are shown without their middle.
 LONGEST_LINE = 800
 
 
@@ -150,11 +150,8 @@ def say(error: LockstepError, label: str = "") -> None:
     stderr = SafeStream(lambda: sys.stderr)  # the exit code still tells the kind of error
     if isinstance(error, RankFailed) and error.details:
         stderr.write(escaped(error.details.rstrip()) + "\n")
-    lines = (_shortened(line) for line in str(error).split("\n") if line)
-    stderr.write("".join(f"lockstep: {label}{line}\n" for line in lines))
+    for line in filter(None, str(error).split("\n")):
+        if len(line) > LONGEST_LINE:
+            line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+        stderr.write(f"lockstep: {label}{line}\n")
     stderr.flush()
-
-
-def _shortened(line: str) -> str:
-    """A line, without its middle if it is very long."""
-    return line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"

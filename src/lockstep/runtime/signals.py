@@ -131,11 +131,7 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
     """Have `request` handle each signal that asks for a stop, including the signals that were blocked until now.
 
     At the end of the context, the previous handler also records the stop, so that a repeated signal does not
-    interrupt the exit.
-
-    Args:
-        request: the handler.
-        restore: whether to restore the previous handlers at the end.
+    interrupt the exit. With `restore`, the previous handlers then take over again.
 
     Raises:
         LockstepError: a stop interrupted the context, or was requested before it, when there was no state to save.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import NoReturn, Self, TextIO
 
 import psutil
 
@@ -53,24 +53,23 @@ def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
 
 
 class Watchdog(threading.Thread):
-    """A thread that ends the process when it shows no sign of life, or ignores a stop request.
+    """A thread that ends the process when it shows no sign of life, or ignores a stop request, in its context.
 
     Python runs signal handlers only between two instructions of the main thread, so not while that thread waits in
-    native code for another rank or a disk. The watchdog gets each signal at once, through a pipe.
+    native code for another rank or a disk. The watchdog gets each signal at once, through a pipe: so only the main
+    thread may enter the context.
 
     Args:
-        rank: the rank of this process.
         timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
         stop: the stop request that the main thread acts on.
-        file: the file for the stacks.
+        file: for the stacks.
         record_error: records why the rank was ended, and where it was.
-        pipe: the file descriptor from which the signal numbers are read.
 
     `local_peer_pids` maps each other rank of this machine to its process number. It is set when they are known.
     """
 
     def __init__(
-        self, rank: int, *, timeout: float, stop: StopRequest, file: TextIO, record_error: RecordError, pipe: int
+        self, rank: int, *, timeout: float, stop: StopRequest, file: TextIO, record_error: RecordError
     ) -> None:
         super().__init__(name="watchdog", daemon=True)
         self.rank = rank
@@ -78,7 +77,6 @@ class Watchdog(threading.Thread):
         self.stop = stop
         self.file = file
         self.record_error = record_error
-        self.pipe = pipe
         self.local_peer_pids: Mapping[int, int] = {}
         self.signs = 0
         self.finished = threading.Event()
@@ -86,6 +84,21 @@ class Watchdog(threading.Thread):
         self.quiet = self.longest = 0.0  # seconds since the last sign of life; their maximum so far
         self.idle = 0.0  # seconds since the last sign of life or use of the CPU
         self.since_stop = 0.0  # seconds since a stop was requested
+
+    def __enter__(self) -> Self:
+        self.pipe, self.signals = os.pipe()
+        for end in (self.pipe, self.signals):
+            os.set_blocking(end, False)
+        self.wakeup_before = signal.set_wakeup_fd(self.signals, warn_on_full_buffer=False)
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finished.set()
+        self.join()
+        signal.set_wakeup_fd(self.wakeup_before)
+        os.close(self.pipe)
+        os.close(self.signals)
 
     def heartbeat(self) -> None:
         """Give a sign of life. Called in every step, so it must be cheap."""
@@ -134,7 +147,8 @@ class Watchdog(threading.Thread):
     def end(self, error: LockstepError) -> NoReturn:
         """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
         try:
-            places = {self.rank: _place()}
+            code = (frame := _main_frame()).f_code
+            places = {self.rank: f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"}
             places |= {
                 rank: "was stopped by a signal" for rank, pid in self.local_peer_pids.items() if _is_suspended(pid)
             }
@@ -148,34 +162,6 @@ class Watchdog(threading.Thread):
                 time.sleep(2 * TICK_S)  # until the peers have written their stacks
         finally:
             os._exit(error.exit_code)
-
-
-@contextmanager
-def watched(
-    rank: int, *, timeout: float, stop: StopRequest, file: TextIO, record_error: RecordError
-) -> Iterator[Watchdog]:
-    """Watch this rank while the context is open. Only the main thread may do so: it sets the wakeup descriptor."""
-    reader, writer = os.pipe()
-    for end in (reader, writer):
-        os.set_blocking(end, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    dog = Watchdog(rank, timeout=timeout, stop=stop, file=file, record_error=record_error, pipe=reader)
-    dog.start()
-    try:
-        yield dog
-    finally:
-        dog.finished.set()
-        dog.join()
-        signal.set_wakeup_fd(before)
-        os.close(reader)
-        os.close(writer)
-
-
-def _place() -> str:
-    """The function and line that the main thread is running, for use in a sentence."""
-    frame = _main_frame()
-    code = frame.f_code
-    return f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"
 
 
 def _main_frame() -> FrameType:

@@ -19,7 +19,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
 from lockstep.core.safe_read import is_number, parsed_json, read_lines
-from lockstep.core.safe_write import storing, write_atomic_parts
+from lockstep.core.safe_write import storing, write_atomic
 from lockstep.telemetry.events import place_of
 
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
@@ -111,7 +111,7 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
                 last = max(last, int(line_place))
                 yield (line or "").encode()
 
-    write_atomic_parts(path, valid_lines())
+    write_atomic(path, valid_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")

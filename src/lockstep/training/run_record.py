@@ -109,7 +109,7 @@ class RunRecord(NoRecord):
     def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
-        write_atomic(self.run_dir.environment, environment.as_json(self.world))
+        write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
         self.run_dir.start_summary(
             run=run,
