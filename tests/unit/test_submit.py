@@ -1,4 +1,4 @@
-"""What SLURM is told of a job, and when the job is queued again. SLURM's programs are stand-ins."""
+"""What SLURM hears of a job, and when the job is queued again. SLURM's programs are stand-ins."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def directives(text: str) -> dict[str, str]:
 def test_a_limit_is_in_whole_minutes_and_the_warning_before_it_in_seconds(
     tmp_path: Path, time: str, save_before: str, minutes: str, signal_: str
 ) -> None:
-    told = directives(preview([job(tmp_path, time=time, save_before=save_before)]))
-    assert (told["time"], told["signal"]) == (minutes, signal_)
+    options = directives(preview([job(tmp_path, time=time, save_before=save_before)]))
+    assert (options["time"], options["signal"]) == (minutes, signal_)
 
 
 def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -> None:
-    told = directives(preview([job(tmp_path, nodes=3, gpus=4, cpus=16, memory=50, partition="a100")]))
+    options = directives(preview([job(tmp_path, nodes=3, gpus=4, cpus=16, memory=50, partition="a100")]))
     assert (
-        told.items()
+        options.items()
         >= {
             "nodes": "3",
             "ntasks-per-node": "1",
@@ -73,7 +73,7 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
             "partition": "a100",
         }.items()
     )
-    assert {"requeue": "", "open-mode": "append"}.items() <= told.items()
+    assert {"requeue": "", "open-mode": "append"}.items() <= options.items()
     assert not {"array", "account", "mem"} & directives(preview([job(tmp_path)])).keys()
 
 
