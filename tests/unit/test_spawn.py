@@ -223,11 +223,11 @@ def test_main_alone_serves_the_machines_and_a_failed_rank_is_reported(
     from torch.distributed.launcher import api
 
     meeting = Meeting(host="main", port=4444, least=2, most=3, timeout=7)
-    asked: list[Any] = []
+    configs: list[Any] = []
 
     def launch(config: Any, program: str) -> Callable[..., None]:
         def run(*words: str) -> None:
-            asked.append(config)
+            configs.append(config)
             if config.rdzv_configs["is_host"]:
                 failure = ProcessFailure(local_rank=0, pid=1, exitcode=70, error_file="none")
                 raise ChildFailedError("ranks", {3: failure})
@@ -238,7 +238,7 @@ def test_main_alone_serves_the_machines_and_a_failed_rank_is_reported(
     options = {"ranks": 4, "patience": 60.0, "logs": str(tmp_path)}
     assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="main", **options) == (False, {3: 70})
     assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="~00000001", **options) == (True, {})
-    first = asked[0]
+    first = configs[0]
     assert (first.min_nodes, first.max_nodes, first.nproc_per_node, first.max_restarts) == (2, 3, 4, 0)
     assert (first.run_id, first.rdzv_configs["join_timeout"]) == ("attempt-2", 60)
-    assert [config.rdzv_configs["is_host"] for config in asked] == [True, False]
+    assert [config.rdzv_configs["is_host"] for config in configs] == [True, False]
