@@ -7,7 +7,9 @@ gloo and NCCL do the same is for the tests of real ranks.
 from __future__ import annotations
 
 import pickle
+import queue
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -39,11 +41,15 @@ class ThreadRanks:
         self.barrier = threading.Barrier(size, timeout=LONGEST_S)
         self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
+        self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         objects = ("all_gather_object", "broadcast_object_list", "gather_object")
-        for name in ("all_reduce", "broadcast", *objects):
+        messages = ("send", "recv", "batch_isend_irecv")
+        for name in ("all_reduce", "all_gather", "broadcast", *objects, *messages):
             monkeypatch.setattr(dist, name, getattr(self, name))
         for name in ("all_gather_into_tensor", "all_gather_single"):  # torch 2.14 has renamed it
             monkeypatch.setattr(dist, name, self.all_gather_single, raising=False)
+        monkeypatch.setattr(dist, "P2POp", lambda call, tensor, peer: (call, tensor, peer))
+        monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
         monkeypatch.setattr(dist, "get_rank", lambda: self.own.rank)
@@ -79,6 +85,25 @@ class ThreadRanks:
         together = torch.stack(self.gathered(tensor))
         tensor.detach().copy_(REDUCTIONS[op](together, 0))
         return Work()
+
+    def all_gather(self, output: list[Tensor], tensor: Tensor) -> None:
+        for own, other in zip(output, self.gathered(tensor), strict=True):
+            own.copy_(other)
+
+    def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
+        self.mail[self.own.rank, target, tag].put(tensor.detach().clone())
+
+    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+        tensor.copy_(self.mail[source, self.own.rank, tag].get(timeout=LONGEST_S))
+
+    def batch_isend_irecv(self, operations: list[tuple[Any, Tensor, int]]) -> list[Work]:
+        for call, tensor, peer in operations:
+            if call is dist.isend:
+                self.send(tensor, peer)
+        for call, tensor, peer in operations:
+            if call is dist.irecv:
+                self.recv(tensor, peer)
+        return [Work()]
 
     def all_gather_single(self, output: Tensor, tensor: Tensor) -> None:
         output.copy_(torch.cat(self.gathered(tensor)))

@@ -22,9 +22,10 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint import Checkpointer, staging
 from lockstep.checkpoint.reading import whole_weights
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
 from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, AdamW, Timm
@@ -91,6 +92,22 @@ def writer(run_dir: RunDir, /, **options: Any) -> Checkpointer:
     )
 
 
+CARD = ModelCard(
+    model={"_target_": "lockstep.models.Linear"},
+    precision={"_target_": "lockstep.precision.FP32"},
+    loss={"_target_": "lockstep.losses.CrossEntropy"},
+    classes=3,
+    class_names=(),
+    image_shape=(1, 6, 6),
+    input_shape=(1, 6, 6),
+    eval_crop=1.0,
+    mean=(0.0,),
+    std=(1.0,),
+    eval_views=1,
+    eval_batch=8,
+    trained_on={},
+    lockstep="1",
+)
 TRAIL = {"losses": [0.5], "steps": [1], "examples": [4], "hits": 3}
 EPOCH = {"number": 0, "loss": 0.0, "hits": 0, "examples": 0}
 
@@ -475,17 +492,18 @@ def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
     assert same(load_file(run.weights), averages[2])
 
 
-@pytest.mark.parametrize("left", ["nothing", "older"])
+@pytest.mark.parametrize("left", ["nothing", "older", "older of its size"])
 def test_an_export_that_a_kill_interrupted_is_repaired(run: RunDir, left: str) -> None:
     (best,) = saved(run, 4)
     expected = run.weights.read_bytes()
     run.best.unlink()
-    if left == "older":
+    run.weights.unlink()
+    if left == "older of its size":
+        run.weights.write_bytes(bytes(len(expected)))
+    elif left == "older":
         run.weights.write_bytes(b"older weights")
-    else:
-        run.weights.unlink()
     writer(run, writes=False).repair_export(4)
-    assert run.weights.exists() is (left == "older")
+    assert run.weights.exists() is (left != "nothing")
     writer(run).repair_export(4)
     assert run.weights.read_bytes() == expected
     assert run.best.read_text() == best.name
@@ -517,6 +535,76 @@ def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: Ru
     target.close()
     assert same(load_file(run.weights), expected)
     assert [path.name for path in run.path.glob("*.tmp")] == []
+
+
+def test_a_later_save_leaves_the_best_weights_that_wait_for_their_export(
+    run: RunDir, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "_on_gpu", lambda tensor: True)  # copies of a GPU's tensors share one buffer
+    target, best = writer(run), parts(1)
+    best.train(2)
+    expected = {name: tensor.clone() for name, tensor in best.ema.module.state_dict().items()}
+    with full_disk(100):
+        save(target, 1, best, best=True)
+        target.wait()
+    save(target, 2, parts(5))
+    target.close()
+    assert same(load_file(run.weights), expected)
+
+
+def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) -> None:
+    target = writer(run, card=CARD)
+    save(target, 1, best=True, score=50.0)
+    save(target, 2)
+    target.close()
+    cards = {path: checkpoint.read_card(path) for path in sorted(run.checkpoints.glob("step-*/*.safetensors"))}
+    assert [(path.name, card.step, card.top1, card.averaged) for path, card in cards.items()] == [
+        ("ema.safetensors", 1, 50.0, True),
+        ("model.safetensors", 1, None, False),
+        ("ema.safetensors", 2, None, True),
+        ("model.safetensors", 2, None, False),
+    ]
+    assert checkpoint.read_card(run.weights) == next(iter(cards.values()))
+
+
+def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each change of a name, what a kill would leave is copied."""
+    left: list[RunDir] = []
+    checkpoint.mark_saved_or_not(run)
+    run.metrics.write_text("logged")
+
+    def watched(change: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Path, *arguments: Any, **options: Any) -> Any:
+            if path.is_relative_to(run.path):
+                left.append(RunDir(tmp_path / f"left-{len(left)}"))
+                shutil.copytree(run.path, left[-1].path)
+            return change(path, *arguments, **options)
+
+        return call
+
+    target = writer(run, keep=2)
+    for name in ("rename", "replace", "unlink"):
+        monkeypatch.setattr(Path, name, watched(getattr(Path, name)))
+    for step in (1, 2, 3, 3):
+        save(target, step, best=step == 1, score=float(step == 1))
+        target.wait()
+    monkeypatch.undo()
+    newest, held = [], []
+    for folder in left:
+        path = checkpoint.newest_of_run(folder)  # raises where a run looks like one that has lost its checkpoints
+        newest.append(0 if path is None else int(path.name[5:]))
+        held.append(
+            [path for path in folder.checkpoints.glob("*step-00000003*") if path.name != ".step-00000003.tmp"]
+        )
+        for other in checkpoint.candidates(folder.checkpoints):
+            assert checkpoint.find_corruption(other) == "", other
+    assert newest[0] == 0
+    assert {1, 2, 3} <= {*newest}
+    assert all(after >= before - 1 for before, after in itertools.pairwise(newest)), "an older one stays"
+    began = newest.index(3)
+    assert all(held[began:]), "the old one goes only when the new one has its name"
 
 
 def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 from typing import Any
 
@@ -70,6 +71,21 @@ def test_every_option_builds_and_gives_its_node_back(option: str, nodes: dict[st
     assert node.keys() == {"_target_", *(field.name for field in dataclasses.fields(component))}
     assert components.node(component) == node
     assert components.build(group, components.node(component)) == component
+
+
+def test_every_word_of_a_field_is_written_so_that_it_is_read_again(nodes: dict[str, dict[str, Any]]) -> None:
+    words = 0
+    for option in OPTIONS:
+        group = option.partition("=")[0]
+        if group in MANY:
+            continue
+        component = components.build(group, nodes[option])
+        for field in dataclasses.fields(component):
+            for word in type(value) if isinstance(value := getattr(component, field.name), enum.Enum) else ():
+                changed = dataclasses.replace(component, **{field.name: word})
+                assert components.build(group, components.node(changed)) == changed
+                words += 1
+    assert words > 10
 
 
 def test_the_default_job_builds_whole() -> None:

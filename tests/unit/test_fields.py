@@ -17,8 +17,10 @@ from lockstep.config import components
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
+from lockstep.core.fields import problems
 from lockstep.core.plan import seconds, steps
 from lockstep.core.rules import Choice, Duration, Number, Options, PathText, Text, Time
+from lockstep.optim import AdamW
 from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
@@ -183,3 +185,17 @@ def test_a_number_is_refused_where_an_option_would_take_it_for_true(number: str)
     ):
         built("augment=crop_flip", f"augment.alternate={number}")
     built("augment=crop_flip", "augment.alternate=1")
+
+
+def test_every_value_of_a_list_and_of_a_block_is_checked() -> None:
+    assert [*problems(Job, {"train": {"eval_every": "1ep", "mixup": -1}})] == [
+        next(problems(Job, {"train": {"mixup": -1}}))
+    ]
+    (sentence,) = problems(AdamW, {"betas": [0.9, 2]})
+    assert sentence.startswith("betas is [0.9, 2], expected each a number from 0")
+
+
+def test_a_name_in_a_path_is_measured_in_bytes() -> None:
+    assert PathText().fits("photos/" + "é" * 127)
+    assert not PathText().fits("photos/" + "é" * 128)
+    assert not PathText().fits("é/" * 2000)

@@ -105,6 +105,20 @@ JOBS = [
 ]
 
 
+def test_a_job_of_a_sweep_has_no_value_of_another_one() -> None:
+    with initialize_config_dir(str(ROOT / "conf")):
+        loader = GlobalHydra.instance().config_loader()
+        master = loader.load_configuration("config", ["name=test"], RunMode.MULTIRUN)
+        first = loader.load_sweep_config(master, ["seed=3", "optimizer.betas=[0.1,0.2]"])
+        second = loader.load_sweep_config(master, ["epochs=2"])
+        assert (first.seed, first.epochs, [*first.optimizer.betas]) == (3, 20, [0.1, 0.2])
+        assert (second.seed, second.epochs, [*second.optimizer.betas]) == (0, 2, [0.9, 0.999])
+        assert [[*job.hydra.overrides.task][-1] for job in (first, second)] == [
+            "optimizer.betas=[0.1,0.2]",
+            "epochs=2",
+        ]
+
+
 def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
     with initialize_config_dir(str(ROOT / "conf")):
         loader = GlobalHydra.instance().config_loader()

@@ -197,3 +197,19 @@ def test_a_first_step_that_a_loss_scaler_skips_leaves_the_momenta_at_zero() -> N
     assert all(not state["momentum_buffer"].any() for state in trained.optimizer.state.values())
     skipped, never = trained.train(2).weights(), Trained(SGD(lr=0.1)).train(2).weights()
     assert all(torch.equal(actual, expected) for actual, expected in zip(skipped, never, strict=True))
+
+
+def test_a_restore_leaves_no_gradient_and_no_step_behind() -> None:
+    trained = Trained(AdamW()).train(2)
+    fresh = Trained(AdamW())
+    restore_optimizer(fresh.optimizer, fresh.model, trained.saved())
+    assert [parameter.grad for parameter in fresh.model.parameters()] == [None] * 6
+    assert {int(entries["step"]) for entries in fresh.optimizer.state.values()} == {2}
+
+
+def test_a_momentum_of_another_shape_is_refused_also_where_it_could_be_spread() -> None:
+    saved = Trained(SGD(momentum=0.9)).train(1).saved()
+    saved["state"]["3.weight"]["momentum_buffer"] = torch.zeros(1, dtype=torch.float64)
+    fresh = Trained(SGD(momentum=0.9))
+    with pytest.raises(ValueError, match=r"of 3.weight is float64 \(1,\), expected float64 \(5, 64\)"):
+        restore_optimizer(fresh.optimizer, fresh.model, saved)

@@ -39,7 +39,18 @@ def test_an_invalid_time_is_refused_by_its_key(value: str) -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(100, 100), ("100", 100), ("2ep", 80), ("0.5ep", 20), ("5%", 10), ("2.5 %", 5), ("1 ep", 40), (0, 0)],
+    [
+        (100, 100),
+        ("100", 100),
+        ("2ep", 80),
+        ("0.5ep", 20),
+        ("0.32ep", 13),
+        ("0.9%", 2),
+        ("5%", 10),
+        ("2.5 %", 5),
+        ("1 ep", 40),
+        (0, 0),
+    ],
 )
 def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run(value: int | str, expected: int) -> None:
     assert steps("key", value, steps_per_epoch=40, total_steps=200) == expected
@@ -103,3 +114,7 @@ def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: in
 def test_an_impossible_plan_is_refused_by_its_key(change: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         make_plan(**{**OPTIONS, **change})
+
+
+def test_a_micro_batch_may_be_a_single_image() -> None:
+    assert make_plan(**{**OPTIONS, "batch": 4, "micro_batches": 4}).micro_batches == 4

@@ -112,8 +112,9 @@ def test_neighbouring_samples_do_not_follow_each_other() -> None:
 
 
 def test_order_augmentation_dropout_and_mixing_of_one_seed_are_different_streams() -> None:
-    keys = {rng.key(7, purpose, 0) for purpose in (rng.ORDER, rng.AUGMENT, rng.GENERATOR, rng.MIX, rng.LASTING)}
-    assert len(keys) == 5
+    lasting = (rng.LASTING, rng.CUTOUT, rng.FORWARD, rng.FORWARD_BATCH, rng.BALANCED)
+    keys = {rng.key(7, purpose, 0) for purpose in (rng.ORDER, rng.AUGMENT, rng.GENERATOR, rng.MIX, *lasting)}
+    assert len(keys) == 9
     ordering = rng.draw(rng.key(7, rng.ORDER, 0), torch.arange(100))
     assert not bool((ordering == rng.sample_keys(7, 0, torch.arange(100))).any())
 
@@ -122,3 +123,10 @@ def test_dropout_has_another_seed_at_each_step_and_micro_batch() -> None:
     seeds = {rng.generator_seed(0, step, number) for step in range(100) for number in range(10)}
     assert len(seeds) == 1000
     assert min(seeds) >= 0
+
+
+def test_some_numbers_of_an_example_are_the_same_in_all_epochs_and_the_others_are_not() -> None:
+    first, second = (rng.SampleRNG(3, epoch, torch.arange(100)) for epoch in (0, 1))
+    assert torch.equal(first.epoch_invariant(2), second.epoch_invariant(2))
+    assert not bool((first.epoch_invariant(2) == first.epoch_invariant(3)).any())
+    assert not bool((first.uniform(2) == second.uniform(2)).any())

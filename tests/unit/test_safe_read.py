@@ -231,3 +231,17 @@ def test_plain_values_are_told_from_others() -> None:
     for value in ({1: 2}, {"a": (1, 2)}, [2**63], [b""], "\ud800"):
         with pytest.raises(ValueError, match=r"is neither a number|surrogates"):
             safe_read.checked(value)
+
+
+def test_a_file_may_have_as_many_bytes_as_the_limit_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 10)
+    assert safe_read.read_bytes(tmp_path / "file", 10) == b"x" * 10
+    with pytest.raises(UnreadableFile, match="has 10 bytes, expected at most 9"):
+        safe_read.read_bytes(tmp_path / "file", 9)
+
+
+@pytest.mark.parametrize(("value", "is_number"), [(3, True), (0.5, True), (True, False), ("3", False)])
+def test_a_number_is_a_finite_one_and_no_truth_value(value: object, is_number: bool) -> None:
+    assert safe_read.is_number(value) is is_number
+    assert not safe_read.is_number(float("nan"))
+    assert not safe_read.is_number(float("-inf"))

@@ -15,9 +15,9 @@ from torch import nn
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer
 from lockstep.core import safe_write
-from lockstep.core.errors import StorageError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import check_out, write_atomic
 
 
 @pytest.fixture
@@ -110,3 +110,13 @@ def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) ->
 def test_text_that_has_no_utf_8_is_written_all_the_same(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "a\udc80b")
     assert (tmp_path / "file").read_text() == "a\\udc80b"
+
+
+def test_a_file_that_a_user_names_is_new_or_a_plain_one(tmp_path: Path) -> None:
+    (tmp_path / "folder.onnx").mkdir()
+    (tmp_path / "old.onnx").write_text("")
+    for name in ("new.onnx", "old.onnx"):
+        check_out(tmp_path / name, ".onnx")
+    for name in ("folder.onnx", "new.png", "none/new.onnx"):
+        with pytest.raises(InputError, match=r"--out is .*, expected a file whose name ends with \.onnx in a folder"):
+            check_out(tmp_path / name, ".onnx")

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep.checkpoint import staging
-from lockstep.checkpoint.staging import HostCopies, map_tensors, with_own_storage
+from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
+from lockstep.core.world import World
+from thread_ranks import ThreadRanks
 
 
 @pytest.fixture
@@ -75,3 +77,19 @@ def test_staged_copies_are_written_each_alone(tmp_path: Path) -> None:
     assert (tmp_path / "state.pt").stat().st_size < 10_000
     save_file(copied, tmp_path / "weights.safetensors")
     assert_equal({**load_file(tmp_path / "weights.safetensors"), "lr": 1}, {**copied, "lr": 1})
+
+
+def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has every second tensor; the others are shapes without numbers there."""
+    numbers = [torch.full((2, number + 1), number + 0.5) for number in range(3)]
+
+    def saved(world: World) -> list[Tensor]:
+        own = {
+            str(number): tensor.clone() if number % 2 == world.rank else tensor.to("meta")
+            for number, tensor in enumerate(numbers)
+        }
+        return leaves(gathered(own, keep=world.is_main))
+
+    main, other = ThreadRanks(2, monkeypatch).run(saved)
+    assert [tensor.tolist() for tensor in main] == [tensor.tolist() for tensor in numbers]
+    assert [tensor.is_meta for tensor in other] == [True, False, True]

@@ -6,16 +6,19 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import timm
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import ROOT
+from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
@@ -398,3 +401,102 @@ def test_an_owned_optimizer_follows_the_schedule_and_frees_all_gradients(monkeyp
         return [parameter.item() for parameter in model.parameters()]
 
     assert ThreadRanks(2, monkeypatch).run(stepped) == [[-0.75, -0.75]] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_strict_adds_each_gradient_once_in_one_order_on_every_number_of_ranks(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    pairs = shards.view(4, 2, 3).sum(1)
+    expected = (pairs[0] + pairs[1]) + (pairs[2] + pairs[3])
+
+    def summed(world: World) -> list[float]:
+        replica = TreeReplica(nn.Linear(3, 1, bias=False))
+        for number, shard in enumerate(shards.chunk(ranks)[world.rank]):
+            replica.module.weight.grad = shard[None].clone()
+            replica.add_shard(first=number == 0)
+        replica.finish()
+        return replica.module.weight.grad[0].tolist()
+
+    assert ThreadRanks(ranks, monkeypatch).run(summed) == [expected.tolist()] * ranks
+
+
+def test_a_gradient_in_any_order_of_memory_is_summed_by_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = torch.randn(LARGE // 4, 4, generator=torch.Generator().manual_seed(0))
+    sent: list[Tensor] = []
+
+    def reduced(world: World) -> bool:
+        model = nn.Linear(4, LARGE // 4, bias=False)
+        model.weight.grad = whole.t().contiguous().t()
+        AllReduce().reduce(model)
+        return torch.equal(model.weight.grad, 2 * whole)
+
+    ranks = ThreadRanks(2, monkeypatch)
+    all_reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor: (sent.append(tensor), all_reduce(tensor)))
+    assert ranks.run(reduced) == [True, True]
+    assert all(tensor.is_contiguous() for tensor in sent), "NCCL and gloo send memory as it lies"
+
+
+def test_the_state_of_each_parameter_is_saved_by_its_name_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(size: int = 4) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, size), nn.Linear(size, 2))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for number, parameter in enumerate(model.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1.0)
+        optimizer.step()
+
+    alone = build()
+    expected = AdamW(lr=0.1).build(alone)
+    step(alone, expected)
+
+    def saved(world: World) -> tuple[dict[str, torch.Tensor], list[float]]:
+        model = build()
+        optimizer = ZeROOptimizer(AdamW(lr=0.1).build(model), world)
+        step(model, optimizer)
+        state = optimizer_state(optimizer, model)["state"]
+        return {name: entries["exp_avg"] for name, entries in state.items()}, model[1].bias.tolist()
+
+    (main, weights), (_, others) = ThreadRanks(2, monkeypatch).run(saved)
+    for name, entries in optimizer_state(expected, alone)["state"].items():
+        assert torch.equal(main[name], entries["exp_avg"]), name
+    assert weights == others == alone[1].bias.tolist()
+
+
+@pytest.mark.usefixtures("_group")
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_a_hook_compresses_to_the_format_of_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[object] = []
+    monkeypatch.setattr(DistributedDataParallel, "register_comm_hook", lambda self, state, hook: hooks.append(hook))
+    DDP(comm_hook=CommHook(name)).replicate(nn.Linear(2, 1), plan(), (torch.ones(1, 2),))
+    assert hooks == [getattr(default_hooks, f"{name}_compress_hook")]
+
+
+@pytest.mark.usefixtures("_group")
+def test_ddp_has_its_buckets_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    model = nn.BatchNorm1d(2)
+    model.register_forward_hook(lambda *_: passes.append(1))
+    replica = DDP(sync_batchnorm=False).replicate(model, plan(), (torch.randn(4, 2),))
+    assert len(passes) == 2, "DDP orders its buckets anew after the first backward pass"
+    assert [parameter.grad for parameter in replica.parameters()] == [None, None]
+    assert model.num_batches_tracked == 0
+
+
+def test_fsdp_adds_gradients_in_the_format_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    policies: list[Any] = []
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: None)
+    monkeypatch.setattr(
+        "torch.distributed.fsdp.fully_shard", lambda block, *, mp_policy, **_: policies.append(mp_policy)
+    )
+    for low_precision, format_ in ((False, None), (True, torch.bfloat16)):
+        FSDP(low_precision=low_precision).cut(nn.Linear(2, 2), world(2), BF16())
+        assert (policies[-1].param_dtype, policies[-1].reduce_dtype) == (format_, torch.float32)
+
+
+def test_every_stage_of_a_pipeline_reads_the_whole_batch() -> None:
+    stages = [replace(world(3), rank=rank) for rank in range(3)]
+    assert [(data.rank, data.size) for data in map(Pipeline().data_world, stages)] == [(0, 1)] * 3

@@ -16,6 +16,7 @@ from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import Place, is_launched, launched
 from lockstep.core.process_group import allow_connections, join, own_gpu
+from lockstep.core.sharding import norm_over_stages
 from lockstep.core.world import World
 from thread_ranks import ThreadRanks
 
@@ -163,3 +164,45 @@ def test_ranks_join_their_group_and_leave_it() -> None:
     ranks = [forks().start("test_world:join_and_stop", str(rank), str(store.port)) for rank in range(2)]
     for done in map(result, ranks):
         assert done.code == 0, done.err
+
+
+@pytest.mark.parametrize(("busy", "waits"), [(0.05, False), (0.2, True), (0.9, True)])
+def test_steps_of_over_a_tenth_of_a_second_are_long(
+    busy: float, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def can_wait(world: World) -> tuple[bool, float | None]:
+        consensus = StopConsensus(world)
+        consensus.agree(False, busy=busy if world.rank == 1 else 0.0)
+        return consensus.can_wait, consensus.longest_s
+
+    assert ThreadRanks(2, monkeypatch).run(can_wait) == [(waits, busy)] * 2
+
+
+def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gathered(world: World) -> tuple[list[int], list[int], int]:
+        return world.gather(world.rank), world.gather_to_main(world.rank), world.broadcast(world.rank)
+
+    assert ThreadRanks(3, monkeypatch).run(gathered) == [
+        ([0, 1, 2], [0, 1, 2], 0),
+        ([0, 1, 2], [], 0),
+        ([0, 1, 2], [], 0),
+    ]
+
+
+def test_every_rank_evaluates_with_the_running_statistics_of_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    def means(world: World) -> float:
+        model = nn.BatchNorm1d(1)
+        model.running_mean.fill_(world.rank + 5)
+        world.share_buffers(model)
+        return model.running_mean.item()
+
+    assert ThreadRanks(3, monkeypatch).run(means) == [5.0] * 3
+
+
+def test_the_norm_of_a_model_in_stages_is_that_of_all_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    def norm(world: World) -> float:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+        return norm_over_stages(model, torch.tensor(3.0 if world.rank else 4.0)).item()
+
+    assert ThreadRanks(2, monkeypatch).run(norm) == [5.0, 5.0]
+    assert norm_over_stages(nn.Linear(1, 1), torch.tensor(4.0)).item() == 4.0

@@ -81,7 +81,7 @@ class Watchdog(threading.Thread):
         self.signs = 0
         self.finished = threading.Event()
         self.received = StopRequest()
-        self.quiet = self.longest = 0.0  # seconds since the last sign of life; their maximum so far
+        self.quiet = self.longest = 0.0  # seconds since the last sign of life; the most between two of them
         self.idle = 0.0  # seconds since the last sign of life or use of the CPU
         self.since_stop = 0.0  # seconds since a stop was requested
 
@@ -110,7 +110,8 @@ class Watchdog(threading.Thread):
             now = time.process_time()
             living, computing = self.signs != last_signs, now - computed > BUSY_SHARE * TICK_S
             last_signs, computed = self.signs, now
-            self.longest = max(self.longest, self.quiet)
+            if living:  # a silence that goes on says nothing of how long a step takes
+                self.longest = max(self.longest, self.quiet)
             self.quiet = 0.0 if living else self.quiet + TICK_S
             self.idle = 0.0 if living or computing else self.idle + TICK_S
             self._listen()

@@ -1,0 +1,99 @@
+"""The command line of a job as plain values: its folder, the words of a resume, and the extensions of its program."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+
+from helpers import ROOT
+from lockstep.config import extensions
+from lockstep.config.commands import override, parsed, quoted_path
+from lockstep.config.invocation import ConfigFiles, Invocation, check_folder_overrides, repeated_words
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+
+
+def invoked(*words: str) -> Invocation:
+    """The invocation of a job that Hydra runs with these words."""
+    with initialize_config_dir(str(ROOT / "conf")):
+        config = compose("config", overrides=["name=test", "hydra.mode=RUN", *words], return_hydra_config=True)
+        HydraConfig.instance().set_config(config)
+        return Invocation.current()
+
+
+def test_a_job_has_the_folder_that_its_command_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoked("epochs=3").folder is None
+    assert invoked("hydra.run.dir=here").folder == tmp_path / "here"
+    assert invoked("hydra.run.dir=.").folder == tmp_path, "the current folder, because the command says so"
+    assert invoked("epochs=3").overrides == ("name=test", "epochs=3")
+
+
+@pytest.mark.parametrize("sweep", [True, False])
+def test_a_folder_that_a_command_does_not_use_is_refused(sweep: bool) -> None:
+    used, ignored = ("sweep", "run") if sweep else ("run", "sweep")
+    check_folder_overrides([f"hydra.{used}.dir=x", "hydra.job.num=1"], sweep=sweep)
+    with pytest.raises(InputError, match=rf"has no effect .* -m; name a folder with hydra\.{used}\.dir=FOLDER"):
+        check_folder_overrides([f"hydra.{ignored}.dir=x"], sweep=sweep)
+
+
+def test_a_resume_repeats_what_names_the_config_files_of_its_run() -> None:
+    files = ConfigFiles(name="mine", folder="/conf", searchpath=("hydra.searchpath=[/more]",))
+    named = ["--config-name=mine", "--config-dir=/conf", "hydra.searchpath=[/more]"]
+    assert [*files.words] == named
+    assert ConfigFiles().words == ()
+    command = " ".join(["python", "train.py", *named, "epochs=3", "'name=a b'"])
+    assert repeated_words(command) == ["python", "train.py", *named]
+
+
+def test_a_path_that_exists_is_read_by_hydra_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "seed=1,lr=[2]").mkdir()
+    for key in ("resume", "init_from", "dataset.path", "hydra.run.dir"):
+        assert parsed(quoted_path(f"{key}=seed=1,lr=[2]")) == "seed=1,lr=[2]"
+        assert parsed(quoted_path(f"{key}=~/photos")) == "~/photos"
+    assert quoted_path("epochs=seed=1,lr=[2]") == "epochs=seed=1,lr=[2]"
+    assert quoted_path("resume=not-there") == "resume=not-there"
+
+
+def test_the_newest_run_is_named_by_its_folder_which_stays_when_another_one_starts(tmp_path: Path) -> None:
+    run = RunDir.at(tmp_path / "first")
+    run.mark_latest(tmp_path)
+    for key in ("resume", "init_from"):
+        word = quoted_path(f"{key}={tmp_path / 'latest'}")
+        RunDir.at(tmp_path / "second").mark_latest(tmp_path)
+        assert word == override(key, run.path)
+        run.mark_latest(tmp_path)
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Two packages in the folder of a program, which its interpreter finds."""
+    names = ["extension_of_mine", "extension_of_hers"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    extensions.active.cache_clear()
+    yield names
+    extensions.active.cache_clear()
+
+
+def test_a_rank_finds_every_extension_that_its_program_names(
+    packages: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not {extension.package for extension in extensions.active()} & {*packages}
+    extensions.use(packages)
+    assert {extension.package for extension in extensions.active()} >= {*packages}
+    assert json.loads(os.environ[extensions.VARIABLE]) == dict.fromkeys(packages, str(tmp_path))
+    monkeypatch.setattr(sys, "path", sys.path[1:])  # a rank is another program
+    monkeypatch.setattr(sys, "path_importer_cache", {})
+    extensions.active.cache_clear()
+    assert {extension.package for extension in extensions.active()} >= {*packages}

@@ -1,0 +1,136 @@
+"""What `auto` becomes: ranks, strategy, threads and micro-batches; and which jobs are refused before they start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from helpers import built, resolved
+from lockstep.core.errors import InputError
+from lockstep.core.plan import Plan
+from lockstep.job import resolve, validate
+from lockstep.job.validate import check_job, check_memory, check_threads
+from lockstep.strategy import DDP, Single, Strict
+from lockstep.training.fingerprint import plan_of
+
+TWO_RANKS = ("launcher=spawn", "launcher.ranks=2", "device=cpu")
+
+
+@pytest.fixture(autouse=True)
+def _eight_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "cores", lambda: 8)
+    monkeypatch.setattr(validate, "cores", lambda: 8)
+
+
+@pytest.mark.parametrize(
+    ("words", "strategy"),
+    [
+        (["device=cpu"], Single),
+        (TWO_RANKS, DDP),
+        (["launcher=elastic", "launcher.nodes=2", "launcher.ranks=1", "device=cpu"], DDP),
+        (["launcher=elastic", "launcher.nodes=1:3", "launcher.ranks=1", "device=cpu"], DDP),
+    ],
+)
+def test_several_ranks_are_data_parallel_on_one_machine_and_on_many(words: list[str], strategy: type) -> None:
+    assert type(resolved(*words).strategy) is strategy
+
+
+@pytest.mark.parametrize(
+    ("words", "threads"),
+    [
+        (["device=cpu"], 8),
+        (TWO_RANKS, 4),
+        (["launcher=spawn", "launcher.ranks=16", "device=cpu"], 1),
+        ([*TWO_RANKS, "launcher.threads=3"], 3),
+        ([*TWO_RANKS, "repro=strict"], 1),
+        ([*TWO_RANKS, "repro=strict", "launcher.threads=3"], 3),
+    ],
+)
+def test_the_ranks_share_the_cores_and_a_strict_run_does_not_depend_on_them(words: list[str], threads: int) -> None:
+    assert resolved(*words).launcher.threads == threads
+
+
+def test_the_ranks_of_torchrun_share_the_cores_of_their_own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    job = resolved("device=cpu")
+    assert (job.launcher.ranks, job.launcher.threads) == (4, 4)
+
+
+@pytest.mark.parametrize(("ranks", "shards", "micro_batches"), [(1, 4, 4), (2, 4, 2), (4, 4, 1), (2, 8, 4)])
+def test_the_virtual_shards_of_a_strict_run_are_dealt_to_its_ranks(
+    ranks: int, shards: int, micro_batches: int
+) -> None:
+    launcher = ["launcher=spawn", f"launcher.ranks={ranks}", "device=cpu"] if ranks > 1 else ["device=cpu"]
+    job = resolved(*launcher, "strategy=strict", f"strategy.shards={shards}")
+    assert (type(job.strategy), job.repro, job.train.micro_batches) == (Strict, "strict", micro_batches)
+
+
+def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
+    thawed = ["train.freeze=[backbone]", "train.freeze_until=1ep"]
+    assert resolved(*TWO_RANKS, *thawed).strategy == DDP(static_graph=False, find_unused_parameters=True)
+    assert resolved(*TWO_RANKS, thawed[0]).strategy == DDP()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["repro=strict", "train.cudnn_benchmark=true"], r"choose by time .* use train\.cudnn_benchmark=false, or"),
+        (
+            ["repro=strict", "model.compile=true", "model.compile_mode=max_autotune"],
+            r"choose by time .* use model\.compile_mode=default, or",
+        ),
+        (["precision=bf16_pure", "train.ema=0.9"], r"train\.ema is 0\.9, but under precision=bf16_pure"),
+        (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
+        (["model.compile_mode=max_autotune"], r"but model\.compile is false, so nothing is compiled"),
+        (
+            ["launcher=elastic", "launcher.nodes=1:2", "repro=strict", "launcher.ranks=2"],
+            r"use launcher\.nodes=2, or",
+        ),
+    ],
+)
+def test_a_key_without_the_effect_that_it_asks_for_is_refused(words: list[str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        check_job(resolved("device=cpu", *words))
+
+
+@pytest.mark.parametrize(
+    "words", [["precision=bf16_pure"], ["precision=bf16", "train.ema=0.9"], ["train.cudnn_benchmark=true"]]
+)
+def test_a_key_that_has_its_effect_is_allowed(words: list[str]) -> None:
+    check_job(resolved("device=cpu", *words))
+
+
+def test_the_threads_of_all_ranks_are_counted() -> None:
+    words = ["launcher=spawn", "launcher.ranks=32", "launcher.threads=16", "device=cpu"]
+    with pytest.raises(InputError, match=r"which on 32 ranks are 2,112 threads, expected at most 1,024"):
+        check_threads(resolved(*words, "loader=streaming", "loader.workers=50"))
+    check_threads(resolved(*words, "loader=streaming", "loader.workers=16"))
+    with pytest.raises(InputError, match="this machine has 8 CPU cores, expected at most 64 ranks"):
+        check_threads(resolved("launcher=spawn", "launcher.ranks=65", "device=cpu"))
+
+
+def plan(batch: int, **changed: int) -> Plan:
+    job = replace(resolved("device=cpu"), batch=batch)
+    return replace(plan_of(job, 10**9), **changed)
+
+
+@pytest.mark.parametrize(("micro_batches", "fits"), [(1, False), (20_000, True)])
+def test_the_images_of_a_micro_batch_fit_into_memory(
+    monkeypatch: pytest.MonkeyPatch, micro_batches: int, fits: bool
+) -> None:
+    monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 10**9)
+    job = resolved("device=cpu", f"train.micro_batches={micro_batches}")
+    needs = plan(10**7, micro_batches=micro_batches)  # images of 8x8 floats: 2.6 GB
+    if fits:
+        check_memory(job, needs)
+        return
+    with pytest.raises(InputError, match=r"a micro-batch of 10000000 images .*train\.micro_batches=auto"):
+        check_memory(job, needs)
+
+
+def test_a_launcher_of_one_rank_is_not_asked_for_two() -> None:
+    with pytest.raises(InputError, match=r"launcher=inline has one rank, but strategy=ddp asks for 2"):
+        resolve.resolve(built("launcher=inline", "strategy=ddp", "device=cpu"), sweep=False)

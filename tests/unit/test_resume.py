@@ -1,0 +1,106 @@
+"""What a command continues: which checkpoint, with which config, and when nothing is left to do."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import FAKE, composed, run_dir, train_here
+from lockstep.config import composition, yaml_io
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.job.resume import Resume, check_resumable, decide_resume
+from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import load_job
+
+SHORT = (*FAKE, "dataset.examples=64", "batch=32", "model.width=8", "checkpoint.every=2", "train.eval_every=100%")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run of four steps with checkpoints at the second and the last one."""
+    return train_here(tmp_path_factory.mktemp("trained") / "run", *SHORT, "steps=4")
+
+
+def resume_of(folder: Path | None, named: Path | None = None) -> Resume:
+    values = {"resume": None if named is None else str(named)}
+    return Resume(composed=values, values=values, overrides=(), run=folder, folder=folder, may_fetch=True)
+
+
+def decided(*overrides: str, **changed: Any) -> Resume:
+    """What a command with these overrides continues; `changed` are values that its config has besides."""
+    called = Invocation(overrides=overrides, command="", sweep=False, folder=None, hydra="")
+    values = {**composed(*overrides), **changed}
+    with composition.composing():
+        return decide_resume(values, called)
+
+
+def test_a_run_that_began_from_a_checkpoint_goes_on_from_its_own(trained: RunDir, tmp_path: Path) -> None:
+    named = tmp_path / "step-00000002"
+    assert resume_of(tmp_path / "new", named).checkpoint == named
+    assert resume_of(None, named).checkpoint == named
+    assert resume_of(trained.path, named).checkpoint == trained.checkpoints / "step-00000004"
+    assert resume_of(None).checkpoint is None
+
+
+def test_a_run_goes_on_until_all_of_it_is_done(trained: RunDir, tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    shutil.copytree(trained.path, run.path)
+    job = load_job(run.config)
+    plan = plan_of(job, 64)
+    last = run.checkpoints / "step-00000004"
+    for done in (resume_of(run.path), resume_of(None, last)):
+        with pytest.raises(InputError, match="has finished step 4 of 4, so nothing is left to do; train longer with"):
+            check_resumable(done, job, plan)
+    check_resumable(resume_of(None, run.checkpoints / "step-00000002"), job, plan)
+    run.write_summary(status="stopped")
+    check_resumable(resume_of(run.path), job, plan)  # its last evaluation is left
+    with pytest.raises(InputError, match="stands at step 4, and this job would end at step 3"):
+        check_resumable(resume_of(run.path), replace(job, steps=3), plan_of(replace(job, steps=3), 64))
+
+
+def test_the_command_that_resumes_has_the_last_word(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "epochs=3", "seed=5")
+    resume = decided(f"resume={run.path}", "epochs=7")
+    assert (resume.values["epochs"], resume.values["seed"]) == (7, 5)
+    assert [word for word in resume.overrides if "epochs" in word] == ["epochs=3", "epochs=7"]
+    assert composed(*resume.overrides)["epochs"] == 7, "the overrides give the config of the run again"
+
+
+def test_a_run_folder_decides_neither_where_runs_are_nor_where_data_is_fetched_to(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "dataset=mnist", "data_root=/somebody/elses")
+    resume = decided(f"resume={run.path}", f"output_root={tmp_path / 'mine'}")
+    assert resume.values["output_root"] == str(tmp_path / "mine")
+    assert not resume.may_fetch
+    own = run_dir(tmp_path / "own", "dataset=mnist", f"data_root={tmp_path}")
+    assert decided(f"resume={own.path}", f"data_root={tmp_path}").may_fetch
+    assert decided(f"resume={run_dir(tmp_path / 'digits').path}").may_fetch
+
+
+def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run")
+    config = yaml_io.load(run.config)
+    run.config.write_text(yaml_io.dump({**config, "name": "first"}))
+    assert decided(f"resume={run.path}").values["name"] == "first"
+    assert decided(f"resume={run.path}", "name=second").values["name"] == "second"
+
+
+def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "seed=5", "epochs=3")
+    words = yaml_io.load_list(run.overrides)
+    run.overrides.write_text(yaml_io.dump([word for word in words if word != "seed=5"]))
+    with pytest.raises(InputError, match=r"no longer gives the config of its run \(seed was 5 and is 0\)"):
+        decided(f"resume={run.path}", "epochs=7")
+    assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
+
+
+def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
+    values = decided("batch=auto", "name=test", batch="auto").values
+    assert (values["batch"], values["train"]["micro_batches"]) == (64, "auto")
+    with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; leave out one"):
+        decided("batch=auto", "name=test", "train.micro_batches=4", batch="auto")

@@ -1,0 +1,244 @@
+"""How a launcher starts, ends and restarts the ranks of one machine. The ranks are pretended processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFailed, Stopped
+from lockstep.core.run_dir import RunDir
+from lockstep.launcher import Elastic, Slurm, Spawn, spawn
+from lockstep.launcher.agent import Meeting, run_agent
+from lockstep.launcher.processes import GRACE_S, forwarding
+from lockstep.launcher.spawn import Children, environment
+from lockstep.runtime.signals import AGAIN_S
+
+
+class Clock:
+    """Seconds that pass in sleeps alone."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 1000, "waits without end"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class Rank:
+    """A rank that has ended with `code`, or that runs until a signal of `obeys` ends it."""
+
+    def __init__(self, code: int | None = None, obeys: tuple[int, ...] = (signal.SIGTERM, signal.SIGKILL)) -> None:
+        self.exitcode, self.obeys, self.got, self.joined = code, obeys, [], False
+        self.sentinel, self.end = os.pipe()
+
+    def send_signal(self, number: int) -> None:
+        if self.exitcode is None:
+            self.got.append(number)
+            if number in self.obeys:
+                self.exitcode = Stopped.exit_code if number == signal.SIGTERM else -number
+
+    def join(self) -> None:
+        self.joined = True
+        os.close(self.sentinel)
+        os.close(self.end)
+
+
+def join(*ranks: Rank) -> dict[int, int]:
+    children = Children()
+    children.ranks = list(ranks)
+    with children:
+        return children.join()
+
+
+def test_the_failure_of_a_rank_ends_the_others_and_is_the_only_one(clock: Clock) -> None:
+    ranks = Rank(), Rank(70), Rank(0)
+    assert join(*ranks) == {1: 70}
+    assert (ranks[0].got, ranks[0].exitcode) == ([signal.SIGTERM], Stopped.exit_code)
+    assert all(rank.joined for rank in ranks)
+    assert join(Rank(0), Rank(0)) == {}
+
+
+def test_a_rank_that_hangs_after_a_failure_is_killed(clock: Clock) -> None:
+    began, hangs = clock.now, Rank(obeys=(signal.SIGKILL,))
+    assert join(hangs, Rank(70)) == {1: 70}
+    assert hangs.exitcode == -signal.SIGKILL
+    assert GRACE_S < clock.now - began < GRACE_S + 1
+
+
+def test_the_ranks_of_a_machine_know_that_they_share_it() -> None:
+    assert (
+        environment(1, 3, 4444).items()
+        >= {
+            "RANK": "1",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "3",
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "4444",
+        }.items()
+    )
+
+
+def entry(path: Path) -> None:
+    """What the ranks would do."""
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Has the launcher start these pretended ranks instead of fresh interpreters."""
+
+    def pretend(*codes: int | None, act: Callable[[], object] = lambda: None) -> None:
+        waiting = iter(codes)
+
+        def start(words: list[str], variables: dict[str, str]) -> Rank:
+            act()
+            return Rank(next(waiting))
+
+        monkeypatch.setattr(spawn, "Fresh", start)
+        monkeypatch.setattr(spawn, "TCPStore", lambda *_, master_listen_fd, **options: os.close(master_listen_fd))
+        monkeypatch.setattr(Spawn, "can_fork", lambda self: False)
+
+    return pretend
+
+
+def test_only_a_failure_with_restarts_left_allows_another_attempt(tmp_path: Path, ranks: Callable[..., None]) -> None:
+    run, launcher = RunDir.at(tmp_path / "run"), Spawn(ranks=2)
+    ranks(0, 0)
+    assert launcher.attempt(entry, run, can_restart=True) is None
+    ranks(None, 70)
+    assert isinstance(launcher.attempt(entry, run, can_restart=True), RankFailed)
+    ranks(None, 70)
+    with pytest.raises(RankFailed, match="rank 1 left with exit code 70 and wrote no error"):
+        launcher.attempt(entry, run)
+    ranks(Stopped.exit_code, Stopped.exit_code)
+    with pytest.raises(Stopped):
+        launcher.attempt(entry, run, can_restart=True)
+
+
+def test_a_job_that_is_asked_to_stop_is_not_started_again(tmp_path: Path, ranks: Callable[..., None]) -> None:
+    ranks(None, 70, act=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(RankFailed):
+        Spawn(ranks=2).attempt(entry, RunDir.at(tmp_path / "run"), can_restart=True)
+
+
+def test_an_attempt_does_not_read_the_errors_of_the_one_before(tmp_path: Path, ranks: Callable[..., None]) -> None:
+    run = RunDir.at(tmp_path / "run")
+    run.rank_error(0).write_text('{"time": 1, "rank": 0, "exit_code": 2, "known": true, "sentence": "yesterday"}')
+    ranks(70, 70)
+    with pytest.raises(RankFailed, match="wrote no error"):
+        Spawn(ranks=2).attempt(entry, run)
+
+
+def test_ranks_are_started_again_as_often_as_restarts_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+
+    def attempt(self: Elastic, entry: Any, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
+        allowed.append(can_restart)
+        if not can_restart:
+            raise RankFailed("again")
+        return RankFailed("again")
+
+    monkeypatch.setattr(Elastic, "attempt", attempt)
+    with pytest.raises(RankFailed):
+        Elastic(ranks=1, restarts=2).run(entry, RunDir(tmp_path))
+    assert allowed == [True, True, False]
+
+
+def test_machines_are_a_number_or_a_range_and_meet_only_if_there_are_several() -> None:
+    assert [Elastic(nodes=nodes).node_range for nodes in (1, 3, "2:4")] == [(1, 1), (3, 3), (2, 4)]
+    for launcher in (Elastic(nodes="1:2", rendezvous="a:1"), Elastic(nodes=2, node_rank=1), Elastic()):
+        launcher.check()
+    for alone in (Elastic(rendezvous="a:1"), Elastic(node_rank=0)):
+        with pytest.raises(InputError, match=r"but launcher\.nodes is 1, so no machines meet"):
+            alone.check()
+
+
+def test_a_job_of_slurm_starts_its_ranks_with_what_it_was_submitted_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="which only the command line can do"):
+        Slurm().in_allocation()
+    facts = {"SLURM_JOB_ID": "17", "LOCKSTEP_SLURM_JOB": "17", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "localhost"}
+    for name, value in facts.items():
+        monkeypatch.setenv(name, value)
+    assert Slurm(ranks=3, timeout="5min").in_allocation() == Spawn(ranks=3, timeout="5min")
+    assert Slurm(restarts=2).in_allocation() == Elastic(restarts=2)
+    machines = Slurm(nodes=2, restarts=1, ranks=4).in_allocation()
+    assert (machines.nodes, machines.restarts, machines.ranks, machines.node_rank) == (2, 1, 4, 1)
+    assert machines.rendezvous.startswith("localhost:1")
+
+
+@pytest.fixture
+def sent() -> Iterator[list[int]]:
+    """The signals that a launcher passes on; its own handlers are those of before at the end."""
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)
+    yield []
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGTSTP)) == before
+
+
+def test_a_stop_reaches_the_ranks_and_a_second_interrupt_kills_them(clock: Clock, sent: list[int]) -> None:
+    with forwarding(sent.append):
+        signal.raise_signal(signal.SIGHUP)
+    assert sent == [signal.SIGTERM], "the terminal may have sent the ranks the same signal"
+    sent.clear()
+
+    def interrupt_twice() -> None:
+        with forwarding(sent.append) as request:
+            request.repeat()
+            signal.raise_signal(signal.SIGINT)
+            clock.now += 2 * AGAIN_S
+            signal.raise_signal(signal.SIGINT)
+            raise LockstepError("rank 0 was killed")
+
+    with pytest.raises(Interrupted):
+        interrupt_twice()
+    assert sent == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_the_ranks_are_suspended_with_their_launcher_and_go_on_with_it(
+    sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "kill", lambda process, number: sent.append(-number))
+    with forwarding(sent.append):
+        signal.raise_signal(signal.SIGTSTP)
+    assert sent == [signal.SIGSTOP, -signal.SIGSTOP, signal.SIGCONT]
+
+
+def test_main_alone_serves_the_machines_and_a_failed_rank_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
+
+    meeting = Meeting(host="main", port=4444, least=2, most=3, timeout=7)
+    configs: list[Any] = []
+
+    def launch(config: Any, program: str) -> Callable[..., None]:
+        def run(*words: str) -> None:
+            configs.append(config)
+            if config.rdzv_configs["is_host"]:
+                failure = ProcessFailure(local_rank=0, pid=1, exitcode=70, error_file="none")
+                raise ChildFailedError("ranks", {3: failure})
+
+        return run
+
+    monkeypatch.setattr(api, "elastic_launch", launch)
+    options = {"ranks": 4, "patience": 60.0, "logs": str(tmp_path)}
+    assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="main", **options) == (False, {3: 70})
+    assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="~00000001", **options) == (True, {})
+    first = configs[0]
+    assert (first.min_nodes, first.max_nodes, first.nproc_per_node, first.max_restarts) == (2, 3, 4, 0)
+    assert (first.run_id, first.rdzv_configs["join_timeout"]) == ("attempt-2", 60)
+    assert [config.rdzv_configs["is_host"] for config in configs] == [True, False]

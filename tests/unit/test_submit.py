@@ -1,0 +1,207 @@
+"""What SLURM hears of a job, and when the job is queued again. SLURM's programs are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import composed
+from lockstep.config.invocation import Invocation
+from lockstep.core.errors import InputError, Stopped
+from lockstep.job.resume import Resume
+from lockstep.job.run_folder import Lock
+from lockstep.job.slurm_task import Task
+from lockstep.job.submit import Submission, preview, submission, submit
+from lockstep.launcher import Slurm
+
+Programs = Callable[..., None]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Puts stand-ins for SLURM's programs into the PATH: a script of shell for each name."""
+
+    def install(**scripts: str) -> None:
+        for name, text in scripts.items():
+            path = tmp_path / "bin" / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(f"#!/bin/sh\n{text}\n")
+            path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return install
+
+
+def job(root: Path, folder: Path | None = None, **options: Any) -> Submission:
+    return Submission(launcher=Slurm(**options), name="mine", command=("train", "x"), folder=folder, root=root)
+
+
+def directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH --")]
+    return {key: value for key, _, value in (line.partition("=") for line in lines)}
+
+
+@pytest.mark.parametrize(
+    ("time", "save_before", "minutes", "signal_"),
+    [("90s", "30s", "2", "USR2@30"), ("2h", "2min", "120", "USR2@120"), ("61", "1.5", "2", "USR2@2")],
+)
+def test_a_limit_is_in_whole_minutes_and_the_warning_before_it_in_seconds(
+    tmp_path: Path, time: str, save_before: str, minutes: str, signal_: str
+) -> None:
+    options = directives(preview([job(tmp_path, time=time, save_before=save_before)]))
+    assert (options["time"], options["signal"]) == (minutes, signal_)
+
+
+def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -> None:
+    options = directives(preview([job(tmp_path, nodes=3, gpus=4, cpus=16, memory=50, partition="a100")]))
+    assert (
+        options.items()
+        >= {
+            "nodes": "3",
+            "ntasks-per-node": "1",
+            "gpus-per-node": "4",
+            "cpus-per-task": "16",
+            "mem": "50G",
+            "partition": "a100",
+        }.items()
+    )
+    assert {"requeue": "", "open-mode": "append"}.items() <= options.items()
+    assert not {"array", "account", "mem"} & directives(preview([job(tmp_path)])).keys()
+
+
+def test_each_job_of_an_array_has_its_number_and_its_folder(tmp_path: Path) -> None:
+    text = preview([job(tmp_path, tmp_path / name) for name in ("a", "b", "c")])
+    assert directives(text)["array"] == "0-2"
+    for number, name in enumerate("abc"):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{number}) ")]
+        assert f" {tmp_path / name} train x hydra.run.dir={tmp_path / name} ;;" in line
+
+
+def test_a_submission_that_slurm_refuses_leaves_what_was_there(tmp_path: Path, programs: Programs) -> None:
+    programs(sbatch="echo 'first line' >&2; echo 'no such partition' >&2; exit 1")
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "precious").write_text("precious")
+    with pytest.raises(InputError, match=r"was not submitted \(no such partition\)"):
+        submit([job(tmp_path / "runs", mine), job(tmp_path / "runs"), job(tmp_path / "runs", tmp_path / "new")])
+    assert (mine / "precious").read_text() == "precious"
+    assert not list((tmp_path / "runs").iterdir())
+    assert not (tmp_path / "new").exists()
+
+
+def test_each_submitted_job_has_its_number_and_its_folder(tmp_path: Path, programs: Programs) -> None:
+    programs(sbatch=f"cat > {tmp_path}/script; echo 'welcome'; echo '17;cluster'")
+    ((number, folder),) = submit([job(tmp_path / "runs")])
+    assert (number, folder.parent, folder.is_dir()) == ("17", tmp_path / "runs", True)
+    assert directives((tmp_path / "script").read_text())["output"] == f"{folder}/logs/slurm-%j.log"
+    numbers = [number for number, _ in submit([job(tmp_path / "runs"), job(tmp_path / "runs")], tmp_path)]
+    assert numbers == ["17_0", "17_1"]
+    assert directives((tmp_path / "script").read_text())["output"] == f"{tmp_path}/slurm-%A_%a.log"
+
+
+def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **values: Any) -> Submission:
+    monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    values = {**composed("device=cpu"), "resume": None, **values}
+    resume = Resume(composed=values, values=values, overrides=words, run=run, folder=run, may_fetch=True)
+    called = Invocation(overrides=words, command="", sweep=False, folder=None, hydra="")
+    return submission(resume, Slurm(setup=values.pop("setup", [])), called, Lock())
+
+
+def test_a_submitted_command_continues_what_its_line_continues(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "overrides.yaml").write_text("[]\n")
+    goes_on = submitted(monkeypatch, run, "resume=latest", "epochs=9", "launcher.dry_run=false")
+    assert goes_on.words(run)[-2:] == ["epochs=9", f"resume={run}"]
+    checkpoint = str(tmp_path / "step-00000003")
+    new = submitted(monkeypatch, None, "epochs=9", resume=checkpoint)
+    assert new.words(run)[-3:] == ["epochs=9", f"resume={checkpoint}", f"hydra.run.dir={run}"]
+    assert submitted(monkeypatch, None, "epochs=9").words(run)[-2:] == ["epochs=9", f"hydra.run.dir={run}"]
+
+
+def test_lines_of_shell_come_from_the_present_command_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    typed = "launcher.setup=['module load cuda']"
+    assert submitted(monkeypatch, None, typed, setup=["module load cuda"]).launcher.setup == ["module load cuda"]
+    for words, setup in (((), ["touch mark"]), ((typed,), ["module load cuda", "touch mark"])):
+        with pytest.raises(InputError, match=r"launcher\.setup is .*, but lines of shell come from the command line"):
+            submitted(monkeypatch, None, *words, setup=setup)
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: Programs) -> Iterator[Callable[..., Task]]:
+    """A task of the first machine, whose command is a line of shell; `squeue` says the state of its job."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)}
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+
+    def make(line: str, *, state: str = "RUNNING", node: int = 0) -> Task:
+        programs(squeue=f"echo {state}", scontrol=f'echo "$@" >> {tmp_path}/requeued')
+        for name, value in {"SLURM_JOB_ID": "17", "SLURM_NODEID": str(node), "SLURM_PROCID": str(node)}.items():
+            monkeypatch.setenv(name, value)
+        return Task(str(tmp_path / "run"), ["sh", "-c", line])
+
+    yield make
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def requeued(tmp_path: Path) -> bool:
+    path = tmp_path / "requeued"
+    return path.exists() and path.read_text() == "requeue 17\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "node", "again"),
+    [
+        (Stopped.exit_code, "RUNNING", 0, True),  # another job takes the machines
+        (Stopped.exit_code, "CANCELLED", 0, False),
+        (Stopped.exit_code, "COMPLETING", 0, False),
+        (Stopped.exit_code, "RUNNING", 1, False),  # the first machine does it
+        (0, "RUNNING", 0, False),
+        (70, "RUNNING", 0, False),
+    ],
+)
+def test_a_job_that_was_stopped_is_queued_again_unless_scancel_did_it(
+    task: Callable[..., Task], tmp_path: Path, code: int, state: str, node: int, again: bool
+) -> None:
+    assert task(f"exit {code}", state=state, node=node).run() == code
+    assert requeued(tmp_path) is again
+
+
+@pytest.mark.parametrize(("code", "again"), [(Stopped.exit_code, True), (70, True), (0, False), (2, False)])
+def test_near_its_limit_a_job_is_queued_again_if_something_is_left_that_can_be_done(
+    task: Callable[..., Task], tmp_path: Path, code: int, again: bool
+) -> None:
+    near = task(f"exit {code}")
+    near.must_save = True
+    assert near.run() == code
+    assert requeued(tmp_path) is again
+
+
+def test_only_the_first_machine_of_a_job_hears_that_its_limit_is_near(task: Callable[..., Task]) -> None:
+    first, other = task("exit 0"), task("exit 0", node=1)
+    for machine in (first, other):
+        machine.save()
+    assert [(machine.must_save, machine.must_stop) for machine in (first, other)] == [(True, True), (False, False)]
+
+
+def test_the_command_of_a_task_is_no_rank_and_writes_into_the_run_folder(
+    task: Callable[..., Task], tmp_path: Path
+) -> None:
+    assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
+    assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
+
+
+def test_a_line_that_would_end_early_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has a control character; leave it out"):
+        preview([replace(job(tmp_path), command=("train", "a\nb"))])
