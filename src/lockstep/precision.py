@@ -7,9 +7,9 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.errors import InputError
+from lockstep.core.model import BatchNorm
 from lockstep.core.protocols import Precision
 
 
@@ -63,7 +63,7 @@ class BF16Pure(BF16):
     def convert(self, model: nn.Module) -> nn.Module:
         model = super().convert(model)
         for module in model.modules():
-            if isinstance(module, _BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.float()
         return model
 

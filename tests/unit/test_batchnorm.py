@@ -12,9 +12,10 @@ import torch.distributed as dist
 from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 
+from lockstep.core.model import has_batchnorm
 from lockstep.core.world import World
 from lockstep.strategy import sync_batchnorm
-from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, convert_sync_batchnorm, has_batchnorm
+from lockstep.strategy.sync_batchnorm import SyncBatchNorm, SyncBatchNormAct, convert_sync_batchnorm
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics

@@ -306,15 +306,15 @@ def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
 
     refused("weights: there are no weights at .*, expected a .safetensors file or a run folder")
     file.write_bytes(b"")
-    refused("is not a safetensors file")
+    refused("cannot be read as safetensors")
     with_header(file, b"{}", length=2**62)
-    refused("is not a safetensors file")
+    refused("cannot be read as safetensors")
     with_header(file, b"\xff\xfe")
-    refused("is not UTF-8 text")
+    refused("cannot be read as safetensors")
     with file.open("wb") as sparse:
         sparse.write((100 * 2**20).to_bytes(8, "little"))
         sparse.truncate(2**40)
-    refused("has a header of 104,857,600 bytes, expected at most")
+    refused("cannot be read as safetensors .*header too large")
     save_file({}, file, {METADATA_KEY: " " * (LIMIT + 1)})
     refused(f"its description has {LIMIT + 1:,} characters, expected at most {LIMIT:,}")
     tensors = {**load_file(digits.weights)}

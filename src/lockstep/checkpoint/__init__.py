@@ -8,16 +8,17 @@ does a command that uses the weights. A checkpoint that is only kept as one of t
 first checkpoint is saved, the file `checkpoints/none-yet` exists.
 """
 
-from lockstep.checkpoint.header import find_card, read_card
 from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
     check_fingerprint,
     check_tensors,
     difference,
+    find_card,
     load,
     load_start,
     load_weights,
+    read_card,
     restore,
     weights_file,
 )

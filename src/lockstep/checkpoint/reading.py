@@ -30,6 +30,7 @@ from lockstep.checkpoint.validation import (
 from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
+from lockstep.core.model_card import METADATA_KEY, ModelCard
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 from lockstep.core.sharding import load_whole
@@ -129,15 +130,38 @@ def whole_weights(path: Path) -> bool:
         if (path / MANIFEST).exists():
             # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
             return manifest(path)[MODEL] == sha256(file)
-        return bool(_shapes(file))
+        return bool(_header(file)[0])
     except (UnreadableFile, ValueError, SafetensorError):
         return False
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors in a file of weights, from its header; raises UnreadableFile or SafetensorError."""
+def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of the tensors in a file of weights, and its metadata; raises UnreadableFile or SafetensorError."""
     with opened(file, links=True), safe_open(file, framework="pt") as tensors:
-        return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        return shapes, tensors.metadata() or {}
+
+
+def read_card(file: Path, key: str = "weights") -> ModelCard:
+    """The description in a file of weights. `key` begins the errors.
+
+    Raises:
+        InputError: it cannot be read, has no card, or has a wrong one.
+    """
+    _, metadata = _read_header(file, key)
+    try:
+        return ModelCard.parse(metadata)
+    except ValueError as error:
+        raise InputError(f"{key}: {file} cannot be used: {error}") from error
+
+
+def find_card(file: Path) -> ModelCard | None:
+    """The card of a file of weights; None if it has none, like weights of other programs, or cannot be read."""
+    try:
+        _, metadata = _header(file)
+    except (UnreadableFile, SafetensorError):  # loading the weights will raise the error
+        return None
+    return read_card(file) if METADATA_KEY in metadata else None
 
 
 def weights_file(path: Path, key: str = "init_from") -> Path:
@@ -175,43 +199,37 @@ def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
     """
     file = weights_file(path)
     head = head_parameters(model)
-    shapes, saved = _shapes_of(model), _read_shapes(file, "init_from")
-    new_head = head if any(shapes[name] != saved.get(name) for name in head) else ()
-    _compare(_without(shapes, new_head), _without(saved, new_head), file, "init_from")
+    own, saved = model.state_dict(), _read_header(file, "init_from")[0]
+    new_head = head if any(tuple(own[name].shape) != saved.get(name) for name in head) else ()
+    check_tensors(model, file, leave_out=new_head)
     tensors = {name: tensor for name, tensor in load_file(file).items() if name not in new_head}
     model.load_state_dict(tensors, strict=not new_head)
     return new_head
 
 
-def _without(shapes: dict[str, tuple[int, ...]], names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    return {name: shape for name, shape in shapes.items() if name not in names}
-
-
-def check_tensors(model: nn.Module, file: Path, key: str = "init_from") -> None:
+def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_out: tuple[str, ...] = ()) -> None:
     """Compare the names and shapes of the tensors in a file with those of `model`, which can be on the meta device.
+
+    Done before tensors are read, because they may not fit into memory.
 
     Raises:
         InputError: the names or shapes differ, or the file is not a safetensors file.
     """
-    _compare(_shapes_of(model), _read_shapes(file, key), file, key)
-
-
-def _shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def _read_shapes(file: Path, key: str) -> dict[str, tuple[int, ...]]:
-    try:
-        return _shapes(file)
-    except (UnreadableFile, SafetensorError) as error:
-        raise InputError(f"{key}: {file} cannot be read ({error})") from error
-
-
-def _compare(own: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], file: Path, key: str) -> None:
-    if own != saved:  # checked before the tensors are read, because they may not fit into memory
-        different = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    saved, _ = _read_header(file, key)
+    names = sorted((own.keys() | saved.keys()) - set(leave_out))
+    if different := [name for name in names if own.get(name) != saved.get(name)]:
         shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
         raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
+
+
+def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    try:
+        return _header(file)
+    except UnreadableFile as error:
+        raise InputError(f"{key}: {error}") from error
+    except SafetensorError as error:
+        raise InputError(f"{key}: {file} cannot be read as safetensors ({error})") from error
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.model import tensors_in
 from lockstep.core.sharding import is_sharded, whole, wire
 
 ALIGNMENT = 16  # bytes; more than any dtype needs
@@ -26,7 +27,7 @@ class HostCopies:
 
     def of(self, tree: Any) -> Any:
         """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory."""
-        staged = iter(self._staged([tensor for tensor in _tensors(tree) if _on_gpu(tensor)]))
+        staged = iter(self._staged([tensor for tensor in tensors_in(tree) if _on_gpu(tensor)]))
 
         def copied(tensor: Tensor) -> Tensor:
             if _on_gpu(tensor):
@@ -54,7 +55,7 @@ def gathered(tree: Any, *, keep: bool) -> Any:
     A device holds one whole tensor at a time, and only ranks with `keep` hold the results. Main is the rank with
     `keep`. Tensors of stages on other ranks are sent to main; the trees then have the same structure on all ranks.
     """
-    own = list(_tensors(tree))
+    own = list(tensors_in(tree))
     if any(tensor.is_meta for tensor in own):
         whole_tensors = iter(_from_stages(own, keep=keep))
         return map_tensors(tree, lambda tensor: next(whole_tensors))
@@ -89,28 +90,19 @@ def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`tree` (dicts and lists) with `change` applied to each tensor."""
+    """`tree` (dicts, lists and tuples) with `change` applied to each tensor, in the order of `tensors_in`."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, dict):
         return {key: map_tensors(item, change) for key, item in tree.items()}
-    if isinstance(tree, list):
-        return [map_tensors(item, change) for item in tree]
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(item, change) for item in tree)
     return tree
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:
     """`tensor` in a storage of its size, because torch.save writes the whole storage of each tensor."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree, in the order in which `map_tensors` visits them."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (dict, list)):
-        for item in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(item)
 
 
 def _on_gpu(tensor: Tensor) -> bool:

@@ -27,13 +27,13 @@ from lockstep.config.commands import override, typed
 from lockstep.config.messages import key_of, refuse_keys
 from lockstep.core import log, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
+from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
-from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record, State

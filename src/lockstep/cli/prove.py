@@ -23,10 +23,10 @@ from lockstep.config.messages import key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.model import has_batchnorm
 from lockstep.core.protocols import Strategy
 from lockstep.models.nets import sketch
 from lockstep.precision import FP64
-from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.telemetry.progress import progress
 
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from lockstep.core.model_card import SIGMOID
+
+# The base classes of all batch norms and of all convolutions, torch's and timm's. They have no public names.
+BatchNorm = _BatchNorm
+Convolution = _ConvNd
 
 
 @contextmanager
@@ -40,6 +46,19 @@ def forward_on_meta(model: nn.Module, input_shape: tuple[int, ...]) -> None:
         torch.func.functional_call(model, shapes, (image,), tie_weights=False)
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    return any(isinstance(module, BatchNorm) for module in model.modules())
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested mappings, lists and tuples, in their order."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)):
+        for item in tree.values() if isinstance(tree, dict) else tree:
+            yield from tensors_in(item)
+
+
 def head_layers(model: nn.Module) -> tuple[str, ...]:
     """The names of the layers of a model's head; empty if the model has no layer with weights.
 
@@ -51,7 +70,7 @@ def head_layers(model: nn.Module) -> tuple[str, ...]:
     modules = dict(model.named_modules())
     if layers := tuple(name for name in ((named,) if isinstance(named, str) else named or ()) if name in modules):
         return layers
-    return tuple(name for name, module in modules.items() if isinstance(module, nn.Linear | _ConvNd))[-1:]
+    return tuple(name for name, module in modules.items() if isinstance(module, nn.Linear | Convolution))[-1:]
 
 
 def head_parameters(model: nn.Module) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import ranged
+from lockstep.core.model import Convolution
 from lockstep.core.sharding import UpdateScope
 from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
@@ -48,7 +49,7 @@ class Muon(OptimizerOption):
         return replace(OF_ADAM, lr=0.02)
 
     def groups(self, model: nn.Module) -> ParamGroups:
-        layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, nn.modules.conv._ConvNd))]
+        layers = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Convolution))]
         linear = [id(layer.weight) for layer in layers if isinstance(layer, nn.Linear)]
         heads = set(linear[-1:])
         matrices = {id(layer.weight) for layer in layers} - heads

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
+from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import NO_CONTEXT, Optimizer, Precision, Strategy
 from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
-from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm, has_batchnorm
+from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 
 # What a rank steps under a strategy of this `widest` scope, and the optimizers that look at no more.
 STEPPED = {

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.model import model_mode
+from lockstep.core.model import model_mode, tensors_in
 
 SHOWN = 12  # the most places for a cut that an error names
 
@@ -98,7 +97,7 @@ class ForwardTrace(TorchFunctionMode):
         if module in self.begun:
             self.places[self.begun[module] - 1].obstacle = "it runs more than once in a forward pass"
             return
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = list(tensors_in((args, kwargs)))
         only_input = len(tensors) == 1 and bool(args) and tensors[0] is args[0]
         place = Place(name, obstacle="" if only_input else f"it takes {len(tensors)} tensors, expected one")
         if only_input:
@@ -114,11 +113,10 @@ class ForwardTrace(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        outputs = list(tensors_in(result))
         if outputs:  # otherwise the call only reads a shape or a format
-            for leaf in tree_leaves((args, kwargs)):
-                if isinstance(leaf, Tensor):
-                    self._use(leaf)
+            for tensor in tensors_in((args, kwargs)):
+                self._use(tensor)
         for output in outputs:
             if id(output) not in self.names and output not in self.birth:
                 self.birth[output] = self.position

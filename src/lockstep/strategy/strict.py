@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
+from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.strategy.base import Single, copy_back, flattened, rehearse, share_weights
-from lockstep.strategy.sync_batchnorm import has_batchnorm
 
 
 class TreeReplica(nn.Module):

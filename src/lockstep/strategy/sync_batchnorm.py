@@ -12,7 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from lockstep.core.model import BatchNorm
 
 
 class _SyncNormalize(torch.autograd.Function):
@@ -184,7 +185,7 @@ def _channels(vector: Tensor, x: Tensor) -> Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm over the micro-batches of all ranks, with the names, buffers and evaluation of torch's BatchNorm.
 
     A rank whose micro-batch is empty takes part in every sum and gets an empty output. A micro-batch that is empty on
@@ -240,21 +241,16 @@ class SyncBatchNormAct(SyncBatchNorm):
         return output
 
 
-def has_batchnorm(model: nn.Module) -> bool:
-    """Whether the model has a batch norm layer."""
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
-
-
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every batch norm in `module` by a synchronised one; parameters and state-dict keys stay the same."""
-    if isinstance(module, _BatchNorm):
+    if isinstance(module, BatchNorm):
         return _replacement(module)
     for name, child in module.named_children():
         module.add_module(name, convert_sync_batchnorm(child))
     return module
 
 
-def _replacement(norm: _BatchNorm) -> SyncBatchNorm:
+def _replacement(norm: BatchNorm) -> SyncBatchNorm:
     options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
     act, drop = getattr(norm, "act", None), getattr(norm, "drop", None)
     synced = (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.core.model import BatchNorm
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.stochastic.convert import untouched
@@ -33,7 +33,7 @@ class BlankExample(nn.Module):
         images, *keys = inputs
         if len(images):
             return self.network(*inputs)
-        norms = [module for module in self.modules() if isinstance(module, _BatchNorm) and module.training]
+        norms = [module for module in self.modules() if isinstance(module, BatchNorm) and module.training]
         for norm in norms:
             norm.training, norm.blank = isinstance(norm, SyncBatchNorm), True  # type: ignore[assignment]
         # Not of one colour: a network may divide by the deviation of its pixels.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from lockstep.core.model import has_batchnorm
 from lockstep.runtime import host
-from lockstep.strategy.sync_batchnorm import has_batchnorm
 from lockstep.training.dry_run import TRIALS_S, has_convolutions, settings_to_try, takes_channels_last, tried
 from lockstep.training.verdict import WORK, WORTH, Evidence, Finding, amdahl, data_findings, verdict
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.model import head_layers, within
+from lockstep.core.model import BatchNorm, head_layers, within
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
@@ -42,7 +41,7 @@ class Freezing:
         norms = []
         for name, module in model.named_modules():
             own = [f"{name}.{parameter}" for parameter, _ in module.named_parameters(recurse=False)]
-            if isinstance(module, _BatchNorm) and (names.issuperset(own) if own else name in names):
+            if isinstance(module, BatchNorm) and (names.issuperset(own) if own else name in names):
                 norms.append(module)
         parameters = [parameter for name, parameter in model.named_parameters() if name in names]
         switched = tuple(parameter for parameter in parameters if parameter.requires_grad)
@@ -81,7 +80,7 @@ def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
         InputError: a pattern fits nothing, or nothing would be left to train.
     """
     names = [name for name, _ in model.named_parameters()]
-    names += [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    names += [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]
     frozen: set[str] = set()
     for pattern in patterns:
         fitting = {name for name in names if _fits(name, pattern)}
