@@ -5,8 +5,8 @@
 
 The model with the fewest parameters, on the smallest images that it takes, trains two steps; trains them again with
 a stop and a resume between, which must end with the same bits; is exported (`torch.export`) and compared with its
-original; and predicts a photo. Each family is a process of its own with a time limit. The results are lines of JSON,
-and a table.
+original; and predicts a photo. A model of more than 200 M parameters is cut to two blocks, if its class has the
+argument `depth`. Each family is a process of its own with a time limit. The results are lines of JSON, and a table.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from measure import console, parser
 
 SIZES = (32, 64, 96, 128, 192, 224)
 LIMIT_S = 600.0
+LARGE, BLOCKS = 200_000_000, 2  # a model with more parameters is cut to this many blocks, if its class can be
 COUNTING_S = 5.0  # the most time for counting the parameters of a family's models
 SMALL = (
     "test",
@@ -80,8 +81,8 @@ def smallest(family: str) -> tuple[str, int]:
     return min(sizes.items(), key=lambda item: item[1]) if sizes else (names[0], 0)
 
 
-def stages(model: str, size: int, folder: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The stages of the way of a model."""
+def stages(model: str, size: int, folder: Path, *words: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """The stages of the way of a model; `words` are further overrides."""
     import torch
     from PIL import Image
     from safetensors.torch import load_file
@@ -101,7 +102,7 @@ def stages(model: str, size: int, folder: Path) -> Iterator[tuple[str, Callable[
             return True
 
     def run(name: str, stop: StopRequest | None = None) -> dict[str, torch.Tensor]:
-        job, run_dir = prepared(folder / name, [f"model={model}", f"dataset.size={size}", *WORDS])
+        job, run_dir = prepared(folder / name, [f"model={model}", f"dataset.size={size}", *WORDS, *words])
         try:
             experiment.run(job, run_dir, World.solo(), stop=stop)
         except Stopped:
@@ -136,18 +137,20 @@ def cover(family: str) -> dict[str, Any]:
     from lockstep.config import composition
     from lockstep.core import log
     from lockstep.core.errors import InputError
+    from lockstep.models.zoo import network_options
 
     composition.register()
     log.console.quiet = True
     model, parameters = smallest(family)
-    row: dict[str, Any] = {"family": family, "model": model, "parameters": parameters}
+    words = [f"+model.options.depth={BLOCKS}"] * (parameters > LARGE and "depth" in network_options(model))
+    row: dict[str, Any] = {"family": family, "model": model, "parameters": parameters, "options": words}
     import timm
 
     usual = timm.get_pretrained_cfg(model)
     for size in dict.fromkeys((*SIZES, max(usual.input_size[1:]) if usual else SIZES[-1])):
         row |= {"size": size, "failed": "", "error": ""}
         with tempfile.TemporaryDirectory(prefix="timm-coverage-") as folder:
-            for name, stage in stages(model, size, Path(folder)):
+            for name, stage in stages(model, size, Path(folder), *words):
                 try:
                     stage()
                 except Exception as error:

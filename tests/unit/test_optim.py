@@ -189,6 +189,15 @@ def test_a_model_without_counters_is_averaged_too() -> None:
     torch.testing.assert_close(ema.module.weight.detach(), before + 1)
 
 
+def test_the_average_of_a_buffer_that_is_infinite_is_infinite() -> None:
+    model = network()
+    model.register_buffer("bound", torch.tensor(-float("inf")))
+    ema = EMA(model, 0.9)
+    for _ in range(2):
+        ema.update_parameters(model)
+    assert torch.equal(ema.module.state_dict()["bound"], model.state_dict()["bound"])
+
+
 def test_the_average_is_that_of_torch() -> None:
     model = network()
     ours, theirs = (EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from lockstep.core.errors import LockstepError, NumericalError
+from lockstep.core.model import infinite_buffers
 from lockstep.core.world import World
 from lockstep.training.sanity_checks import check_finite, check_replicas, checksum, compare_weights
 from thread_ranks import ThreadRanks
@@ -33,6 +36,18 @@ def test_a_weight_or_a_buffer_that_is_not_finite_is_found(value: float) -> None:
             check_finite(model, World.solo(), 7)
         assert caught.value.step == 7
         tensor[1] = before
+
+
+def test_a_buffer_that_is_infinite_by_design_must_still_be_a_number() -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("bound", torch.tensor(float("inf")))
+    infinite = infinite_buffers(model)
+    check_finite(model, World.solo(), 7, infinite)
+    for name, value in (("bound", float("nan")), ("running_var", float("inf")), ("weight", float("inf"))):
+        broken = copy.deepcopy(model)
+        broken.state_dict()[name].fill_(value)
+        with pytest.raises(NumericalError, match="not finite after step 7"):
+            check_finite(broken, World.solo(), 7, infinite)
 
 
 def test_one_rank_agrees_with_itself() -> None:

@@ -1,4 +1,4 @@
-"""What is asked of any model: its mode, a pass without data, the layers of its head, and its probabilities."""
+"""What is asked of any model: its mode, a pass without data, its head, its soundness, and its probabilities."""
 
 from __future__ import annotations
 
@@ -82,6 +82,17 @@ def head_parameters(model: nn.Module) -> tuple[str, ...]:
 def within(name: str, module: str) -> bool:
     """Whether `name` is the name of `module`, or of a parameter or module inside it."""
     return name == module or not module or name.startswith(f"{module}.")
+
+
+def infinite_buffers(model: nn.Module) -> frozenset[str]:
+    """The names of the buffers of a new model that are infinite by design, such as the bounds of a clamp that limits
+    nothing."""
+    return frozenset(name for name, tensor in model.named_buffers() if bool(tensor.isinf().any()))
+
+
+def is_sound(tensor: Tensor, *, infinite: bool) -> Tensor:
+    """Whether all numbers of a tensor are finite, or, if it may be `infinite`, at least numbers: a bool scalar."""
+    return (~tensor.isnan() if infinite else tensor.isfinite()).all()
 
 
 def probabilities(logits: Tensor, kind: str) -> Tensor:

@@ -11,6 +11,7 @@ from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.model import infinite_buffers, is_sound
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import RunDir, pointed
@@ -105,7 +106,9 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
         check_size(shapes)
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
+    infinite = infinite_buffers(model)
     checkpoint.load_weights(model, file, KEY)
-    if broken := [name for name, tensor in model.state_dict().items() if not bool(torch.isfinite(tensor).all())]:
+    tensors = model.state_dict()
+    if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:
         raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")
     return model

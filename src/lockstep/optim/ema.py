@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.core.sharding import own_parts
@@ -14,8 +14,10 @@ class EMA(AveragedModel):
 
     The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`.
 
-    Only the update differs from torch's class: one kernel updates all floats, and one all counters. torch's class
-    collects the tensors again at each step. It also copies its counter to the device, which waits for the device.
+    Only the update differs from torch's class: one kernel averages all floats, and one copies all counters. torch's
+    class collects the tensors again at each step. It also copies its counter to the device, which waits for the
+    device. And it averages buffers that are infinite, such as the bounds of a clamp that limits nothing, to NaN; here
+    they are copied.
     """
 
     def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:
@@ -24,14 +26,17 @@ class EMA(AveragedModel):
             self.module = copy
         self.decay = decay
         averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
-        pairs = list(zip(averages, sources, strict=True))
-        self.floats = [pair for pair in pairs if pair[0].is_floating_point()]
-        self.counters = [pair for pair in pairs if not pair[0].is_floating_point()]
+        self.averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for average, source in zip(averages, sources, strict=True):
+            is_averaged = source.is_floating_point() and not source.isinf().any()
+            for tensors, tensor in zip(self.averaged if is_averaged else self.copied, (average, source), strict=True):
+                tensors.append(tensor)
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         weight = 1 - self.decay if self.n_averaged > 0 else 1.0
-        torch._foreach_lerp_([average for average, _ in self.floats], [source for _, source in self.floats], weight)
-        if self.counters:  # torch refuses empty lists
-            torch._foreach_copy_([average for average, _ in self.counters], [source for _, source in self.counters])
+        torch._foreach_lerp_(*self.averaged, weight)
+        if self.copied[0]:  # torch refuses empty lists
+            torch._foreach_copy_(*self.copied)
         self.n_averaged += 1

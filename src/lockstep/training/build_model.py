@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core.errors import InputError
+from lockstep.core.model import infinite_buffers
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.world import World
@@ -53,6 +54,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     shape = job.dataset.input_shape
     model: nn.Module = job.model.build(job.dataset.classes, shape)
     job.model.initialise(model, images)
+    infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
     notes = [] if job.init_from is None else _start_from(model, Path(job.init_from), job.dataset.classes)
     frozen = frozen_names(model, job.train.freeze)
@@ -79,6 +81,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     return Network(
         model=model,
         replica=replica,
+        infinite=infinite,
         inputs=draws.inputs,
         set_keys=draws.set_keys,
         optimizer=optimizer,

@@ -21,6 +21,7 @@ class Network:
     Fields:
         model: the raw module, which is evaluated and saved.
         replica: the wrapped module, which is called in training.
+        infinite: the names of its buffers that are infinite by design.
         inputs: returns the inputs of the replica: the images of a micro-batch and, if the model draws random numbers,
             the keys of its examples.
         set_keys: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
@@ -34,6 +35,7 @@ class Network:
 
     model: nn.Module
     replica: nn.Module
+    infinite: frozenset[str] = frozenset()
     inputs: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
     set_keys: Callable[[MicroBatch], None]
     optimizer: torch.optim.Optimizer

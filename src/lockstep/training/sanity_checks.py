@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Set
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
-from lockstep.core.sharding import has_shards, own_parts
+from lockstep.core.model import is_sound
+from lockstep.core.sharding import has_shards, own_part, own_parts
 from lockstep.core.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -63,13 +66,20 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
     compare_weights([] if sums is None else sums.tolist(), step)
 
 
-def check_finite(model: nn.Module, world: World, step: int) -> None:
+def check_finite(model: nn.Module, world: World, step: int, infinite: Set[str] = frozenset()) -> None:
     """Raise NumericalError, on every rank, if a parameter or a buffer of one is not finite.
+
+    The buffers named `infinite` may be infinite (see `infinite_buffers`), but must be numbers.
 
     Collective, because running statistics may differ between ranks. Waits for the device.
     """
-    tensors = own_parts((*model.parameters(), *model.buffers()))
-    broken = torch.stack([~tensor.isfinite().all() for tensor in tensors if tensor.is_floating_point()]).sum()
+    named = chain(model.named_parameters(), model.named_buffers())
+    sound = [
+        is_sound(own_part(tensor.detach()), infinite=name in infinite)
+        for name, tensor in named
+        if tensor.is_floating_point() and not tensor.is_meta
+    ]
+    broken = (~torch.stack(sound)).sum()
     if world.sum(broken) > 0:
         raise NumericalError(f"the weights are not finite after step {step}; {REMEDIES}", step=step)
 

@@ -286,7 +286,7 @@ class Trainer:
         with self.telemetry.clock.pause("checkpoint"):
             if not self.plan.due("log", self.progress.step):  # a log point has compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
-            check_finite(self.network.model, self.world, self.progress.step)
+            check_finite(self.network.model, self.world, self.progress.step, self.network.infinite)
             self.progress.window = self.telemetry.open_window()
             self.telemetry.observer.flush()  # the files must have every step of the checkpoint
             self.checkpointer.save(
