@@ -9,6 +9,7 @@ from __future__ import annotations
 import pickle
 import queue
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ class ThreadRanks:
         self.barrier = threading.Barrier(size, timeout=LONGEST_S)
         self.tensors: list[Any] = [torch.empty(0)] * size
         self.own = threading.local()
+        self.ended: set[int] = set()
         self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
         objects = ("all_gather_object", "broadcast_object_list", "gather_object")
         messages = ("send", "recv", "batch_isend_irecv")
@@ -68,6 +70,8 @@ class ThreadRanks:
         except BaseException:
             self.barrier.abort()
             raise
+        finally:
+            self.ended.add(rank)
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
         return self.objects(tensor.detach().clone())
@@ -94,7 +98,12 @@ class ThreadRanks:
         self.mail[self.own.rank, target, tag].put(tensor.detach().clone())
 
     def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
-        tensor.copy_(self.mail[source, self.own.rank, tag].get(timeout=LONGEST_S))
+        mail, until = self.mail[source, self.own.rank, tag], time.monotonic() + LONGEST_S
+        while mail.empty():
+            assert source not in self.ended or not mail.empty(), f"rank {source} has ended and sent nothing"
+            assert time.monotonic() < until, "the ranks wait for each other"
+            time.sleep(0.001)
+        tensor.copy_(mail.get())
 
     def batch_isend_irecv(self, operations: list[tuple[Any, Tensor, int]]) -> list[Work]:
         for call, tensor, peer in operations:

@@ -158,6 +158,38 @@ telemetry/metrics.py: on fewer ranks a resumed epoch has the sums of the last ta
 telemetry/straggler.py: the wait for the slowest rank is that for the mean one [straggler]
 - busy.max(dim=0).values - busy[own]
 + busy.mean(dim=0) - busy[own]
+checkpoint/writing.py: after a kill in the first save the run seems to have lost its checkpoints [checkpoint]
+-             temporary.rename(final)
++             self.run_dir.none_yet.unlink(missing_ok=True)
++             temporary.rename(final)
+job/resume.py: a run that began from a checkpoint goes back to it at each resume [resume]
+- if newest is None and named is not None else newest
++ if named is not None else newest
+job/submit.py: a submission that SLURM refuses removes a folder that existed [submit]
+- if not existed_before:
++ if existed_before:
+job/slurm_task.py: a job that is done is queued again near its limit [submit]
+- again = code not in (0, InputError.exit_code)
++ again = code != InputError.exit_code
+launcher/base.py: the last error of the ranks is taken for the cause [rank_errors]
+- errors.sort(key=lambda error: error["time"])
++ errors.sort(key=lambda error: -error["time"])
+launcher/roles.py: a machine that joins uses up a restart [machine]
+- self.restarts -= isinstance(reason, RankFailed)
++ self.restarts -= 1
+runtime/watchdog.py: a silence that goes on counts as a step that takes so long [watchdog]
+-             if living:  # a silence that goes on says nothing of how long a step takes
+-                 self.longest = max(self.longest, self.quiet)
++             self.longest = max(self.longest, self.quiet)
+strategy/strict.py: on four ranks a gradient counts twice and another one never [strategy]
+- distance *= 2
++ distance += 1
+config/hydra_policy.py: a value of one job of a sweep stays in the next one [hydra_policy]
+- composed = copy.deepcopy(self.jobs[lines])
++ composed = self.jobs[lines]
+inference/evaluation.py: probabilities that are too high and too low make up for each other [evaluate]
+- float(gaps.abs().sum())
++ float(gaps.sum().abs())
 """
 
 

@@ -34,8 +34,8 @@ from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.load import find_weights
 from lockstep.sweep.compare import causes, groups, interval
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, State, best_of
-from lockstep.sweep.runs import differing, existing, read_runs
+from lockstep.sweep.record import Direction, Record, State, best_of, born
+from lockstep.sweep.runs import KILLED, Run, differing, existing, read_runs, state_of
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {
@@ -435,3 +435,28 @@ def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -
         run(tmp_path / str(number), f"seed={seed}", score=90.0 + seed)
     (row,) = groups(read_runs(tmp_path))
     assert (row["done"], row["score"]) == (2, 91.5)
+
+
+def test_the_best_of_scores_to_minimise_is_the_smallest() -> None:
+    runs_of_sweep = [
+        Run(
+            folder=Path(str(number)),
+            state=State.done,
+            score=score,
+            settings={"batch": batch, "seed": str(number)},
+            typed={"batch": batch},
+            direction=Direction.minimize,
+        )
+        for number, (batch, score) in enumerate([("8", 0.5), ("16", 0.2), ("32", 0.9)])
+    ]
+    rows = groups(runs_of_sweep)
+    assert [(row["batch"], row["score"]) for row in rows] == [("16", 0.2), ("8", 0.5), ("32", 0.9)]
+    assert [row["difference"] for row in rows] == pytest.approx([0.0, 0.3, 0.7])
+
+
+def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_see() -> None:
+    record = Record(number=0, overrides=(), folder="000-a", state=State.running, host=socket.gethostname(), pid=1)
+    assert state_of(record) == KILLED
+    assert state_of(replace(record, host="elsewhere")) == State.running
+    assert state_of(replace(record, pid=os.getpid(), born=born(os.getpid()))) == State.running
+    assert state_of(replace(record, state=State.done)) == State.done

@@ -286,3 +286,15 @@ def test_the_results_by_class_are_those_of_the_labels_and_leave_out_broken_image
     # One of two is right at a probability of one, and one of three at a half.
     assert result.calibration_error == pytest.approx(100 * (2 * 0.5 + 3 * (1 / 2 - 1 / 3)) / 5)
     assert (result.facts()["images"], result.facts()["skipped"]) == (5, 1)
+
+
+def test_probabilities_that_are_too_high_and_too_low_do_not_make_up_for_each_other() -> None:
+    result = Evaluation(
+        names=("a", "b"),
+        labels=torch.tensor([0, 0]),
+        predicted=torch.tensor([0, 1]),
+        probabilities=torch.tensor([0.5, 0.9]),
+        top5=torch.tensor([True, True]),
+        loss=0.0,
+    )
+    assert result.calibration_error == pytest.approx(100 * (0.5 + 0.9) / 2)

@@ -441,3 +441,22 @@ def test_the_page_of_a_run_has_a_name_for_each_figure(tmp_path: Path) -> None:
     of_cpu = Processes([os.getpid()], counters=[joules]).sample(0)
     of_gpu = {*gpu.sample("GPU-aa"), *gpu_counters.ACTIVE, *gpu_counters.LINKS}
     assert {tag.removeprefix("cpu/") for tag in of_cpu} | of_gpu == {*HARDWARE}
+
+
+def test_the_processor_time_of_all_ranks_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+
+    def process(number: int) -> Any:
+        return SimpleNamespace(
+            cpu_times=lambda: SimpleNamespace(user=number * clock[0], system=0.5 * clock[0]),
+            memory_info=lambda: SimpleNamespace(rss=number * 1e9),
+            io_counters=lambda: SimpleNamespace(read_bytes=number * 1e6 * clock[0], write_bytes=2e6 * clock[0]),
+        )
+
+    monkeypatch.setattr(hardware.psutil, "Process", process)
+    monkeypatch.setattr(hardware.time, "monotonic", lambda: clock[0])
+    processes = hardware.Processes([1, 2], counters=[])
+    clock[0] = 2.0
+    assert processes.sample(1) == pytest.approx(
+        {"cpu/cores": 4.0, "cpu/mem_gb": 3.0, "cpu/read_mb_s": 3.0, "cpu/write_mb_s": 4.0}
+    )

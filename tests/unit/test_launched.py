@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -155,3 +156,25 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
         network.addresses("nowhere", 1)
+
+
+@pytest.mark.parametrize("restarts", ["0", "2"])
+def test_a_rank_gets_the_folder_of_its_own_attempt_or_leaves_with_main(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restarts: str
+) -> None:
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", TORCHELASTIC_RESTART_COUNT=restarts, **variables)
+    for attempt in range(3):
+        store.set(f"lockstep/run_dir/{attempt}", f"ok {tmp_path / str(attempt)}")
+
+    def folder() -> Path:
+        with attach.create_on_main(lambda: pytest.fail("only main makes the folder")) as run_dir:
+            return run_dir.path
+
+    assert folder() == tmp_path / restarts
+    store.set(f"lockstep/run_dir/{restarts}", "failed 2")
+    with pytest.raises(SystemExit) as left:
+        folder()
+    assert left.value.code == 2
+    assert store.add(f"lockstep/run_dir/{restarts}/read", 0) == 1

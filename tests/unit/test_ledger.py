@@ -18,16 +18,19 @@ from typing import Any
 
 import pynvml
 import pytest
+from hydra import compose, initialize_config_dir
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import DictConfig
 
+from helpers import ROOT
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
-from lockstep.sweep.line import _alone, sweep_of_line
+from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
@@ -774,3 +777,37 @@ def test_a_running_job_shows_how_far_it_is(tmp_path: Path) -> None:
     assert progress_of(ledger, record) == {"step": 23.0, "steps": 40.0, "rate": 99.5}
     metrics.write_text("torn")
     assert progress_of(ledger, record) == {}
+
+
+def test_a_job_that_was_pruned_is_never_the_best_one() -> None:
+    done = Record(number=0, overrides=(), folder="000-a", state=State.done, objective=0.5)
+    pruned = dataclasses.replace(done, number=1, state=State.pruned, objective=0.9)
+    assert best_of([pruned, done], Direction.maximize) == done
+    assert best_of([pruned], Direction.maximize) is None
+
+
+def test_the_newest_sweep_of_a_line_goes_on(tmp_path: Path) -> None:
+    for name in ("20260101-000000-aaaa", "20260103-000000-aaaa", "20260102-000000-aaaa"):
+        Ledger(tmp_path / "sweeps" / name).create(ONE)
+    assert sweep_of_line(tmp_path, ONE).folder.name == "20260103-000000-aaaa"
+
+
+def line(root: Path, *words: str) -> DictConfig:
+    """Hydra's config for the line of a sweep."""
+    with initialize_config_dir(str(ROOT / "conf")):
+        options = ["name=test", "hydra.mode=MULTIRUN", f"output_root={root}", *words]
+        return compose("config", overrides=options, return_hydra_config=True)
+
+
+def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path: Path) -> None:
+    folders = [tmp_path / "sweeps" / f"2026010{day}-000000-aaaa" for day in (1, 2)]
+    for number, folder in enumerate(folders):
+        first = choose_folder(line(tmp_path, f"hydra.sweep.dir={folder}", f"seed={number}", "sweep.resume=new"))
+        assert first.folder == folder
+    assert choose_folder(line(tmp_path, "sweep.resume=latest", "seed=1")).folder == folders[1]
+    assert choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=0")).folder == folders[0]
+    assert choose_folder(line(tmp_path, "seed=0")).folder == folders[0], "it is the line of the first one"
+    with pytest.raises(InputError, match=r"sweep\.resume=new, but .* has a sweep; name another folder"):
+        choose_folder(line(tmp_path, f"hydra.sweep.dir={folders[0]}", "seed=0", "sweep.resume=new"))
+    with pytest.raises(InputError, match="has another sweep"):
+        choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=7"))

@@ -21,14 +21,16 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep import checkpoint
-from lockstep.core.errors import InputError
-from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard
+from lockstep.core.errors import BrokenImage, InputError, LockstepError
+from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
-from lockstep.data.datasets.splits import FileSplit
+from lockstep.data.datasets.splits import ArraySplit, FileSplit
 from lockstep.inference.evaluation import evaluate_split
+from lockstep.inference.export import FORMATS, Format, export
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Predictor
+from lockstep.inference.load import run_of
+from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.training.evaluate import best_classes
 from lockstep.training.resolved_job import load_job
 
@@ -365,3 +367,114 @@ def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     (prediction,) = predictor.predict(split.images[:1])
     torch.testing.assert_close(prediction.probabilities.max(), evaluation.probabilities[0], rtol=1e-5, atol=0)
     assert logged["metric/calibration"] == pytest.approx(evaluation.calibration_error / 100, abs=1e-5)
+
+
+class BrokenReader:
+    """Reads a split in memory, of which the first `BROKEN` images are broken."""
+
+    BROKEN = 1
+
+    def __init__(self, workers: int) -> None: ...
+
+    def feed(self, split: ArraySplit, world: object) -> Any:
+        def read(requests: list[tuple[int, torch.Tensor]]) -> Any:
+            for _, indices in requests:
+                failed = {int(i): BrokenImage(int(i), "a.png", "cut short") for i in indices if i < self.BROKEN}
+                yield split.images[indices], failed
+
+        return read
+
+
+def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
+    digits: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    predictor = lockstep.load(digits.path)
+    some = Digits().eval()
+    split = ArraySplit(some.images[:20], some.labels[:20])
+    whole = evaluate_split(predictor, ArraySplit(some.images[1:20], some.labels[1:20]))
+    monkeypatch.setattr("lockstep.inference.evaluation.Streaming", BrokenReader)
+    with pytest.raises(BrokenImage, match=r"image 0, a\.png, cannot be decoded"):
+        evaluate_split(predictor, split)
+    monkeypatch.setattr(ArraySplit, "skip", 1)
+    result = evaluate_split(predictor, split)
+    assert (result.count, result.top1_percent) == (19, whole.top1_percent)
+    assert result.loss == pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_of_equal_probabilities_the_predicted_class_is_first() -> None:
+    prediction = Prediction(label=2, names=tuple("abcd"), probabilities=torch.tensor([0.1, 0.3, 0.3, 0.3]))
+    assert prediction.top(2)[0][1] == "c"
+    assert [probability for *_, probability in prediction.top(9)] == pytest.approx([0.3, 0.3, 0.3, 0.1])
+
+
+def test_loading_a_model_leaves_the_random_numbers_of_its_program(digits: RunDir) -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    lockstep.load(digits.path)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_images_are_resized_as_in_the_training_of_the_weights(digits: RunDir, tmp_path: Path) -> None:
+    tensors = load_file(digits.weights)
+    for interpolation in ("bilinear", "bicubic"):
+        path = tmp_path / f"{interpolation}.safetensors"
+        save_file(tensors, path, changed(digits, interpolation=interpolation))
+        assert lockstep.load(path).pipeline.interpolation == interpolation
+
+
+def test_weights_with_one_number_that_is_not_finite_are_refused(digits: RunDir, tmp_path: Path) -> None:
+    for number in (float("nan"), float("inf")):
+        tensors = load_file(digits.weights)
+        next(iter(tensors.values())).flatten()[0] = number
+        save_file(tensors, tmp_path / "bad.safetensors", changed(digits))
+        with pytest.raises(InputError, match="has numbers that are not finite in 1 tensors"):
+            lockstep.load(tmp_path / "bad.safetensors")
+
+
+def test_the_run_of_weights_is_that_of_their_checkpoint(digits: RunDir, tmp_path: Path) -> None:
+    checkpoint_folder = max(digits.checkpoints.glob("step-*"))
+    for file in (digits.weights, checkpoint_folder / "model.safetensors"):
+        assert run_of(file) == digits
+    assert run_of(tmp_path / "a" / "b" / "model.safetensors") is None
+
+
+@pytest.mark.parametrize("floats", [True, False])
+def test_an_export_is_written_only_if_its_logits_are_the_models(
+    digits: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floats: bool
+) -> None:
+    predictor, written = lockstep.load(digits.path, device="cpu"), []
+
+    def pretend(error: float) -> None:
+        def write(module: Any, example: torch.Tensor, metadata: dict[str, str], path: Path) -> None:
+            written.append(module)
+            path.write_bytes(b"a model")
+
+        form = Format(".pt2", write, lambda path: lambda images: written[-1](images) + error)
+        monkeypatch.setitem(FORMATS, "torch", form)
+
+    stored, path = Digits().eval().images[:3], tmp_path / "model.pt2"
+    pretend(1.0)
+    with pytest.raises(LockstepError, match="the logits of the exported model differ by 1"):
+        export(predictor, stored, path, kind="torch", floats=floats)
+    assert not path.exists()
+    pretend(0.0)
+    assert export(predictor, stored, path, kind="torch", floats=floats) < 1e-4
+    assert path.read_bytes() == b"a model"
+
+
+def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
+    trained = TrainedInput(size=8, crop=1.0, mean=(0.2, 0.4, 0.6), std=(1.0, 2.0, 3.0), interpolation="bilinear")
+    assert trained.normalisation(3) == ((0.2, 0.4, 0.6), (1.0, 2.0, 3.0))
+    grey = trained.normalisation(1)
+    assert grey is not None
+    assert [*grey[0], *grey[1]] == pytest.approx([0.4, 2.0])
+    assert trained.normalisation(4) is None
+
+
+def test_a_card_without_probabilities_is_an_older_one_and_its_longer_side_counts(digits: RunDir) -> None:
+    card = vars(checkpoint.read_card(digits.weights))
+    text = json.loads(changed(digits)[METADATA_KEY])
+    assert ModelCard.parse({METADATA_KEY: json.dumps({k: v for k, v in text.items() if k != "probabilities"})})
+    wide = ModelCard(**{**card, "input_shape": (1, 8, 12), "image_shape": (1, 16, 10)})
+    trained = TrainedInput.of_card(wide)
+    assert (trained.size, trained.stored) == (12, 16)

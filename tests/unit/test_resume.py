@@ -79,7 +79,8 @@ def test_a_run_folder_decides_neither_where_runs_are_nor_where_data_is_fetched_t
     assert not resume.may_fetch
     own = run_dir(tmp_path / "own", "dataset=mnist", f"data_root={tmp_path}")
     assert decided(f"resume={own.path}", f"data_root={tmp_path}").may_fetch
-    assert decided(f"resume={run_dir(tmp_path / 'digits').path}").may_fetch
+    digits = decided(f"resume={run_dir(tmp_path / 'digits').path}")
+    assert (digits.may_fetch, digits.values["output_root"]) == (True, "outputs")
 
 
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:

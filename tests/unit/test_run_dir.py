@@ -331,3 +331,18 @@ def test_a_start_that_was_killed_leaves_a_folder_to_start_in_and_a_users_folder_
         assert run.only_prepared
     (run.path / "notes.txt").write_text("")
     assert not run.only_prepared
+
+
+def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = begun(tmp_path / "run")
+    beside: list[bool] = []
+
+    def write(path: Path, text: str) -> None:
+        write_atomic(path, text)
+        beside.append(run.composed.exists() and run.composed.read_text() != run.overrides.read_text())
+
+    monkeypatch.setattr("lockstep.job.create.write_atomic", write)
+    Preparation.write(run, {run.config: "new", run.overrides: "new", run.composed: "new"})
+    assert beside == [False] * 3

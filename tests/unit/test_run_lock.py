@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -12,8 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
-from lockstep.job.run_folder import Lock
+from lockstep.core.run_dir import RunDir
+from lockstep.job.run_folder import Lock, job_lock, lock_run_folder
 
 
 @pytest.fixture
@@ -100,3 +103,59 @@ def test_a_holder_that_is_killed_leaves_the_lock_free_although_its_child_lives_o
     finally:
         os.kill(child, signal.SIGKILL)
         holder.stdout.close()
+
+
+def test_a_file_that_another_job_removes_while_it_is_locked_is_no_lock(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock, removed = fcntl.flock, []
+
+    def remove_once(file: int, operation: int) -> None:
+        flock(file, operation)
+        if not removed:
+            removed.append(file)
+            path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", remove_once)
+    with closing(Lock()) as lock:
+        lock.take(path)
+        assert lock.file is not None
+        assert os.path.samestat(os.fstat(lock.file), path.stat()), "else a third job could lock a new file"
+
+
+def test_the_end_of_a_job_leaves_the_lock_of_another_one(path: Path) -> None:
+    lock = Lock()
+    lock.take(path)
+    path.unlink()
+    path.write_text("another job's")
+    lock.close()
+    assert path.read_text() == "another job's"
+
+
+def test_a_folder_of_the_user_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("precious")
+    with closing(Lock()) as lock, pytest.raises(InputError, match="has files in it that are not of a run"):
+        lock_run_folder(tmp_path, lock)
+    RunDir.at(tmp_path).overrides.write_text("[]")
+    with closing(Lock()) as lock:
+        lock_run_folder(tmp_path, lock)
+
+
+@pytest.mark.parametrize("files", [(), ("notes.txt",)])
+def test_the_folder_that_was_made_for_a_refused_job_goes_if_nothing_else_is_in_it(
+    tmp_path: Path, files: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in files:
+        (folder / name).write_text("precious")
+    called = Invocation(overrides=(), command="", sweep=False, folder=folder, hydra="")
+
+    def refuse() -> None:
+        with job_lock(called) as lock:
+            lock.take(folder / ".lock")
+            raise InputError("no")
+
+    with pytest.raises(InputError, match="no"):
+        refuse()
+    assert [path.name for path in tmp_path.rglob("*")] == (["run", *files] if files else [])

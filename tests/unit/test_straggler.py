@@ -31,6 +31,7 @@ def test_one_hiccup_hides_no_slow_rank_and_a_few_do_not_make_one() -> None:
     assert len(sentences([usual] + [slow] * (STEPS - 1), 0.4)) == 1
     hiccups = [[0.05, 3.0 if step % 3 == 0 else 0.05] for step in range(10 * STEPS)]
     assert sentences(hiccups, 0.1) == []
+    assert sentences([busy[::-1] for busy in hiccups], 0.1) == []
 
 
 @pytest.mark.parametrize(("busy", "step_s"), [([0.050, 0.070], 0.4), ([0.001, 0.009], 0.02)])
@@ -55,4 +56,7 @@ def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass() -> No
     stragglers.next_step()
     ((step_s, busy),) = stragglers.history
     assert step_s >= busy >= 0.01
+    stragglers.forward_done()
+    stragglers.next_step()
+    assert stragglers.history[1][1] < busy, "the next step has a time of its own"
     assert stragglers.find() == ""

@@ -460,10 +460,10 @@ def test_the_state_of_each_parameter_is_saved_by_its_name_wherever_it_is(monkeyp
         state = optimizer_state(optimizer, model)["state"]
         return {name: entries["exp_avg"] for name, entries in state.items()}, model[1].bias.tolist()
 
-    (main, main_bias), (_, other_bias) = ThreadRanks(2, monkeypatch).run(saved)
+    (main, weights), (_, weights_elsewhere) = ThreadRanks(2, monkeypatch).run(saved)
     for name, entries in optimizer_state(expected, alone)["state"].items():
         assert torch.equal(main[name], entries["exp_avg"]), name
-    assert main_bias == other_bias == alone[1].bias.tolist()
+    assert weights == weights_elsewhere == alone[1].bias.tolist()
 
 
 @pytest.mark.usefixtures("_group")

@@ -201,3 +201,15 @@ def test_the_parts_are_the_same_from_the_first_evaluation_on(model: nn.Module | 
 
 def test_nothing_is_known_before_the_first_step() -> None:
     assert Run().at(0) is None
+
+
+def test_the_evaluation_after_the_last_step_is_part_of_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=25)
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    clock = TrainingClock()
+    for _ in range(2):
+        with clock.pause("evaluation"):
+            now += 3.0
+    now += 20.0
+    assert TimeLeft(plan, clock, 0, evaluated=20).seconds(20) == pytest.approx(5 * 1.0 + 3.0)

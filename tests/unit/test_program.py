@@ -1,0 +1,97 @@
+"""With which sentence and exit code the program ends."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
+from lockstep.core.terminal import SafeStream
+from lockstep.runtime import program
+from lockstep.runtime.program import JobError, bypass_hydra_errors, command_line
+from lockstep.runtime.signals import STOP_SIGNALS
+
+
+class Left(BaseException):
+    """The program has ended."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+@pytest.fixture(autouse=True)
+def _program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def leave(code: int) -> NoReturn:
+        raise Left(code)
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    monkeypatch.setattr(program, "leave", leave)
+    monkeypatch.setattr(program.threading, "_shutdown", lambda: None)
+    monkeypatch.setattr(program.atexit, "_run_exitfuncs", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def code_of(error: BaseException) -> int:
+    with pytest.raises(Left) as left, command_line():
+        raise error
+    return left.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (InputError("no such thing"), 2, "lockstep: no such thing\n"),
+        (JobError(InputError("no such thing")), 2, "lockstep: no such thing\n"),
+        (JobError(StorageError("full")), StorageError.exit_code, "lockstep: full\n"),
+        (JobError(Stopped("saved")), 75, "lockstep: saved\n"),
+        (JobError(ValueError("odd")), LockstepError.exit_code, "ValueError: odd\n"),
+        (SystemExit(3), 3, ""),
+        (SystemExit(0), 0, ""),
+    ],
+    ids=repr,
+)
+def test_an_error_ends_the_program_with_its_own_code_and_its_sentence(
+    error: BaseException, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert code_of(error) == code
+    assert capsys.readouterr().err.endswith(says)
+
+
+def test_an_error_of_a_job_is_no_error_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(JobError), bypass_hydra_errors():
+        raise ValueError("odd")
+    assert code_of(ValueError("odd")) == 2, "Hydra raises them for values that it does not expect"
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_stop_before_a_run_is_a_stop_whatever_a_library_makes_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        with command_line(stopped="stopped early"):
+            try:
+                signal.raise_signal(signal.SIGTERM)
+            except BaseException as stop:
+                raise RuntimeError("cannot read") from stop
+
+    with pytest.raises(Left) as left:
+        interrupted()
+    assert left.value.code == Stopped.exit_code
+    assert capsys.readouterr().err == "lockstep: stopped early\n"
+
+
+def test_output_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr(sys, "stdout", SafeStream(lambda: full))
+        sys.stdout.write("a result")
+        with pytest.raises(Left) as left:
+            program.finish()
+    assert left.value.code == StorageError.exit_code
