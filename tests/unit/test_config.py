@@ -250,7 +250,6 @@ def test_an_error_is_shown_line_by_line_behind_the_name_of_the_program(capsys: p
 
 def test_an_earlier_command_composes_again_with_the_new_overrides_behind_it() -> None:
     with initialize_config_dir(str(CONF)):
-        again = composition.recompose(["name=x", "epochs=3", "augment=crop_flip"], ("epochs=9",), ConfigFiles())
-        job = composition.to_dict(again)
+        job = composition.recompose(["name=x", "epochs=3", "augment=crop_flip"], ("epochs=9",), ConfigFiles())
     assert (job["epochs"], job["name"]) == (9, "x")
     assert components.build("augment", job["augment"]) == CropFlip()

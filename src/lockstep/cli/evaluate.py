@@ -116,8 +116,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     stored = yaml_io.load_list(run.overrides) if run is not None else []
     stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():
-        config = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
-        values = composition.to_dict(config)
+        values = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
     source: Source = components.build("dataset", values["dataset"])
     source.prepare()
     return source

@@ -42,10 +42,10 @@ def _run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
     from lockstep.job import worker  # these need torch
-    from lockstep.job.launch import meeting
+    from lockstep.job.launch import machine_role
     from lockstep.launcher import OtherMachine
 
-    with meeting(launcher, invocation) as role:
+    with machine_role(launcher, invocation) as role:
         if not isinstance(role, OtherMachine):
             return _lead(decide, invocation, lock, role)
         role.run_attempts(worker.main)

@@ -6,7 +6,8 @@ import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
@@ -87,7 +88,8 @@ def build(group: str, node: Any, key: str = "") -> Any:
             f"{key}.{unknown} is not a key of {group}={cls.__name__}; it has {', '.join(names) or 'none'}."
             f"{did_you_mean(str(unknown), names)}"
         )
-    return _checked(cls, values, f"{key}.")
+    with _in_sentences(f"{key}."):
+        return _checked(cls, functools.partial(OmegaConf.structured, cls), values, f"{key}.")
 
 
 def build_option(group: str, name: str) -> Any:
@@ -95,35 +97,25 @@ def build_option(group: str, name: str) -> Any:
     return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
 
 
-def _checked(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An object of `cls`, with `values` in the place of defaults. `prefix` is put before their keys in an error.
+def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:
+    """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
 
     Raises:
-        InputError: a key is unknown, a value has another type, or some break their rules; one line for each of these.
+        InputError: some values break their rules; the message has one line for each.
+        OmegaConfBaseException: a key is unknown, or a value has another type.
     """
     cache_key = (cls, repr(values))
     if cache_key not in _BUILT:
-        try:
-            typed = OmegaConf.merge(_defaults(cls), values)  # type: ignore[arg-type]
-            plain_values = cast(dict[str, Any], OmegaConf.to_container(typed, enum_to_str=True))
-            problems = list(fields.problems(cls, plain_values, prefix))
-            for key, value in values.items():  # OmegaConf takes any whole number but 0 for true
-                if isinstance(plain_values[key], bool) and isinstance(value, int) and value not in (0, 1):
-                    problems.append(f"{prefix}{key} is {value}, expected true or false: {prefix}{key}=true")
-            if problems:
-                raise InputError(*problems)
-            _BUILT[cache_key] = OmegaConf.to_object(typed)
-        except OmegaConfBaseException as error:
-            raise InputError(sentence(error, prefix)) from error
-        except (OverflowError, RecursionError) as error:
-            raise unreadable(error) from error
+        typed = OmegaConf.merge(defaults(), values)
+        plain_values = cast(dict[str, Any], OmegaConf.to_container(typed, enum_to_str=True))
+        problems = list(fields.problems(cls, plain_values, prefix))
+        for key, value in values.items():  # OmegaConf takes any whole number but 0 for true
+            if isinstance(plain_values[key], bool) and isinstance(value, int) and value not in (0, 1):
+                problems.append(f"{prefix}{key} is {value}, expected true or false: {prefix}{key}=true")
+        if problems:
+            raise InputError(*problems)
+        _BUILT[cache_key] = OmegaConf.to_object(typed)
     return _BUILT[cache_key]
-
-
-@functools.cache
-def _defaults(cls: type[Any]) -> DictConfig:
-    """The defaults of a class for OmegaConf. Cached, because creating them takes longer than checking values."""
-    return OmegaConf.structured(cls)
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
@@ -136,11 +128,12 @@ def build_job(values: Mapping[str, Any]) -> Job:
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
     own = {key: value for key, value in values.items() if key not in GROUPS and key not in blocks}
-    with collecting(problems):
-        job: Job = _checked(Job, own)
+    with collecting(problems), _in_sentences():
+        job: Job = _checked(Job, schema, own)
     for name in blocks:
-        with collecting(problems):
-            parts[name] = _checked(BLOCKS[name], values[name], f"{name}.")
+        with collecting(problems), _in_sentences():
+            defaults = functools.partial(OmegaConf.select, schema(), name)
+            parts[name] = _checked(BLOCKS[name], defaults, values[name], f"{name}.")
     for group in GROUPS:
         with collecting(problems):
             parts[group] = (build_many if group in MANY else build)(group, values.get(group))
@@ -149,8 +142,20 @@ def build_job(values: Mapping[str, Any]) -> Job:
     return dataclasses.replace(job, **parts)
 
 
+@contextmanager
+def _in_sentences(prefix: str = "") -> Iterator[None]:
+    """Turn the errors of OmegaConf into an InputError; `prefix` is put before the key."""
+    try:
+        yield
+    except OmegaConfBaseException as error:
+        raise InputError(sentence(error, prefix)) from error
+    except (OverflowError, RecursionError) as error:
+        raise unreadable(error) from error
+
+
+@functools.cache
 def schema() -> DictConfig:
-    """The keys of a job for Hydra."""
+    """The keys of a job for OmegaConf. Cached, because creating them takes longer than checking values with them."""
     nodes = OmegaConf.structured(Job)
     for node in (nodes, *(block for block in nodes.values() if isinstance(block, DictConfig))):
         OmegaConf.set_readonly(node, None)  # a job is frozen, but a config is changed while it is composed

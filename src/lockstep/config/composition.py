@@ -75,13 +75,14 @@ def showed_help() -> bool:
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
-    """The composed config as plain values, every interpolation resolved.
+    """The composed config of a job as plain values, every interpolation resolved.
 
     Raises:
         InputError: a value is missing (`???`) or an interpolation does not resolve.
     """
+    job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
-        plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+        plain = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         raise InputError(sentence(error)) from error
     except UNEXPECTED as error:
@@ -95,7 +96,7 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> DictConfig:
+def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> dict[str, Any]:
     """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
 
     Later overrides win.
@@ -107,7 +108,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         check_word(text)
         if hydra_policy.is_of_hydra(text):
             raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
-    return _compose(configs.name, [*configs.searchpath, *stored, *overrides])
+    return to_dict(_compose(configs.name, [*configs.searchpath, *stored, *overrides]))
 
 
 def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> DictConfig:
@@ -140,4 +141,4 @@ def composed(overrides: list[str]) -> dict[str, Any]:
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
             )
         HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-        return to_dict(OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]))
+        return to_dict(config)

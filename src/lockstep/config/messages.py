@@ -215,7 +215,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
         above = "." * (1 + len(re.findall(r"[.[]", str(error.full_key))))  # from the key's parent to the whole config
-        return _no_such_key(key, _paths(OmegaConf.to_container(OmegaConf.select(error.parent_node, above)), prefix))
+        return _no_such_key(key, _paths(OmegaConf.to_container(OmegaConf.select(error.parent_node, above))))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = OmegaConf.create([error.value])[0]  # the value of a node, too
         default = error.child_node

@@ -38,7 +38,7 @@ def launch(run_dir: RunDir, machines: MainMachine | None = None) -> float | None
 
 
 @contextmanager
-def meeting(launcher: Any, invocation: Invocation) -> Iterator[MainMachine | OtherMachine]:
+def machine_role(launcher: Any, invocation: Invocation) -> Iterator[MainMachine | OtherMachine]:
     """The role of this machine in a job on several machines. At the end, main's machine tells the others the outcome.
 
     `launcher` is the config node of the launcher.

@@ -134,7 +134,7 @@ def _without_auto_batch(
             f"batch=auto chooses train.micro_batches, which is {values['train']['micro_batches']}; leave out one of "
             "them"
         )
-    batch = composition.to_dict(composition.recompose(remaining, (), configs))["batch"]
+    batch = composition.recompose(remaining, (), configs)["batch"]
     return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
 
 
@@ -199,8 +199,8 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
     stored = yaml_io.load_list(run_dir.overrides)
     added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
     try:
-        values = composition.to_dict(composition.recompose(stored, added, invocation.configs))
-        own = composition.to_dict(composition.recompose(stored, (), invocation.configs)) if added else {**values}
+        values = composition.recompose(stored, added, invocation.configs)
+        own = composition.recompose(stored, (), invocation.configs) if added else {**values}
     except InputError as error:
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
     if "name" not in map(messages.key_of, added):

@@ -28,7 +28,7 @@ from lockstep.core.errors import RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting, ranks_here, run_agent, send_to_ranks
-from lockstep.launcher.processes import GRACE_S, Forwarding, forwarding
+from lockstep.launcher.processes import RANKS_GRACE_S, Forwarding, forwarding
 
 Answer = TypeVar("Answer")
 
@@ -146,7 +146,7 @@ class Machine(ABC):
                 return
             if is_over and has_ranks:
                 ended_ranks = True
-                send_to_ranks(signal.SIGKILL if over > GRACE_S else signal.SIGTERM)
+                send_to_ranks(signal.SIGKILL if over > RANKS_GRACE_S else signal.SIGTERM)
             over = over + LOOK_S if is_over else 0.0
         self.is_done, failed = agent.result()
         is_over = bool(failed) or (self.has_run and not self.is_done)  # a machine that was not needed ends nothing

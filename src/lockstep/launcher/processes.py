@@ -22,7 +22,7 @@ from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_s
 POLL_S = 0.05
 # Seconds that the other ranks have to end after one has failed. After a stop, a rank only closes its files; after a
 # fault, a rank may hang in a collective.
-GRACE_S = 5.0
+RANKS_GRACE_S = 5.0
 
 
 class Process(Protocol):

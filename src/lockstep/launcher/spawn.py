@@ -22,7 +22,7 @@ from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure
-from lockstep.launcher.processes import GRACE_S, POLL_S, Fork, Fresh, Process, can_fork, forwarding, starting
+from lockstep.launcher.processes import POLL_S, RANKS_GRACE_S, Fork, Fresh, Process, can_fork, forwarding, starting
 from lockstep.runtime import child
 
 LOOPBACK = "127.0.0.1"  # other machines cannot reach it
@@ -51,12 +51,12 @@ class Spawn(Inline):
             path.unlink()
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        environments = [environment(rank, int(self.ranks), port) for rank in range(int(self.ranks))]
         words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()
         with children, forwarding(children.send) as request:
             with starting():
-                for variables in environments:
+                for rank in range(int(self.ranks)):
+                    variables = rank_variables(rank, int(self.ranks), port)
                     if fork:
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
@@ -77,12 +77,12 @@ class Spawn(Inline):
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
     """A rank as a fork of this process."""
 
-    def begin() -> None:
+    def serve() -> None:
         listener.close()  # only the launcher needs it
         os.environ.update(environment)
-        child.begin(entry.__module__, run_dir.path)
+        child.become_rank(entry.__module__, run_dir.path)
 
-    process = Fork(begin)
+    process = Fork(serve)
     process.start()
     return process
 
@@ -112,7 +112,7 @@ class Children:
             multiprocessing.connection.wait(running, POLL_S)
         if failed:
             self.send(signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
+        until = time.monotonic() + RANKS_GRACE_S
         while any(rank.exitcode is None for rank in self.ranks):
             if time.monotonic() > until:
                 self.send(signal.SIGKILL)
@@ -124,7 +124,7 @@ class Children:
             rank.send_signal(number)
 
 
-def environment(rank: int, size: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, size: int, port: int) -> dict[str, str]:
     """The variables that torch.distributed needs in the environment of a rank, whose store has this port."""
     return {
         "RANK": str(rank),

@@ -13,7 +13,7 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 
-def begin(module: str, path: Path) -> None:
+def become_rank(module: str, path: Path) -> None:
     """Become a rank: call `exit_as_rank(path)` of the entry's module, for the run folder `path`."""
     configure_native_threads()
     importlib.import_module(module).exit_as_rank(path)
@@ -21,4 +21,4 @@ def begin(module: str, path: Path) -> None:
 
 if __name__ == "__main__":
     signals.begin(int(sys.argv[1]))
-    begin(sys.argv[2], Path(sys.argv[3]))
+    become_rank(sys.argv[2], Path(sys.argv[3]))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from lockstep.config import components, composition
 from lockstep.core.errors import InputError
@@ -34,8 +34,7 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
     """
     # The name of a job refers to Hydra's choices. `set_config` would copy them first, which takes 3 ms for each job.
     HydraConfig.instance().cfg = config  # type: ignore[assignment]
-    keys = [str(key) for key in config if key != "hydra"]
-    values = composition.to_dict(OmegaConf.masked_copy(config, keys))
+    values = composition.to_dict(config)
     job = components.build_job(values)
     if job.resume is not None:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
