@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import forked, train, weights
-from lockstep.training.compile import _Words
+from lockstep.training.compile import CompileTime
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +41,13 @@ def test_each_shape_is_compiled_once_and_a_resume_keeps_every_bit(tmp_path: Path
 
 def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_many() -> None:
     program = (
-        "from contextlib import nullcontext; from torch import nn; from torch._inductor import config; "
-        "from lockstep.training.compile import compile_model; "
+        "from dataclasses import replace; from types import SimpleNamespace as Stub; from torch import nn; "
+        "from torch._inductor import config; from lockstep.core.world import World; "
+        "from lockstep.runtime.signals import StopRequest; from lockstep.training import compile; "
         "config.compile_threads = 7; "  # what inductor reads from the environment when it is imported
-        "compile_model(nn.Linear(2, 2), 'default', threads=3, speaks=False, interrupting=nullcontext); "
+        "compile.cores = lambda: 6; world = replace(World.solo(), local_size=2); "
+        "job = Stub(model=Stub(compile=True, compile_mode=Stub(value='default'))); "
+        "compile.compile_model(nn.Linear(2, 2), job, world, StopRequest()); "
         "print(config.compile_threads)"
     )
     assert forked("-c", program).out.split() == ["3"]
@@ -55,7 +58,7 @@ def test_many_short_compilations_get_a_word_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By a clock that the test moves on."""
-    words, now = _Words(speaks=True), 0.0
+    words, now = CompileTime(speaks=True), 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     for seconds in (2.0, 5.0, 4.0, 1.0, 8.0, 30.0):
         words.start()

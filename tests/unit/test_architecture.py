@@ -31,7 +31,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "core.log": "one voice on the terminal",
     "training.experiment": "gives main its record and its writer of checkpoints",
     "training.build_data": "has one process of each machine prepare the files",
-    "training.build_model": "lets main tell of a compilation",
+    "training.compile": "lets main tell of a compilation",
     "training.build_observers": "gives main its observers",
     "metrics": "counts the predictions of all ranks on main",
     "launcher.elastic": "main's machine is the one where the others meet",

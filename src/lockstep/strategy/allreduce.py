@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import NO_CONTEXT
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened
 
@@ -80,17 +80,10 @@ class AllReduceHooks(Distributed):
         return HookedReplica(model)
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return _syncing(replica, last) if isinstance(replica, HookedReplica) else nullcontext()
+        if isinstance(replica, HookedReplica):
+            replica.sync = last
+        return NO_CONTEXT
 
     def reduce(self, replica: nn.Module) -> None:
         if isinstance(replica, HookedReplica):
             replica.finish()
-
-
-@contextmanager
-def _syncing(replica: HookedReplica, sync: bool) -> Iterator[None]:
-    replica.sync = sync
-    try:
-        yield
-    finally:
-        replica.sync = True

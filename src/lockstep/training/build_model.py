@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +21,10 @@ from lockstep.core.world import World
 from lockstep.losses import MaskedLoss
 from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
-from lockstep.runtime.host import cores
-from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.blank_example import for_empty_micro_batches
 from lockstep.training.build_data import TrainingData
-from lockstep.training.compile import compile_model
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
@@ -101,26 +97,6 @@ def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
         return []
     names = ", ".join(reset_names)
     return [f"init_from: the head of {path} does not fit {classes:,} classes: {names} start from random weights"]
-
-
-def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
-    """Whether a stop may interrupt a compilation.
-
-    Not with several ranks: each compiles at its own time, and all have to act on a stop at the same place.
-    """
-    return job.model.compile and world.size == 1
-
-
-def compile_network(job: ResolvedJob, network: Network, world: World, stop: StopRequest) -> None:
-    """Compile the model in place, if the job asks for it."""
-    if job.model.compile:
-        compile_model(
-            network.model,
-            job.model.compile_mode.value,
-            threads=max(1, cores() // world.local_size),
-            speaks=world.is_main,
-            interrupting=stop.interrupting if interrupts_compiling(job, world) else nullcontext,
-        )
 
 
 def build_network_and_load_state(

@@ -25,11 +25,10 @@ from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_model import (
     build_loss,
     build_network_and_load_state,
-    compile_network,
-    interrupts_compiling,
     restore,
 )
 from lockstep.training.build_observers import build_observers
+from lockstep.training.compile import compile_model, interrupts_compiling
 from lockstep.training.dry_run import is_out_of_memory
 from lockstep.training.fingerprint import card_of
 from lockstep.training.graph_trainer import GraphTrainer
@@ -64,7 +63,7 @@ def run(
     loss = build_loss(job, data, world)
     images = partial(data.normalised, world=world)
     network, loaded = build_network_and_load_state(job, run_dir, world, data.plan, images)
-    compile_network(job, network, world, stop)
+    compile_model(network.model, job, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data, loaded)
     progress, origin = restore(job, network, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)

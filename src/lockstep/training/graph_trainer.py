@@ -51,27 +51,8 @@ class CudaGraph:
         self.graph.replay()
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The inputs of a micro-batch's forward pass and loss, as `Trainer.loss_and_logits` takes them."""
-
-    of_replica: tuple[Tensor, ...]
-    targets: Tensor
-    labels: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [*self.of_replica, self.targets, self.labels]
-
-    def clone(self) -> Inputs:
-        """A copy in memory of its own."""
-        of_replica = tuple(tensor.clone() for tensor in self.of_replica)
-        return Inputs(of_replica, self.targets.clone(), self.labels.clone())
-
-    def copy_(self, other: Inputs) -> None:
-        """Copy the values of `other`, which has the same shapes."""
-        for tensor, value in zip(self.tensors, other.tensors, strict=True):
-            tensor.copy_(value)
+# The inputs of a micro-batch's forward pass and loss: those of the replica, then targets and labels.
+Inputs = list[Tensor]
 
 
 @dataclass
@@ -117,18 +98,18 @@ class GraphTrainer(Trainer):
         recording = self.recording
         assert recording is not None
         for buffer, values in zip(recording.inputs, inputs, strict=True):
-            buffer.copy_(values)
+            torch._foreach_copy_(buffer, values)
         for rate, group in zip(recording.rates, self.network.optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
         recording.graph.replay()
         for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
-            self.telemetry.record(loss.clone(), logits.clone(), micro, values.of_replica[0])
+            self.telemetry.record(loss.clone(), logits.clone(), micro, values[0])
         return recording.grad_norm
 
     def inputs(self, micro: Shard) -> Inputs:
         """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
         images, targets = self.pipeline.mixed(micro)
-        return Inputs(self.network.inputs(images, micro), targets, micro.labels)
+        return [*self.network.inputs(images, micro), targets, micro.labels]
 
     def record(self, shard: Shard, inputs: list[Inputs]) -> None:
         """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.
@@ -138,7 +119,7 @@ class GraphTrainer(Trainer):
         """
         recording = self.recording = Recording(
             frozen=self.network.freezing.frozen(shard.step),
-            inputs=[values.clone() for values in inputs],
+            inputs=[[tensor.clone() for tensor in values] for values in inputs],
             rates=[
                 torch.tensor(group["lr"], dtype=torch.float32, device=self.world.device)
                 for group in self.network.optimizer.param_groups
@@ -168,8 +149,8 @@ class GraphTrainer(Trainer):
         if self.pending is None:
             return super().forward(micro)
         assert self.recording is not None
-        values = next(self.pending)
-        loss, logits = self.loss_and_logits(values.of_replica, values.targets, values.labels)
+        *of_replica, targets, labels = next(self.pending)
+        loss, logits = self.loss_and_logits(tuple(of_replica), targets, labels)
         self.recording.outputs.append((loss.detach(), logits.detach()))
         return loss
 
