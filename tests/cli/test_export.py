@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +111,9 @@ def test_an_export_that_differs_is_refused_and_not_written(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predictor = load(place / "outputs" / "digits", device="cpu", precision=FP32())
-    monkeypatch.setattr(exporting, "TOLERANCE", -1.0)
-    monkeypatch.setattr(exporting, "SHARE", -1.0)
+    form = exporting.FORMATS["torch"]
+    faulty = replace(form, read=lambda path: lambda images: form.read(path)(images) + 1e-3)
+    monkeypatch.setitem(exporting.FORMATS, "torch", faulty)
     with pytest.raises(LockstepError, match=r"the logits of the exported model differ by .*; nothing was written"):
         exporting.export(predictor, images(3), tmp_path / "model.pt2", kind="torch", floats=False)
     assert list(tmp_path.iterdir()) == []
