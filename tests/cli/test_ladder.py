@@ -76,9 +76,15 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     assert rows_of_json[1]["difference"] < 1e-5
 
 
-def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_path: Path) -> None:
+def test_a_ladder_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="batch is 65, but the training split has 64 examples"):
         climb(f"output_root={tmp_path}", "batch=65")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="batch norm of this model"):
+        climb(f"output_root={tmp_path}", "model=whitenet", "dataset.size=9", "dataset.examples=65")
 
 
 @pytest.mark.parametrize(

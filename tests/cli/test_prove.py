@@ -137,6 +137,7 @@ def test_the_users_config_is_run_as_it_is() -> None:
         (["--ranks", "5"], "--ranks is '5', expected some of 1, 2, 3 and 4"),
         (["--steps", "1"], "--steps is 1, expected 2 or more"),
         (["model=resnet51"], "model=resnet51"),
+        (["model=whitenet", "dataset.input_size=12", "train.micro_batches=2"], "use train.micro_batches=1"),
     ],
 )
 def test_a_mistake_is_a_sentence(tmp_path: Path, arguments: list[str], sentence: str) -> None:

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
-from lockstep.training.blank_example import for_empty_micro_batches
+from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
 
 IMAGES = torch.rand(2, 3, 4, 4)
 
@@ -71,3 +72,16 @@ def test_a_network_is_wrapped_only_where_it_can_fail() -> None:
     network, convolution = Attention(), nn.Conv2d(3, 8, 1)
     assert for_empty_micro_batches(network, (IMAGES,), plan(2), World.solo()) is network
     assert for_empty_micro_batches(convolution, (IMAGES,), plan(3), World.solo()) is convolution
+
+
+@pytest.mark.parametrize(("micro_batches", "remedy"), [(2, "batch=5$"), (6, r"train\.micro_batches=1$")])
+def test_a_batch_norm_that_cannot_take_a_single_example_is_refused_before_the_first_step(
+    micro_batches: int, remedy: str
+) -> None:
+    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
+    with pytest.raises(InputError, match=remedy):
+        check_single_examples(pooled, (IMAGES,), plan(micro_batches))
+    check_single_examples(pooled, (IMAGES,), plan(1))
+    norm = nn.BatchNorm2d(3)
+    check_single_examples(norm, (IMAGES,), plan(micro_batches))
+    assert norm.num_batches_tracked == 0

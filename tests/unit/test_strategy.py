@@ -243,7 +243,9 @@ def test_a_static_graph_is_refused_with_accumulation() -> None:
 def test_batch_norm_that_makes_a_run_differ_is_noted() -> None:
     normed, plain = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
     assert "batch norm counts per rank" in " ".join(DDP(sync_batchnorm=False).notes(normed, world(2), plan()))
-    assert "batch norm counts per micro-batch" in " ".join(DDP().notes(normed, world(2), plan(2)))
+    per_micro_batch = " ".join(DDP().notes(normed, world(2), plan(2)))
+    assert "batch norm counts per micro-batch" in per_micro_batch
+    assert "so does the number of ranks" in per_micro_batch
     assert "one of 4 of the global batch" in " ".join(Strict().notes(normed, world(2), plan(2)))
     assert DDP().notes(normed, world(2), plan()) == []
     assert Single().notes(normed, world(1), plan()) == []

@@ -30,7 +30,7 @@ from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stoppe
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.prepare import job_of
+from lockstep.job.prepare import check_plan, job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
@@ -148,6 +148,9 @@ def ladder(
     line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line)
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
+    if not ledger.folder.exists():  # a ladder that cannot begin leaves no folder
+        job.dataset.prepare()
+        check_plan(job)
     if form == "table":
         often = "once" if repeats == 1 else f"{repeats} times"
         log.show(f"{len(climbed)} rungs, {often} each: {relative(ledger.folder)}")

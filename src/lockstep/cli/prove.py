@@ -192,13 +192,22 @@ def _equal_strategies(job: Job) -> list[str]:
 
 
 def _other_micro_batches(job: Job) -> int | None:
-    """Another number of micro-batches for a job; None if every other number would change the run."""
+    """Another number of micro-batches for a job; None if every other number would change the run.
+
+    Raises:
+        InputError: the batch is not a number, or the job's own micro-batches make it another run on other ranks.
+    """
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     uses_batchnorm = has_batchnorm(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
     used = job.train.micro_batches if isinstance(job.train.micro_batches, int) else 1
     number = used + MORE_MICRO_BATCHES
-    # Batch norm computes its statistics over a micro-batch.
+    # Batch norm computes its statistics over a micro-batch, which has other examples on other ranks.
+    if uses_batchnorm and used > 1:
+        raise InputError(
+            f"train.micro_batches is {used}, and this model has batch norm, whose statistics are per micro-batch: it "
+            "is another run on each number of ranks; use train.micro_batches=1"
+        )
     return None if uses_batchnorm or number > job.batch else number
 
 

@@ -64,7 +64,10 @@ class Single(Strategy):
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         if plan.micro_batches > 1 and has_batchnorm(model):
-            return ["batch norm counts per micro-batch: train.micro_batches changes the run of this model"]
+            return [
+                "batch norm counts per micro-batch: train.micro_batches changes the run of this model, and with "
+                "several micro-batches so does the number of ranks"
+            ]
         return []
 
 

@@ -1,4 +1,4 @@
-"""Lets a network that takes no empty input have empty micro-batches.
+"""Lets a network that takes no empty input have empty micro-batches, and refuses one that takes no single example.
 
 The last global batch of an epoch may have fewer examples than all ranks have micro-batches. Many networks with
 attention then ask torch for a size that it cannot infer from a tensor without elements.
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import InputError
 from lockstep.core.model import BatchNorm
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -54,3 +55,31 @@ def for_empty_micro_batches(network: nn.Module, inputs: tuple[Tensor, ...], plan
         except Exception:  # any error of any network; a full batch shows the user whether it works at all
             return BlankExample(network)
     return network
+
+
+def check_single_examples(network: nn.Module, inputs: tuple[Tensor, ...], plan: Plan) -> None:
+    """Refuse, before the first step, a micro-batch of one example that the batch norm of one rank cannot take.
+
+    Raises:
+        InputError: a batch norm would have one value per channel in a step of the plan.
+    """
+    ends_epoch = plan.total_steps >= plan.steps_per_epoch
+
+    def has_single(batch: int) -> bool:
+        last = plan.examples % batch if ends_epoch else 0
+        return any(0 < size < 2 * plan.micro_batches for size in (batch, last))
+
+    if not has_single(plan.batch):
+        return
+    try:
+        with torch.no_grad(), untouched(network, inputs[0].device):
+            network(*(tensor[:1] for tensor in inputs))
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        better = next((size for size in range(plan.batch, 1, -1) if not has_single(size)), None)
+        remedy = f"batch={better}" if better else "train.micro_batches=1"
+        raise InputError(
+            f"batch is {plan.batch}, which leaves a micro-batch of one of the {plan.examples} examples, too few for "
+            f"the batch norm of this model; use {remedy}"
+        ) from None

@@ -23,7 +23,7 @@ from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
-from lockstep.training.blank_example import for_empty_micro_batches
+from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
 from lockstep.training.build_data import TrainingData
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.network import Network, Progress
@@ -44,7 +44,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         images: `images(n)` are n training images (n, C, H, W), for a model that is initialised from data.
 
     Raises:
-        InputError: the model cannot be built for the data, or the weights of `init_from` do not fit it.
+        InputError: the model cannot be built for the data or the batch, or the weights of `init_from` do not fit it.
     """
     precision, strategy = job.precision, job.strategy
     shape = job.dataset.input_shape
@@ -65,6 +65,8 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
     inputs = draws.blank_inputs(blank)
+    if strategy.data_world(world).size == 1:  # on several ranks batch norm counts over all
+        check_single_examples(draws.keyed(model), inputs, plan)
     replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
     strategy.shard(model, world, precision, blank)
     ema = None
