@@ -27,6 +27,17 @@ def test_every_class_comes_equally_often_and_no_example_twice_before_all_of_its_
         assert count == 0 or int(comes.max() - comes.min()) <= 1
 
 
+def test_classes_come_mixed_and_take_turns_in_coming_once_more() -> None:
+    n, more, halves = len(LABELS), torch.zeros(len(COUNTS)), torch.zeros(len(COUNTS))
+    for epoch in range(60):
+        labels = LABELS[balanced_order(1, epoch, LABELS) % n]
+        more += torch.bincount(labels, minlength=len(COUNTS)) == 18
+        halves += torch.bincount(labels[: n // 2], minlength=len(COUNTS))
+    # Three of the four classes with examples come 18 times, the fourth 17 times.
+    assert ((more - 45).abs() < 15)[torch.tensor(COUNTS) > 0].all()
+    assert ((halves / 60 - n / 8).abs() < 1.5)[torch.tensor(COUNTS) > 0].all()
+
+
 def test_the_order_is_that_of_the_seed_and_the_epoch() -> None:
     orders = [balanced_order(*place, LABELS) for place in ((1, 0), (1, 1), (2, 0), (1, 0))]
     assert torch.equal(orders[0], orders[3])

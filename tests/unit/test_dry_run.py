@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +14,10 @@ from PIL import Image
 
 from helpers import losses, resolved, train_here
 from lockstep.core.world import World
+from lockstep.models import zoo
+from lockstep.optim import AdamW
 from lockstep.training import dry_run
-from lockstep.training.dry_run import training_rate
+from lockstep.training.dry_run import OUT_OF_MEMORY, dry_run_step, training_rate, unless_out_of_memory
 
 
 @pytest.mark.parametrize(
@@ -27,6 +31,58 @@ def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long(
     monkeypatch.setattr(dry_run, "_seconds", lambda step, world: seconds[len(examples) - 1])
     assert training_rate(resolved("batch=64"), World.solo()) == rate
     assert examples == tried
+
+
+@pytest.mark.parametrize(("seconds", "counts"), [([3.0, 0.5], 0.5), ([6.0], 6.0)], ids=["warm", "too long for two"])
+def test_the_first_step_of_a_trial_warms_up_and_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], counts: float
+) -> None:
+    times = iter(seconds)
+    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: None)
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(times))
+    assert training_rate(resolved("batch=8"), World.solo()) == 8 / counts
+
+
+def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+
+    def kept(build: Any) -> Any:
+        def building(*arguments: Any) -> Any:
+            parts.append(build(*arguments))
+            return parts[-1]
+
+        return building
+
+    monkeypatch.setattr(AdamW, "build", kept(AdamW.build))
+    monkeypatch.setattr(dry_run, "EMA", kept(dry_run.EMA))
+    dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
+    optimizer, average = parts
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert all(parameter.grad is not None and optimizer.state[parameter] for parameter in parameters)
+    assert average.n_averaged == 1
+
+
+def test_a_trial_needs_no_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = resolved("model=test_resnet", "model.pretrained=true", "dataset=fake", "dataset.size=32")
+    monkeypatch.setattr(zoo, "published_weights", None)
+    dry_run_step(job, World.solo(), 2)()
+
+
+def fails(error: Exception) -> Callable[[], None]:
+    def function() -> None:
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize("words", OUT_OF_MEMORY)
+def test_each_library_says_in_its_words_that_memory_ran_out(words: str) -> None:
+    assert unless_out_of_memory(fails(RuntimeError(f"an error: {words}."))) is None
+
+
+def test_another_error_of_a_trial_is_not_taken_for_a_lack_of_memory() -> None:
+    with pytest.raises(RuntimeError, match="shapes"):
+        unless_out_of_memory(fails(RuntimeError("the shapes do not fit")))
 
 
 def test_a_model_that_is_compiled_is_not_tried() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.inference.evaluation import Evaluation
 from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
+from lockstep.metrics import NO_SCORES, NoScores, build_scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.training.evaluate import VIEWS, evaluate, weighted_views
@@ -64,6 +66,8 @@ def scores(
     loss: Any = None,
     world: World | None = None,
     predictions: NoPredictions = NO_PREDICTIONS,
+    metrics: NoScores = NO_SCORES,
+    between: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> Any:
     world, chosen = world or World.solo(), kind or Resident()
     train, val = source.train(), source.eval()
@@ -88,7 +92,9 @@ def scores(
         precision=format_,
         world=world,
         views=views,
+        scores=metrics,
         predictions=predictions,
+        between=between,
     )
 
 
@@ -186,6 +192,81 @@ def test_an_example_has_the_same_number_on_any_number_of_ranks(block: int, monke
 
     by_rank = ThreadRanks(3, monkeypatch).run(numbered)
     assert by_rank[0] | by_rank[1] | by_rank[2] == dict(enumerate(source.eval().labels.tolist()))
+
+
+class Labels:
+    """A metric, and its score: the labels in the order in which it gets them."""
+
+    def build(self, classes: int) -> Labels:
+        self.reset()
+        return self
+
+    def update(self, probabilities: Tensor, labels: Tensor) -> None:
+        self.labels += labels.tolist()
+
+    def compute(self) -> list[int]:
+        return self.labels
+
+    def reset(self) -> None:
+        self.labels: list[int] = []
+
+
+@pytest.mark.parametrize("block", [1, 7, 16, 1000])
+def test_a_metric_gets_the_whole_split_in_its_order_and_ranks_without_a_block_take_part(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Fake(examples=160, classes=10, channels=1, size=8)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
+
+    def scored(world: World) -> tuple[list[float], list[tuple[int, int]]]:
+        metrics, places = build_scores({"labels": Labels()}, 10, [str(n) for n in range(40)], world), []
+        scores(model, source, block=block, world=world, metrics=metrics, between=lambda *at: places.append(at))
+        return list(metrics.compute().values()), places
+
+    rounds = -(-40 // (3 * block))
+    (labels, places), *others = ThreadRanks(3, monkeypatch).run(scored)
+    assert labels == source.eval().labels.tolist()
+    assert places == [(done, rounds) for done in range(1, rounds + 1)]
+    assert others == [([], places)] * 2, "`between` may wait for all ranks"
+
+
+class Witness(NoPredictions):
+    """Keeps what an evaluation calls, and whether a graph hangs on it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.graphs: set[bool] = set()
+
+    def start(self) -> None:
+        self.calls.append("start")
+
+    def update(self, *tensors: Tensor, first: int) -> None:
+        self.calls.append("update")
+        self.graphs |= {tensor.requires_grad for tensor in tensors}
+
+
+def test_an_evaluation_begins_its_predictions_anew_and_keeps_no_graph() -> None:
+    witness = Witness()
+    for _ in range(2):
+        scores(digitnet(), Fake(examples=16, classes=10, channels=1, size=8), block=2, predictions=witness)
+    assert witness.calls == ["start", "update", "update"] * 2
+    assert witness.graphs == {False}
+
+
+def test_ranks_together_may_leave_out_no_more_images_than_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_greys(tmp_path)
+    for name in ("a/0.png", "b/5.png"):  # the blocks of two ranks
+        (tmp_path / "val" / name).write_bytes(b"no image")
+    source = Folder(path=str(tmp_path), decode_size=8, skip=1)
+
+    def refuses(world: World) -> bool:
+        with pytest.raises(InputError, match=r"dataset\.skip is 1, but 2 images cannot be decoded"):
+            scores(Mean(), source, kind=Streaming(workers=0), block=4, world=world)
+        return True
+
+    assert ThreadRanks(3, monkeypatch).run(refuses) == [True] * 3
 
 
 @pytest.mark.parametrize("block", [1, 7, 40, 1000])

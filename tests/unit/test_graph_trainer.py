@@ -111,8 +111,9 @@ MIXED = ("train.micro_batches=3", "train.clip_norm=0.5", "train.mixup=0.4", "tra
         (("optimizer=sgd", "optimizer.nesterov=true", "optimizer.lr=0.01", "steps=2", *MIXED), [2]),
         (("optimizer.head_lr=0.01", "train.freeze=[backbone]", "train.freeze_until=1", "steps=3"), [1, 2]),
         (("model=test_resnet", "dataset.size=32", "model.drop_path_rate=0.2", "steps=2"), [2]),
+        (("optimizer=sgd", "telemetry.interval=3", "steps=3"), [3]),
     ],
-    ids=["adamw-dropout-ema", "sgd-micro-batches-mixing", "thawing", "batch-norm-drop-path"],
+    ids=["adamw-dropout-ema", "sgd-micro-batches-mixing", "thawing", "batch-norm-drop-path", "log-points-are-rare"],
 )
 def test_a_recorded_step_has_the_bits_of_the_step(
     tmp_path: Path, graphs: Callable[[bool], None], overrides: tuple[str, ...], replays: list[int]

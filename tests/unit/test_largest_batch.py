@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import resource
+import sys
 from typing import Any
 
 import pytest
@@ -10,8 +13,9 @@ import torch
 from helpers import resolved
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
+from lockstep.runtime.host import GB
 from lockstep.training import micro_batch_search
-from lockstep.training.micro_batch_search import advice_on_batch, choose_micro_batches
+from lockstep.training.micro_batch_search import advice_on_batch, choose_micro_batches, fits, oom_advice
 from thread_ranks import ThreadRanks
 
 # A global batch of 64 is 22 examples on the largest of three shards.
@@ -42,14 +46,16 @@ def test_the_largest_batch_is_advised_with_its_rate(
 ) -> None:
     job = resolved("batch=64", f"optimizer={optimizer}", "optimizer.lr=0.2", "device=cpu", "launcher.ranks=1")
     monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= room)
-    monkeypatch.setattr(micro_batch_search, "dry_run_step", lambda job, world, examples: examples)
-    monkeypatch.setattr(micro_batch_search, "timed", lambda examples, device: step_s * examples)
+    monkeypatch.setattr(micro_batch_search, "dry_run_step", lambda job, world, examples: torch.rand(examples))
+    monkeypatch.setattr(micro_batch_search, "timed", lambda numbers, device: step_s * len(numbers))
+    before = torch.get_rng_state()
     lr = 0.2 * (largest / 64) ** power
     present_rate, rate = 64 / (22 * step_s), largest / (-(-largest // 3) * step_s)
     assert advice_on_batch(job, WORLD, examples) == (
         f"batch=auto is 64, which trains on about {present_rate:,.0f} img/s; up to {largest} fit here ({reason}), "
         f"with {rate:,.0f} img/s: batch={largest} optimizer.lr={lr:.3g}, which is another run"
     )
+    assert torch.equal(torch.get_rng_state(), before), "the run draws the same numbers as without the advice"
 
 
 def test_where_no_larger_batch_fits_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,11 +75,12 @@ def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
     job = resolved("batch=65", "train.micro_batches=auto", "device=cpu", "launcher.ranks=1")
 
     def fits(job: Any, world: World, examples: int, held_gb: float) -> bool:
+        assert held_gb == 0.5, "the images stay on the device beside each step"
         return examples <= rooms[world.rank]
 
     def choice(world: World) -> int | str:
         try:
-            return choose_micro_batches(job, world, held_gb=0.0)
+            return choose_micro_batches(job, world, held_gb=0.5)
         except InputError as error:
             return str(error)
 
@@ -84,3 +91,49 @@ def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
     else:
         assert len(set(choices)) == 1
         assert "does not fit into the memory of rank 1 with a single example" in str(choices[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux only")
+@pytest.mark.parametrize(
+    ("held_gb", "step_gb", "fitting"), [(0, 3, True), (0, 5, False), (2, 1, True), (2, 3, False)]
+)
+def test_a_step_fits_if_it_has_room_in_a_ranks_share_of_the_memory_beside_what_is_held(
+    held_gb: float, step_gb: int, fitting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(micro_batch_search, "available_memory", lambda: 8 * GB)  # 4 GB for each rank
+    monkeypatch.setattr(
+        micro_batch_search,
+        "dry_run_step",
+        lambda job, world, examples: lambda: torch.empty(int(step_gb * GB), dtype=torch.uint8),
+    )
+    assert fits(resolved("device=cpu"), two, 1, held_gb) == fitting
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits, "training itself is not bounded"
+
+
+def evaluate() -> None:
+    """Run out of memory in a frame of the name of an evaluation."""
+    raise MemoryError
+
+
+def train() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("place", "room", "sentence"),
+    [
+        (evaluate, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
+        (train, 26, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
+        (train, 1, r"at step 7 with micro-batches of 22 examples; not even single examples fit"),
+    ],
+)
+def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
+    place: Any, room: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= room)
+    job = resolved("batch=130", "train.micro_batches=2", "train.eval_batch=100", "device=cpu", "launcher.ranks=1")
+    with pytest.raises(MemoryError) as caught:
+        place()
+    assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, 7)))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.splits import Crop
+from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
-from lockstep.data.loading.prefetch import workers_needed
+from lockstep.data.loading.prefetch import read_images, sample, workers_needed
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
+from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
 from thread_ranks import ThreadRanks
@@ -125,6 +127,58 @@ def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> N
         assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
         for name in ("images", "labels", "indices"):
             assert torch.equal(getattr(again, name), getattr(shard, name))
+
+
+@pytest.mark.parametrize("order_of", [None, lambda epoch: 50 * (epoch + 1) + torch.arange(50).flip(0)])
+@pytest.mark.parametrize("partners", [False, True])
+def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(
+    folder: Folder, partners: bool, order_of: Callable[[int], torch.Tensor] | None
+) -> None:
+    own = replace(loader(folder, Streaming(workers=0), partners=partners), order_of=order_of)
+    expected = {
+        int(piece.indices[0]) % 50: piece
+        for shard in itertools.islice(shards(own, after=4), 4)  # the steps of the second epoch
+        for piece, _ in shard.micro_batches(shard.count)
+    }
+    found = dict(own.one_by_one(torch.tensor([3, 49, 0, 17]), epoch=1))
+    assert [*found] == [example for example in expected if example in {3, 49, 0, 17}]
+    for example, group in found.items():
+        (piece,) = group.shards(group.images)
+        assert equal(piece, expected[example])
+        assert (piece.number, piece.pieces) == (expected[example].number, expected[example].pieces)
+
+
+def test_a_sample_is_spread_over_the_split_and_has_no_broken_image(folder: Folder, damaged: Folder) -> None:
+    split = folder.train()
+    assert torch.equal(sample(split, 5), split.fetch([0, 10, 20, 30, 40]))
+    assert torch.equal(sample(split, 99), split.fetch(list(range(50))))
+    assert sample(replace(damaged.train(), skip=1), 2).shape == (1, 3, 8, 8)
+
+
+def test_the_ranks_of_a_machine_decode_a_share_each_and_know_all_images_and_all_broken_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    for number in range(300):
+        Image.fromarray(np.full((4, 4, 3), number % 256, dtype=np.uint8)).save(
+            tmp_path / "train" / "a" / f"{number:03}.png"
+        )
+    for number in (7, 290):
+        (tmp_path / "train" / "a" / f"{number:03}.png").write_bytes(b"no image")
+    split = FileSplit(sorted((tmp_path / "train" / "a").iterdir()), torch.zeros(300, dtype=torch.int64), 4, skip=2)
+    expected, broken = read_images(split, list(range(300)))
+
+    def decoded(here: World) -> tuple[bool, list[int], str]:
+        peers = {rank: 0 for rank in range(2) if rank != here.rank}
+        neighbour = replace(here, control=object(), local_peer_pids=peers)
+        images, left_out = decode_all(split, neighbour, threads=1)
+        with pytest.raises(InputError) as caught:
+            decode_all(replace(split, skip=0), neighbour, threads=1)
+        return torch.equal(images, expected), sorted(left_out), str(caught.value)[:16]
+
+    # Both read a share of 150 images: with a chunk behind those that are timed.
+    assert sorted(broken) == [7, 290]
+    assert ThreadRanks(2, monkeypatch).run(decoded) == [(True, [7, 290], "dataset: image 7")] * 2
 
 
 def test_a_broken_image_that_several_ranks_have_read_counts_once(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -62,14 +63,16 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
 
 
 @pytest.mark.parametrize("size", [80, 12])
-def test_images_are_resized_as_torchvision_does_it(size: int) -> None:
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
-    expected = T.resize(batch.double(), [size, size], antialias=True)
-    actual = pipeline(source, precision=FP64()).eval(batch)
+    path = pipeline(source, precision=FP64(), interpolation=interpolation)
+    expected = T.resize(batch.double(), [size, size], T.InterpolationMode(interpolation), antialias=True)
+    actual = path.eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    assert torch.equal(actual, train(pipeline(source, precision=FP64()), batch, torch.arange(3), 0))
+    assert torch.equal(actual, train(path, batch, torch.arange(3), 0))
 
 
 def test_evaluation_sees_the_centre() -> None:
@@ -77,6 +80,17 @@ def test_evaluation_sees_the_centre() -> None:
     batch = images(2, 3, 64, 64)
     expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(pipeline(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("crop", "top", "left", "size"), [(0.9, 1, 1, (29, 18)), (0.5, 8, 5, (16, 10))])
+def test_the_sides_of_the_evaluated_centre_are_rounded_each_on_its_own(
+    crop: float, top: int, left: int, size: tuple[int, int]
+) -> None:
+    batch = images(2, 3, 32, 20)
+    one = torch.ones((1, 3, 1, 1))
+    whole = replace(pipeline(CIFAR10()), eval_crop=crop, input_shape=(3, *size), scale=one, shift=0 * one)
+    height, width = size
+    assert torch.equal(whole.eval(batch), batch[..., top : top + height, left : left + width].float())
 
 
 def test_evaluation_is_not_augmented() -> None:
@@ -124,6 +138,24 @@ def test_cutout_and_mixing_are_other_ones_in_each_epoch_and_for_each_seed(option
     assert torch.equal(seen(3), seen(3))
     for other in (seen(4), seen(3, seed=1)):
         assert all((here != there).any() for here, there in zip(seen(3)[:8], other[:8], strict=True))
+
+
+@pytest.mark.parametrize("precision", [BF16(), BF16Pure()], ids=repr)
+@pytest.mark.parametrize("mix", [Mix(classes=9, mixup=1.0, cutmix=0.0), Mix(classes=9, mixup=0.0, cutmix=1.0)])
+def test_images_are_mixed_wide_and_given_in_the_format_of_the_step(mix: Mix, precision: FP32) -> None:
+    batch, indices = images(9, 3, 32, 32), torch.arange(9)
+
+    def mixed(path: Pipeline) -> tuple[Tensor, Tensor]:
+        return path.mixed(Shard(1, 0, train(path, batch, indices), indices, indices, 8, 0, 1, True))
+
+    options = {"mix": mix, "memory_format": torch.channels_last}
+    (wide, shares), (short, targets) = (
+        mixed(pipeline(CIFAR10(), precision=format_, **options)) for format_ in (FP32(), precision)
+    )
+    assert short.dtype == torch.bfloat16
+    assert short.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(short, wide.bfloat16())
+    assert torch.equal(targets, shares)
 
 
 def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:

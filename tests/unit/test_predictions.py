@@ -51,10 +51,11 @@ def collected(
     images: Tensor = IMAGES,
     losses: Tensor = LOSSES,
     names: tuple[str, ...] = (),
+    kind: str = "softmax",
 ) -> Any:
     """The predictions of this rank's blocks, as `evaluate` passes them on; after an evaluation that was cut short."""
     world, witness = world or World.solo(), Witness()
-    collector = CollectedPredictions(names, logits.shape[1], world, kind="softmax", sample_name=str, observer=witness)
+    collector = CollectedPredictions(names, logits.shape[1], world, kind=kind, sample_name=str, observer=witness)
     for end in (BLOCK, len(labels)):
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):
@@ -64,8 +65,12 @@ def collected(
     return vars(witness).get("predictions")
 
 
-def test_the_counts_are_those_of_scikit_learn() -> None:
-    predictions, predicted = collected(), LOGITS.argmax(1)
+PROBABILITIES = {"softmax": LOGITS.softmax(1), "sigmoid": LOGITS.sigmoid()}
+
+
+@pytest.mark.parametrize("kind", PROBABILITIES)
+def test_the_counts_are_those_of_scikit_learn(kind: str) -> None:
+    predictions, predicted = collected(kind=kind), LOGITS.argmax(1)
     assert predictions.confusion == reference.confusion_matrix(LABELS, predicted).tolist()
     assert predictions.examples == LABELS.bincount().tolist()
     assert predictions.predicted == predicted.bincount().tolist()
@@ -73,19 +78,20 @@ def test_the_counts_are_those_of_scikit_learn() -> None:
     assert predictions.step == 7
     for label, (own, outside) in enumerate(predictions.curves):
         assert (sum(own), sum(own) + sum(outside)) == (predictions.examples[label], len(LABELS))
-        certain = LOGITS.softmax(1)[:, label] >= 63 / (BINS - 1)
+        certain = PROBABILITIES[kind][:, label] >= 63 / (BINS - 1)
         assert sum(own[63:]) == int((certain & (label == LABELS)).sum())
         assert sum(outside[63:]) == int((certain & (label != LABELS)).sum())
 
 
-def test_the_worst_examples_are_those_with_the_highest_losses() -> None:
-    worst = collected().worst
+@pytest.mark.parametrize("kind", PROBABILITIES)
+def test_the_worst_examples_are_those_with_the_highest_losses(kind: str) -> None:
+    worst = collected(kind=kind).worst
     assert [int(example["sample"]) for example in worst] == LOSSES.argsort(descending=True)[:WORST].tolist()
     for example in worst:
         number = int(example["sample"])
         assert (example["label"], example["predicted"]) == (int(LABELS[number]), int(LOGITS[number].argmax()))
         assert example["loss"] == pytest.approx(float(LOSSES[number]))
-        assert example["probability"] == pytest.approx(float(LOGITS[number].softmax(0).max()))
+        assert example["probability"] == pytest.approx(float(PROBABILITIES[kind][number].max()))
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(example["png"]))))
         assert pixels.shape == (8, 8, 3)
         assert {*pixels.flatten().tolist()} == {number}

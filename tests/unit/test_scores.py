@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,22 @@ EXPECTED: dict[str, tuple[Any, float]] = {
     "f1": (metrics.F1(), reference.f1_score(LABELS, PREDICTED, average="macro")),
     "auroc": (metrics.AUROC(), reference.roc_auc_score(LABELS, SHARES, multi_class="ovr")),
     "average_precision": (metrics.AveragePrecision(), reference.average_precision_score(LABELS, SHARES)),
+    "weighted f1": (
+        metrics.F1(average=metrics.Average.weighted),
+        reference.f1_score(LABELS, PREDICTED, average="weighted"),
+    ),
+    "weighted auroc": (
+        metrics.AUROC(average=metrics.ClassAverage.weighted),
+        reference.roc_auc_score(LABELS, SHARES, multi_class="ovr", average="weighted"),
+    ),
     "kappa": (metrics.Kappa(), reference.cohen_kappa_score(LABELS, PREDICTED)),
+    **{
+        f"{weights} kappa": (
+            metrics.Kappa(weights=metrics.KappaWeights(weights)),
+            reference.cohen_kappa_score(LABELS, PREDICTED, weights=weights),
+        )
+        for weights in ("linear", "quadratic")
+    },
     "matthews": (metrics.Matthews(), reference.matthews_corrcoef(LABELS, PREDICTED)),
 }
 
@@ -58,14 +74,29 @@ def test_a_metric_is_that_of_scikit_learn(name: str) -> None:
     assert scores_of(metric, 100, 100, 3) == {"metric/it": pytest.approx(expected, rel=1e-6)}
 
 
-def test_calibration_is_the_mean_difference_of_its_bins() -> None:
+@pytest.mark.parametrize("norm", metrics.Norm)
+def test_calibration_is_the_norm_of_the_differences_of_its_bins(norm: metrics.Norm) -> None:
     confidence, right = SHARES.amax(1), (PREDICTED == LABELS).double()
     bins = (confidence * 10).ceil().long() - 1
-    expected = sum(
-        (bins == at).double().mean() * (confidence[bins == at].mean() - right[bins == at].mean()).abs()
-        for at in bins.unique().tolist()
-    )
-    assert scores_of(metrics.Calibration(bins=10), 203)["metric/it"] == pytest.approx(float(expected), rel=1e-6)
+    filled = [bins == at for at in bins.unique().tolist()]
+    shares = torch.stack([at.double().mean() for at in filled])
+    differences = torch.stack([(confidence[at].mean() - right[at].mean()).abs() for at in filled])
+    expected = {
+        "l1": (shares * differences).sum(),
+        "l2": (shares * differences.square()).sum().sqrt(),
+        "max": differences.max(),
+    }
+    actual = scores_of(metrics.Calibration(bins=10, norm=norm), 203)["metric/it"]
+    assert actual == pytest.approx(float(expected[norm.value]), rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("softmax", SHARES), ("sigmoid", LOGITS.sigmoid())])
+def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Tensor) -> None:
+    seen: list[torch.Tensor] = []
+    score = SimpleNamespace(update=lambda probabilities, labels: seen.append(probabilities))
+    metric = SimpleNamespace(build=lambda classes: score)
+    build_scores({"it": metric}, CLASSES, (), World.solo(), kind).update(LOGITS, LABELS)
+    assert torch.equal(seen[0], shares)
 
 
 def test_a_score_of_each_class_has_its_name() -> None:

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.splits import ArraySplit, FileSplit, check_labels, check_shapes
+from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit, check_labels, check_shapes
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -56,6 +56,20 @@ def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None
     assert difference.abs().max() <= 1
 
 
+@pytest.mark.parametrize("crop", [None, Crop(lambda rng, sizes: torch.tensor([[5, 3, 8, 12]]), 0, (20, 30))])
+def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path, crop: Crop | None) -> None:
+    Image.fromarray(PIXELS).save(tmp_path / "image.png")
+    whole = T.pil_to_tensor(Image.fromarray(PIXELS))
+    for interpolation in ("bilinear", "bicubic"):
+        mode = T.InterpolationMode(interpolation)
+        split = FileSplit([tmp_path / "image.png"], torch.tensor([0]), 30, crop=crop, interpolation=interpolation)
+        if crop is None:
+            expected = T.center_crop(T.resize(whole, [30, 45], mode, antialias=True), [30, 30])
+        else:
+            expected = T.resize(whole[:, 5:13, 3:15], [20, 30], mode, antialias=True)
+        assert (split.fetch([0])[0].int() - expected.int()).abs().max() <= 1
+
+
 def test_files_come_in_the_order_asked_for(tmp_path: Path) -> None:
     for level in (0, 100, 200):
         Image.fromarray(np.full((4, 4, 3), level, dtype=np.uint8)).save(tmp_path / f"{level}.png")
@@ -72,12 +86,12 @@ def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, s
     content = {"cut": good.read_bytes()[:300], "empty": b"", "other bytes": b"no image " * 9}
     if damage in content:
         bad.write_bytes(content[damage])
-    split = FileSplit([good, bad], torch.tensor([0, 0]), 20)
+    split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), 20)
     split.fetch([0])
     with pytest.raises(InputError) as caught:
-        split.fetch([0, 1])
+        split.fetch([0, 2])
     sentence = str(caught.value)
-    assert sentence.startswith(f"dataset: image 1, {bad}, cannot be decoded (")
+    assert sentence.startswith(f"dataset: image 2, {bad}, cannot be decoded (")
     assert "remove or replace the file" in sentence
     assert ".cpp" not in sentence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,7 @@ from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
+from lockstep.training.freezing import Freezing
 from lockstep.training.network import Network, Progress
 from lockstep.training.predictions import NoPredictions
 from lockstep.training.trainer import Trainer
@@ -49,6 +51,8 @@ class Silent:
 
     def __init__(self) -> None:
         self.events: list[Any] = []
+        self.figures: dict[int, Any] = {}
+        self.ended: list[Any] = []
         self.stragglers = self.times = self.clock = self.observer = self
         self.busy = 0.0
         self.is_overdue = False
@@ -57,7 +61,7 @@ class Silent:
         return shards
 
     def record(self, loss: Tensor, logits: Tensor, micro: Any, images: Tensor) -> None:
-        """Keep nothing."""
+        assert not any(tensor.requires_grad for tensor in (loss, logits)), "a graph would live until the log point"
 
     def loading(self, groups: Iterator[Any]) -> Iterator[Any]:
         return groups
@@ -69,10 +73,11 @@ class Silent:
         return nullcontext()
 
     def write_windows(self) -> list[Any]:
-        return []
+        return self.ended
 
     def end_window(self, step: int, scalars: Any, checksums: Any) -> list[Any]:
         self.events.append(("log", step, float(scalars["optim/lr"])))
+        self.figures[step] = {name: float(value) for name, value in scalars.items()}
         sums = [] if checksums is None else checksums.tolist()
         return [SimpleNamespace(scalars={}, first_bad_step=None, checksums=sums, last=step)]
 
@@ -84,6 +89,7 @@ class Silent:
 
     def evaluated(self, step: int, scalars: Any, *, best: bool) -> None:
         self.events.append(("eval", step, best))
+        self.figures[step] = scalars
 
     def open_window(self) -> None:
         """There is none."""
@@ -344,6 +350,88 @@ def test_all_ranks_save_when_the_checkpoint_is_overdue_by_the_clock_of_one(
     assert steps == steps[:1] * 3
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_a_log_point_has_the_rate_the_gradient_norm_and_the_loss_scale_of_its_step(clip_norm: float | None) -> None:
+    _, norms = plain_loop(4, clip_norm)
+    every = {"log_every": 2, "eval_every": 9, "save_every": 9}
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer = trainer_of(network(), World.solo(), every=every, clip_norm=clip_norm, scaler=scaler)
+    trainer.evaluate = lambda step: False  # type: ignore[method-assign]
+    fitted(trainer)
+    names = ("optim/lr", "optim/grad_norm", "optim/scale")
+    expected = {step: dict(zip(names, (0.5, norms[step - 1], 1024.0), strict=True)) for step in (2, 4)}
+    assert trainer.telemetry.figures.keys() == expected.keys()
+    for step, figures in expected.items():
+        assert trainer.telemetry.figures[step] == pytest.approx(figures, rel=1e-12)
+
+
+def ended(scalars: dict[str, float], first_bad_step: int | None = 3) -> Any:
+    return SimpleNamespace(
+        first=1, last=4, loss=float("nan"), scalars=scalars, first_bad_step=first_bad_step, checksums=[]
+    )
+
+
+def test_a_bad_loss_ends_the_run_at_its_step_unless_a_loss_scaler_can_still_halve_its_scale() -> None:
+    trainer = trainer_of(network(), World.solo())
+    trainer.check([ended({"optim/scale": 1.0}), ended({}, first_bad_step=None)])
+    for scalars in ({}, {"optim/scale": 0.5}):
+        with pytest.raises(NumericalError, match="nan between steps 1 and 4, first at step 3") as caught:
+            trainer.check([ended(scalars)])
+        assert caught.value.step == 3
+
+
+@pytest.mark.parametrize("act", ["evaluate", "save"])
+def test_a_bad_loss_is_noticed_before_an_evaluation_and_before_a_save(act: str) -> None:
+    trainer = trainer_of(network(), World.solo(), progress=Progress(step=4))
+    trainer.telemetry.ended = [ended({})]
+    with pytest.raises(NumericalError):
+        trainer.evaluate(4) if act == "evaluate" else trainer.save()
+    assert trainer.telemetry.events == []
+
+
+def test_layers_are_frozen_up_to_their_last_frozen_step_and_trained_from_the_next_one_on() -> None:
+    model = network()  # without a batch norm
+    trainer = trainer_of(model, World.solo())
+    freezing = Freezing.of(model, frozenset({"1.weight", "1.bias"}), until=2)
+    trainer.network = replace(trainer.network, freezing=freezing)
+    moved = []
+    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        trainer.step(shard)
+        moved.append([not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)])
+    assert moved == [[False, False, True, True]] * 2 + [[True] * 4] * 2
+
+
+class Ordered(Silent):
+    """Keeps the order in which a checkpoint is made and awaited."""
+
+    def open_window(self) -> str:  # type: ignore[override]
+        return "the counts of this step"
+
+    def flush(self) -> None:
+        self.events.append("flush")
+
+    def save(self, *, progress: dict[str, Any], **state: Any) -> None:
+        self.events.append(("save", progress["window"]))
+
+    def wait(self) -> None:
+        self.events.append("wait")
+
+
+def test_a_stop_saves_what_was_counted_and_leaves_when_all_of_it_is_written() -> None:
+    trainer = trainer_of(network(), World.solo(), every=dict.fromkeys(RARELY, 9), stop=StopAfter(2))
+    trainer.telemetry = trainer.checkpointer = Ordered()  # type: ignore[assignment]
+    assert fitted(trainer) == (["flush", ("save", "the counts of this step"), "wait"], 2, True)
+
+
+def test_a_stop_before_the_first_step_saves_nothing() -> None:
+    trainer = trainer_of(network(), World.solo(), micro_batches=3, cuts_steps=True)
+    trainer.stop.requested = True
+    with pytest.raises(StopNow):
+        trainer.fit()
+    assert trainer.telemetry.events == [("forget", 0)]
+
+
 def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
     model = network()
     updated(trainer_of(model, World.solo(), steps=4))
@@ -356,8 +444,10 @@ def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
 
 @pytest.mark.parametrize(("score", "events"), [(None, [("eval", 4, True), ("save", 4, True)]), (1.0, [])])
 def test_a_resume_makes_up_for_an_evaluation_that_a_stop_interrupted(score: float | None, events: list[Any]) -> None:
-    trainer = trainer_of(network(), World.solo(), steps=4, progress=Progress(step=4, score=score))
+    options = {"progress": Progress(step=4, score=score), "schedule": Constant(warmup=8)}
+    trainer = trainer_of(network(), World.solo(), steps=4, **options)
     assert fitted(trainer)[0] == events
+    assert trainer.network.optimizer.param_groups[0]["lr"] == (0.25 if events else 0.5), "the rate that is saved"
 
 
 def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
@@ -429,9 +519,19 @@ COMMON, RARE = (int(number) for number in SOURCE.eval().labels.bincount(minlengt
 ACCURACY = {label: 100 * (SOURCE.eval().labels == label).double().mean().item() for label in (COMMON, RARE)}
 
 
+class Told(NoPredictions):
+    """Keeps the steps of the evaluations whose predictions are told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def finish(self, step: int) -> None:
+        self.steps.append(step)
+
+
 def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
-    model = Always(RARE)
-    trainer = trainer_of(model, World.solo())
+    model, told = Always(RARE), Told()
+    trainer = trainer_of(model, World.solo(), predictions=told)
     improved = []
     for step, label in enumerate((RARE, RARE, COMMON, RARE, COMMON), start=1):
         model.label = label
@@ -441,6 +541,23 @@ def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
     assert improved == [True, False, True, False, False]
     assert (trainer.progress.best_step, trainer.progress.best) == (3, pytest.approx(ACCURACY[COMMON]))
     assert [event[2] for event in trainer.telemetry.events] == improved
+    assert told.steps == [1, 3], "predictions are those of the best model"
+    figures = trainer.telemetry.figures[5]
+    assert figures["acc/val_top1"] == pytest.approx(ACCURACY[COMMON])
+    assert figures["acc/val_top5"] == 100  # there are three classes
+
+
+@pytest.mark.parametrize("views", [1, 2])
+def test_an_evaluation_averages_as_many_views_as_the_job_says(views: int) -> None:
+    trainer = trainer_of(network(), World.solo(), eval_views=views)
+    trainer.evaluate(1)
+    split = SOURCE.eval()
+    pixels = (split.images.double() / 255 - 0.5) / 0.25
+    with torch.no_grad():
+        model = network()
+        logits = torch.stack([model(pixels), model(pixels.flip(-1))])[:views].mean(0)
+    expected = F.cross_entropy(logits, split.labels).item()
+    assert trainer.telemetry.figures[1]["loss/val"] == pytest.approx(expected, rel=1e-12)
 
 
 def test_after_a_resume_a_score_must_be_higher_than_the_best_one_before_it() -> None:

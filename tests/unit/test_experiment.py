@@ -1,0 +1,118 @@
+"""The parts of a run, put together from a job: every option reaches the part that it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from helpers import records, resolved, train_here
+from lockstep import checkpoint
+from lockstep.core.world import World
+from lockstep.data.loading.shards import IGNORE_INDEX
+from lockstep.data.transforms.mixup import Mix
+from lockstep.models.whitenet import whitening_filters
+from lockstep.training.build_data import build_data, build_loader
+from lockstep.training.build_model import build_network, load_state
+
+JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
+# Options that change the steps, but not the first loss, which is that of the initial weights.
+OF_A_STEP = (
+    "optimizer.lr=0.01",
+    "schedule.warmup=2",
+    "train.clip_norm=0.01",
+    "model=digitnet model.width=8 train.freeze=[backbone]",
+    "model=digitnet model.width=8 train.freeze=[backbone] train.freeze_until=1",
+    "model=digitnet model.width=8",
+)
+# Options that change the first loss too.
+OF_A_LOSS = (
+    "seed=1",
+    "augment=shift",
+    "input.mean=[0.1]",
+    "input.std=[0.7]",
+    "dataset.input_size=12",
+    "dataset.input_size=12 input.interpolation=bicubic",
+    "loss.label_smoothing=0.2",
+    "train.cutout=4",
+)
+
+
+def losses(folder: Path, option: str = "") -> tuple[tuple[float, ...], float]:
+    """The losses of training, and that of the evaluation at its end."""
+    words = option.split()
+    own = [word for word in JOB if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
+    lines = records(train_here(folder, *own, *words))
+    return tuple(line["loss/train"] for line in lines if "loss/train" in line), lines[-1]["loss/val"]
+
+
+def test_every_option_changes_the_losses_that_it_is_for_and_no_two_alike(tmp_path: Path) -> None:
+    plain = losses(tmp_path / "plain")
+    seen = {option: losses(tmp_path / str(n), option) for n, option in enumerate((*OF_A_STEP, *OF_A_LOSS))}
+    for option, (trained, _) in seen.items():
+        first = seen[OF_A_STEP[-1]] if "digitnet" in option else plain
+        assert (trained[0] == first[0][0]) == (option in OF_A_STEP), option
+    assert len({plain[0], *(trained for trained, _ in seen.values())}) == 1 + len(seen)
+    views = losses(tmp_path / "views", "train.eval_views=2")
+    assert views[0] == plain[0]
+    assert views[1] != plain[1]
+
+
+def folder_of_noise(root: Path) -> None:
+    for split in ("train", "val"):
+        (root / split / "a").mkdir(parents=True)
+        pixels = np.random.default_rng(0).integers(0, 256, (12, 12, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(root / split / "a" / "1.png")
+
+
+def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
+    folder_of_noise(tmp_path)
+    words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.crop_from=file")
+    words += (
+        "loader=streaming",
+        "loader.workers=0",
+        "batch=1",
+        "seed=7",
+        "input.interpolation=bicubic",
+        "train.mixup=0.25",
+        "train.cutmix=0.5",
+    )
+    _, data = build_data(resolved(*words), World.solo())
+    split: Any = data.train
+    assert (split.crop.seed, data.pipeline.seed) == (7, 7)
+    assert {part.interpolation for part in (data.train, data.val, data.pipeline)} == {"bicubic"}  # type: ignore[union-attr]
+    assert data.pipeline.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
+
+
+def test_the_marks_of_broken_images_end_with_their_run(tmp_path: Path) -> None:
+    folder_of_noise(tmp_path)
+    words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "batch=1", "dataset.skip=1")
+    words += ("loader=streaming", "loader.workers=0")
+    job, data = build_data(resolved(*words), World.solo())
+    loader = build_loader(job, data, World.solo())
+    for labels, split in ((loader.train_labels, data.train), (loader.eval_labels, data.val)):
+        labels[0] = IGNORE_INDEX
+        assert split.labels.tolist() == [0]
+
+
+def test_a_network_that_is_initialised_from_data_gets_the_normalised_images_of_the_job() -> None:
+    words = ("model=whitenet", "model.widths=[8,8,8]", "dataset=fake", "dataset.size=12", "dataset.examples=30")
+    job, data = build_data(resolved(*words, "batch=8"), World.solo())
+    network = build_network(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
+    images = (data.train.fetch(list(range(30))) / 255 - 0.5) / 0.25
+    torch.testing.assert_close(network.model[0].weight, whitening_filters(images).float())  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("own", "loaded"), [("its own", "its own"), (None, "checkpoints/7")])
+def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(
+    own: str | None, loaded: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "load_newest", lambda run_dir: own)
+    monkeypatch.setattr(checkpoint, "load", str)
+    job, run_dir = SimpleNamespace(resume="checkpoints/7"), SimpleNamespace()
+    assert load_state(job, run_dir) == loaded  # type: ignore[arg-type, comparison-overlap]
