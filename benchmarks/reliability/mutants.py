@@ -190,6 +190,39 @@ config/hydra_policy.py: a value of one job of a sweep stays in the next one [hyd
 inference/evaluation.py: probabilities that are too high and too low make up for each other [evaluate]
 - float(gaps.abs().sum())
 + float(gaps.sum().abs())
+training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
+-         scores.update_without()
++         pass
+data/loading/shards.py: a broken image of one split hides that of the other [loader]
+- example = (labels is self.train_labels, index)
++ example = (True, index)
+training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
+- @torch.no_grad()
+- def evaluate(
++ def evaluate(
+training/trainer.py: a stop before the first step saves a state that never was [trainer]
+- if self.stop.force or not self.stop.begun:
++ if self.stop.force:
+training/freezing.py: a model without batch norm is never frozen [trainer]
+- if not self.switched and not self.norms:
++ if not self.switched or not self.norms:
+data/loading/sampler.py: a balanced epoch comes class by class [balanced]
+-     return chosen[torch.argsort(draw(key(seed, ORDER, epoch), chosen), stable=True)]
++     return chosen
+data/pipeline.py: images are mixed in the short format [pipeline]
+- return pixels if self.mix else pixels.to(self.dtype)
++ return pixels.to(self.dtype)
+training/build_model.py: layers that are frozen until a step are frozen for good [experiment]
+-     if until is None:
+-         freeze_for_good
++     if True:
++         freeze_for_good
+training/micro_batch_search.py: the bound of a trial stays for the run [largest_batch]
+-         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
++         pass
+training/trainer.py: the gradient norm is measured a step after the log point [trainer]
+- measures_norm=self.plan.due("log", shard.step)
++ measures_norm=self.plan.due("log", shard.step - 1)
 """
 
 

@@ -125,7 +125,7 @@ def train() -> None:
     ("place", "room", "sentence"),
     [
         (evaluate, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
-        (train, 26, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
+        (train, PLENTY, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
         (train, 1, r"at step 7 with micro-batches of 22 examples; not even single examples fit"),
     ],
 )
