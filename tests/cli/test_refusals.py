@@ -59,6 +59,10 @@ KEYS = [
         "model.width is '8.5', expected a whole number: model.width=10, or in a search model.width=int(",
     ),
     ("batch=8.5", "batch is '8.5', expected a whole number: batch=10, or in a search batch=int(interval(1,10))"),
+    (
+        "train.micro_batches=1e-05",
+        "train.micro_batches is '1e-05', expected a whole number: train.micro_batches=10, or",
+    ),
     ("resume=newest", "name one with resume=PATH, or the newest run with resume=latest"),
     ("dataset=CIFAR10", "Did you mean 'cifar10', 'cifar100'?"),
     ("strategy=DDP", "strategy=DDP: there is no strategy of that name. Did you mean 'ddp', 'dp'?"),

@@ -1,4 +1,4 @@
-"""Training one job: compose its config, check it, make its run folder, start its ranks.
+"""The training command: compose the config of a job, or of each job of a sweep, and have it prepared and launched.
 
 `train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
 """

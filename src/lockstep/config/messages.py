@@ -187,7 +187,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
 # OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.
 _MESSAGES = (
     (
-        r"Value '(\d+\.\d+)' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
+        r"Value '(-?\d+(?:\.\d+)?(?:e-?\d+)?)' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
         "is '{0}', expected a whole number: {key}=10, or in a search {key}=int(interval(1,10))",
     ),
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),

@@ -1,6 +1,6 @@
 """Runs the jobs of a sweep on this machine: as many at once as its devices allow, each in a process of its own.
 
-Knows no trainer and no Hydra: a job is a function, and what it needs. The ledger says how each ended.
+Uses no trainer and nothing of Hydra: a job is a function, and what it needs. The ledger says how each ended.
 """
 
 from __future__ import annotations

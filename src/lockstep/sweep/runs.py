@@ -1,4 +1,4 @@
-"""The one reader of runs that have begun or ended: what each was, how it ended, its score. Imports no torch."""
+"""Reads runs that have begun or ended: what each was, how it ended, its score. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reports of a run: scalars for files and TensorBoard, live progress, and GPU figures."""
+"""The figures of a run: scalars for files and TensorBoard, live progress, the hardware, and reports of them."""
 
 from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.tally import WindowState

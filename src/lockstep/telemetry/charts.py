@@ -1,4 +1,4 @@
-"""Charts for reports, drawn by matplotlib as SVG. Importing it takes 0.4 s, so only a report does so."""
+"""Charts for reports, ladders and `lr-find` as SVG, drawn by matplotlib, which takes 0.4 s to import."""
 
 from __future__ import annotations
 

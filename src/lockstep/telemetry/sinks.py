@@ -1,4 +1,4 @@
-"""The files of scalars: `metrics.jsonl` (the reference, append only) and `metrics.csv`.
+"""The files of a run's figures: `metrics.jsonl` (the reference, append only), `metrics.csv` and `validation.json`.
 
 Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint, and
 an evaluation that it does not have, will be done again, so they are removed from the files first.

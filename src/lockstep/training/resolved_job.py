@@ -1,4 +1,4 @@
-"""The job that ranks get: one in which each `auto` has become a value, by `lockstep.job.resolve`."""
+"""The job that ranks get, from `lockstep.job.resolve`. Only what needs the memory or data of a rank may be `auto`."""
 
 from __future__ import annotations
 
