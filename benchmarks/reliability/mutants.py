@@ -162,7 +162,7 @@ checkpoint/writing.py: after a kill in the first save the run seems to have lost
 -             temporary.rename(final)
 +             self.run_dir.none_yet.unlink(missing_ok=True)
 +             temporary.rename(final)
-job/resume.py: a run that began from a checkpoint goes back to it at each resume [resume]
+job/resume.py: a run that began from a checkpoint goes back to it at each resume [decide_resume]
 - if newest is None and named is not None else newest
 + if named is not None else newest
 job/submit.py: a submission that SLURM refuses removes a folder that existed [submit]

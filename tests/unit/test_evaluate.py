@@ -224,10 +224,10 @@ def test_a_metric_gets_the_whole_split_in_its_order_and_ranks_without_a_block_ta
         return list(metrics.compute().values()), places
 
     rounds = -(-40 // (3 * block))
-    (labels, places), *others = ThreadRanks(3, monkeypatch).run(scored)
+    (labels, places), *second_and_third = ThreadRanks(3, monkeypatch).run(scored)
     assert labels == source.eval().labels.tolist()
     assert places == [(done, rounds) for done in range(1, rounds + 1)]
-    assert others == [([], places)] * 2, "`between` may wait for all ranks"
+    assert second_and_third == [([], places)] * 2, "`between` may wait for all ranks"
 
 
 class Witness(NoPredictions):

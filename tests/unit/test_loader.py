@@ -140,9 +140,9 @@ def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(
         for shard in itertools.islice(shards(own, after=4), 4)  # the steps of the second epoch
         for piece, _ in shard.micro_batches(shard.count)
     }
-    found = dict(own.one_by_one(torch.tensor([3, 49, 0, 17]), epoch=1))
-    assert [*found] == [example for example in expected if example in {3, 49, 0, 17}]
-    for example, group in found.items():
+    decoded = dict(own.one_by_one(torch.tensor([3, 49, 0, 17]), epoch=1))
+    assert [*decoded] == [example for example in expected if example in {3, 49, 0, 17}]
+    for example, group in decoded.items():
         (piece,) = group.shards(group.images)
         assert equal(piece, expected[example])
         assert (piece.number, piece.pieces) == (expected[example].number, expected[example].pieces)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped,
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
 from lockstep.job.worker import RankErrorFile, exit_as_rank
-from lockstep.launcher.base import first_failure, remove_error_files
-from lockstep.training.resolved_job import load_job
+from lockstep.launcher.base import first_failure
 
 
 @pytest.fixture
@@ -78,12 +76,11 @@ def test_the_exit_codes_speak_for_ranks_that_could_write_nothing(
     assert says in str(failure)
 
 
-def test_an_error_of_an_earlier_attempt_is_none_of_this_one(run: RunDir) -> None:
+def test_an_error_that_the_rank_wrote_earlier_is_none_of_this_run(run: RunDir) -> None:
     write_error(run, 0, InputError("yesterday"))
     RankErrorFile(run, 0)
     assert not run.rank_error(0).exists()
-    write_error(run, 1, InputError("yesterday"))
-    remove_error_files(run)
+    assert run.rank_errors() == []
     assert isinstance(first_failure(run, {0: Stopped.exit_code}), Stopped)
 
 
@@ -114,9 +111,9 @@ def test_a_rank_is_watched_for_the_timeout_of_its_job(tmp_path: Path, monkeypatc
         watched.append(options)
         yield SimpleNamespace(local_peer_pids={}, heartbeat=lambda: None)
 
-    monkeypatch.setattr(worker.watchdog, "watched", context)
+    monkeypatch.setattr(worker.watchdog, "Watchdog", context)
     monkeypatch.setattr(worker.process_group, "join", context)
     monkeypatch.setattr(worker, "stop_signals", context)
     monkeypatch.setattr(worker.experiment, "run", lambda *_, **__: None)
-    worker.run(load_job(run.config), run, RankErrorFile(run, 0), sys.stderr)
+    worker.main(run.path)
     assert [options["timeout"] for options in watched if "stop" in options] == [120.0]

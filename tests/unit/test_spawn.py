@@ -15,8 +15,8 @@ from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFai
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Slurm, Spawn, spawn
 from lockstep.launcher.agent import Meeting, run_agent
-from lockstep.launcher.processes import GRACE_S, forwarding
-from lockstep.launcher.spawn import Children, environment
+from lockstep.launcher.processes import RANKS_GRACE_S, forwarding
+from lockstep.launcher.spawn import Children, rank_variables
 from lockstep.runtime.signals import AGAIN_S
 
 
@@ -76,12 +76,12 @@ def test_a_rank_that_hangs_after_a_failure_is_killed(clock: Clock) -> None:
     began, hangs = clock.now, Rank(obeys=(signal.SIGKILL,))
     assert join(hangs, Rank(70)) == {1: 70}
     assert hangs.exitcode == -signal.SIGKILL
-    assert GRACE_S < clock.now - began < GRACE_S + 1
+    assert RANKS_GRACE_S < clock.now - began < RANKS_GRACE_S + 1
 
 
 def test_the_ranks_of_a_machine_know_that_they_share_it() -> None:
     assert (
-        environment(1, 3, 4444).items()
+        rank_variables(1, 3, 4444).items()
         >= {
             "RANK": "1",
             "LOCAL_RANK": "1",

@@ -530,8 +530,8 @@ class Told(NoPredictions):
 
 
 def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
-    model, told = Always(RARE), Told()
-    trainer = trainer_of(model, World.solo(), predictions=told)
+    model, predictions = Always(RARE), Told()
+    trainer = trainer_of(model, World.solo(), predictions=predictions)
     improved = []
     for step, label in enumerate((RARE, RARE, COMMON, RARE, COMMON), start=1):
         model.label = label
@@ -541,7 +541,7 @@ def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
     assert improved == [True, False, True, False, False]
     assert (trainer.progress.best_step, trainer.progress.best) == (3, pytest.approx(ACCURACY[COMMON]))
     assert [event[2] for event in trainer.telemetry.events] == improved
-    assert told.steps == [1, 3], "predictions are those of the best model"
+    assert predictions.steps == [1, 3], "predictions are those of the best model"
     figures = trainer.telemetry.figures[4]
     assert figures["acc/val_top1"] == pytest.approx(ACCURACY[RARE])
     assert figures["acc/val_top5"] == 100  # there are three classes

@@ -40,14 +40,12 @@ class Rank(Watchdog):
     """A rank under a watchdog that raises the error with which it would end the process."""
 
     def __init__(self, *, timeout: float, begun: bool = True) -> None:
-        reader, self.writer = os.pipe()
-        os.set_blocking(reader, False)
         stop = StopRequest()
         if begun:
             stop.step_done()
-        super().__init__(
-            0, timeout=timeout, stop=stop, file=sys.stderr, record_error=lambda error, places: None, pipe=reader
-        )
+        super().__init__(0, timeout=timeout, stop=stop, file=sys.stderr, record_error=lambda error, places: None)
+        self.pipe, self.writer = os.pipe()  # as in its context, which would start the thread
+        os.set_blocking(self.pipe, False)
 
     def end(self, error: LockstepError) -> NoReturn:
         raise Ended(error)
