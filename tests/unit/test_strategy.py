@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -442,21 +443,19 @@ def test_a_gradient_in_any_order_of_memory_is_summed_by_its_numbers(monkeypatch:
 
 
 def test_the_state_of_each_parameter_is_saved_by_its_name_wherever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(size: int = 4) -> nn.Module:
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, size), nn.Linear(size, 2))
+    alone = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    models = [copy.deepcopy(alone), copy.deepcopy(alone)]
 
     def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         for number, parameter in enumerate(model.parameters()):
             parameter.grad = torch.full_like(parameter, number + 1.0)
         optimizer.step()
 
-    alone = build()
     expected = AdamW(lr=0.1).build(alone)
     step(alone, expected)
 
     def saved(world: World) -> tuple[dict[str, torch.Tensor], list[float]]:
-        model = build()
+        model = models[world.rank]
         optimizer = ZeROOptimizer(AdamW(lr=0.1).build(model), world)
         step(model, optimizer)
         state = optimizer_state(optimizer, model)["state"]
