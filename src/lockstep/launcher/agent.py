@@ -88,10 +88,7 @@ def run_agent(
         logs_specs=DefaultLogsSpecs(log_dir=logs),
     )
     command = ("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path))
-    # Its warnings are about ranks and signals, which this launcher reports itself.
-    logger = logging.getLogger("torch.distributed.elastic")
-    logger.propagate = False
-    logger.addHandler(logging.NullHandler())
+    _silence_agent()
     # After a restart, the store of an agent can have entries of the attempt before, so main's rank serves a store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     try:
@@ -104,6 +101,13 @@ def run_agent(
     except (RendezvousError, DistError, AttributeError):
         return False, {}
     return True, {}
+
+
+def _silence_agent() -> None:
+    """Show no warnings of torch's agent: they are about ranks and signals, which this launcher reports itself."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    logger.propagate = False
+    logger.addHandler(logging.NullHandler())
 
 
 def ranks_here() -> list[psutil.Process]:
