@@ -34,7 +34,10 @@ SIGHT: dict[str, Any] = {
         "gain": 1.5,
         "override": "loader.workers=8",
     },
-    "checklist": [{"item": "workers", "state": "worth trying", "reason": "it waits", "override": "loader.workers=8"}],
+    "checklist": [
+        {"item": "workers", "state": "worth trying", "reason": "it waits", "override": "loader.workers=8"},
+        {"item": "torch.compile", "state": "done", "reason": "the steps are compiled", "override": None},
+    ],
     "spent": {"kwh": 0.012, "joules_per_image": 0.5, "gpu_hours": 0.1, "usd": 0.25},
 }
 
@@ -90,6 +93,7 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
         assert text in page.text
     for text in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
         assert text in page.text
+    assert "torch.compile done the steps are compiled What differs" in " ".join(page.text.split()), "no `None`"
     assert "GPU utilisation, % 97.5" in " ".join(page.text.split())
     rows = page.text
     assert "model.width 8 32" in " ".join(rows.split()), "what differs from the defaults, with the default"

@@ -130,7 +130,12 @@ def _pages() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     folder = FileSystemLoader(Path(__file__).parent / "pages")
-    return Environment(loader=folder, autoescape=True, undefined=StrictUndefined)
+    return Environment(
+        loader=folder,
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
+    )
 
 
 def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
