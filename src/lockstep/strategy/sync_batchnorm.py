@@ -29,7 +29,7 @@ class _SyncNormalize(torch.autograd.Function):
         # The compiler fuses plain operations, and cannot trace the kernels for eager CUDA.
         kernels = CUDAKernels if x.is_cuda and not torch.compiler.is_compiling() else PlainKernels
         x = _dense(x)
-        local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x, 2)
+        local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x).unbind()
         local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
         means, variances, counts = _gathered(local_mean, local_variance, local_count)
         count = counts.sum()
@@ -48,20 +48,11 @@ class _SyncNormalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale, counts = ctx.saved_tensors
         grad = _dense(grads[0])
-        # Sums per channel: of the gradient, and of the gradient times the centred input.
-        total, projection = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x, 2)
-        grad_weight, grad_bias = (None, None) if weight is None else (projection * scale, total.clone())
-        sums = torch.cat([total, projection])
+        sums = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x)
+        grad_weight, grad_bias = (None, None) if weight is None else (sums[1] * scale, sums[0].clone())
         dist.all_reduce(sums)
-        if not x.numel():
-            return torch.empty_like(x), grad_weight, grad_bias, None
-        total, projection = sums.chunk(2)
-        return (
-            ctx.kernels.gradient(grad, x, weight, mean, scale, total, projection, counts),
-            grad_weight,
-            grad_bias,
-            None,
-        )
+        own = ctx.kernels.gradient(grad, x, weight, mean, scale, sums, counts) if x.numel() else torch.empty_like(x)
+        return own, grad_weight, grad_bias, None
 
 
 class PlainKernels:
@@ -85,24 +76,17 @@ class PlainKernels:
         return (output if bias is None else output + _channels(bias, x)).to(x.dtype)
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of `grad` and of `grad * (x - mean)`."""
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """The sums of `grad` and of `grad * (x - mean)` per channel, (2, channels)."""
         wide, dims = _wide(grad), _all_but_channels(x)
-        return wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)
+        return torch.stack([wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)])
 
     @staticmethod
     def gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        total: Tensor,
-        projection: Tensor,
-        counts: Tensor,
+        grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, counts: Tensor
     ) -> Tensor:
-        """The gradient of the input, from both sums over all ranks and the counts of each rank, (ranks, 1)."""
-        count = counts.sum()
+        """The gradient of the input, from the sums over all ranks and the counts of each rank, (ranks, 1)."""
+        (total, projection), count = sums.unbind(), counts.sum()
         slope = projection * scale.square() / count
         centred = _wide(grad) - _channels(total / count, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
         return (centred * _channels(scale if weight is None else scale * weight, x)).to(x.dtype)
@@ -123,23 +107,16 @@ class CUDAKernels(PlainKernels):
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps)
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         total, projection, _, _ = torch.batch_norm_backward_reduce(grad, x, mean, scale, None, True, False, False)
-        return total, projection
+        return torch.stack([total, projection])
 
     @staticmethod
     def gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        total: Tensor,
-        projection: Tensor,
-        counts: Tensor,
+        grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, counts: Tensor
     ) -> Tensor:
         counts = counts.flatten().to(torch.int32)
-        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, total, projection, counts)
+        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, sums[0], sums[1], counts)
 
 
 def _gathered(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,9 +148,9 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _zeros(x: Tensor, number: int) -> tuple[Tensor, ...]:
-    """`number` vectors of zeros, one per channel: the sums over no examples."""
-    return torch.zeros((number, x.shape[1]), dtype=_statistics_dtype(x), device=x.device).unbind()
+def _zeros(x: Tensor) -> Tensor:
+    """Both sums over no examples, (2, channels)."""
+    return torch.zeros((2, x.shape[1]), dtype=_statistics_dtype(x), device=x.device)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
