@@ -120,15 +120,11 @@ class OptimizerOption(Optimizer):
                 }
                 for group in groups
             ]
-        if self.decay_all or self.weight_decay == 0:
-            return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
-        decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-        undecayed = [parameter for parameter in trained if parameter.dim() < 2]
-        groups = [
-            {"params": decayed, "weight_decay": self.weight_decay, "scale": 1.0},
-            {"params": undecayed, "weight_decay": 0.0, "scale": 1.0},
-        ]
-        return [group for group in groups if group["params"]]
+        least = 0 if self.decay_all or self.weight_decay == 0 else 2  # dimensions of the decayed parameters
+        decayed = [parameter for parameter in trained if parameter.dim() >= least]
+        undecayed = [parameter for parameter in trained if parameter.dim() < least]
+        parts = ((decayed, self.weight_decay), (undecayed, 0.0))
+        return [{"params": params, "weight_decay": decay, "scale": 1.0} for params, decay in parts if params]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""

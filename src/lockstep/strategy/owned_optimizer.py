@@ -70,18 +70,16 @@ class OwnedOptimizer(ShardedOptimizer):
                         dist.send(value.to(wire(self.world.device)).contiguous(), 0)
             return own
         for rank, outline in enumerate(outlines[1:], start=1):
-            own |= {number: self._received(entries, rank) for number, entries in outline.items()}
+            for number, entries in outline.items():
+                own[number] = {key: self._received(value, rank) for key, value in entries.items()}
         return dict(sorted(own.items()))
 
-    def _received(self, outline: dict[str, Any], rank: int) -> dict[str, Any]:
-        entries = {}
-        for key, value in outline.items():
-            if isinstance(value, Tensor):
-                tensor = torch.empty(value.shape, dtype=value.dtype, device=wire(self.world.device))
-                dist.recv(tensor, rank)
-                value = tensor.cpu()
-            entries[key] = value
-        return entries
+    def _received(self, outline: Any, rank: int) -> Any:
+        if not isinstance(outline, Tensor):
+            return outline
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=wire(self.world.device))
+        dist.recv(tensor, rank)
+        return tensor.cpu()
 
 
 def _outline(entries: dict[str, Any]) -> dict[str, Any]:

@@ -136,6 +136,3 @@ class Pipeline(Single):
                 f"{(world.size - 1) / (5 * world.size - 1):.0%}"
             )
         return notes
-
-
-__all__ = ["PassOrder", "Pipeline"]
