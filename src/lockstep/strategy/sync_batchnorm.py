@@ -208,32 +208,18 @@ class SyncBatchNorm(BatchNorm):
 class SyncBatchNormAct(SyncBatchNorm):
     """The same, for timm's fused layers of norm and activation (`BatchNormAct2d`)."""
 
-    def __init__(self, *args: Any, drop: nn.Module, act: nn.Module, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.drop = drop
-        self.act = act
+    drop: nn.Module
+    act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
         output: Tensor = self.act(self.drop(super().forward(input)))
         return output
 
 
-def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every batch norm in `module` by a synchronised one; parameters and state-dict keys stay the same."""
-    if isinstance(module, BatchNorm):
-        return _replacement(module)
-    for name, child in module.named_children():
-        module.add_module(name, convert_sync_batchnorm(child))
-    return module
-
-
-def _replacement(norm: BatchNorm) -> SyncBatchNorm:
-    options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    act, drop = getattr(norm, "act", None), getattr(norm, "drop", None)
-    synced = (
-        SyncBatchNorm(*options) if act is None or drop is None else SyncBatchNormAct(*options, drop=drop, act=act)
-    )
-    synced.weight, synced.bias = norm.weight, norm.bias
-    synced.running_mean, synced.running_var = norm.running_mean, norm.running_var
-    synced.num_batches_tracked = norm.num_batches_tracked
-    return synced.train(norm.training)
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """Make every batch norm of `model` a synchronised one, in place, by changing its class; returns the model."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            fused = hasattr(module, "act") and hasattr(module, "drop")
+            module.__class__ = SyncBatchNormAct if fused else SyncBatchNorm
+    return model
