@@ -22,9 +22,9 @@ from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
 from lockstep.runtime.host import cores
 from lockstep.training.evaluate import best_classes
+from lockstep.training.predictions import MATRIX_CLASSES
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
-MATRIX_CLASSES = 100  # the most classes whose confusion matrix is kept
 
 
 @dataclass(frozen=True, kw_only=True)

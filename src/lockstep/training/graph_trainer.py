@@ -109,7 +109,7 @@ class GraphTrainer(Trainer):
     def inputs(self, micro: Shard) -> Inputs:
         """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
         images, targets = self.pipeline.mixed(micro)
-        return [*self.network.inputs(images, micro), targets, micro.labels]
+        return [*self.network.draws.inputs(images, micro), targets, micro.labels]
 
     def record(self, shard: Shard, inputs: list[Inputs]) -> None:
         """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.

@@ -110,7 +110,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         optimizer=network.optimizer,
         criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
-        set_keys=network.set_keys,
+        set_keys=network.draws.set_keys,
         scaler=network.scaler,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
