@@ -41,7 +41,6 @@ class OwnedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step this rank's parameters."""
         assert closure is None
         for own_group, group in zip(self.own.param_groups, self.param_groups, strict=True):
             own_group |= {key: value for key, value in group.items() if key != "params"}
