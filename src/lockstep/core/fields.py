@@ -6,8 +6,6 @@
 class checks a range by hand. A subclass that only changes a default keeps the rule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ on torch's meta device. For any other tensor, the whole and this rank's part are
 not import `DTensor`, which takes a second; it recognises one by its methods.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 

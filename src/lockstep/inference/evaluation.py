@@ -1,7 +1,5 @@
 """Evaluates a trained model on a split: every example once, with the logits of the evaluation during training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

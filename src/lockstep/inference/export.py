@@ -4,8 +4,6 @@ The file takes stored uint8 images and processes them like the evaluation: crop,
 views. It computes in float32, whatever the training did. It is written only if its logits are the model's.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math

@@ -1,7 +1,5 @@
 """Makes a `Predictor` from a file of weights, without a run folder or data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

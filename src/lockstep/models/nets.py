@@ -1,7 +1,5 @@
 """Small convolutional networks that need no library."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import math

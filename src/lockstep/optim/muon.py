@@ -1,7 +1,5 @@
 """Muon (Jordan et al. 2024): SGD with momentum, in which the update of a matrix is made orthogonal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The optimizers: SGD, Adam and AdamW of torch, and all others of timm by name."""
 
-from __future__ import annotations
-
 import inspect
 from abc import abstractmethod
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ each call is recorded as a site of the module that made it. Second, a module tha
 way is recorded by its name, for a warning to the user.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard, or step a schedule.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A model can be cut before a module that takes one tensor, if no other result fro
 blocks with residual connections stay whole, and any family of models can be cut.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`torch.nn.parallel.DistributedDataParallel`: gradients are averaged in buckets while backward runs."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import warnings

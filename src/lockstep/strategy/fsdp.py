@@ -1,7 +1,5 @@
 """`torch.distributed.fsdp.fully_shard`: parameters, gradients and the optimizer's state are cut over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast

@@ -1,7 +1,5 @@
 """An optimizer whose state is divided over the ranks: one rank has all of a parameter's state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

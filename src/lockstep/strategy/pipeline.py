@@ -4,8 +4,6 @@
 Here a model is run unchanged, and the last batch of an epoch may be short.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -6,8 +6,6 @@ only. There it receives the numbers from the previous rank. Before the first mod
 forward pass and sends the numbers to the next rank. Gradients go back the same way during backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -5,8 +5,6 @@ into the same number of virtual shards, and each of them has its own gradient. N
 pairs, then pairs of pairs, first within a rank and then between ranks. Batch norm counts per virtual shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass

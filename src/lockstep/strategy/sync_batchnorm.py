@@ -5,8 +5,6 @@ works on the CPU, allows a rank without examples in any number format, never wai
 by the compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

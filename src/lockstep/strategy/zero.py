@@ -4,8 +4,6 @@ torch's `ZeroRedundancyOptimizer` does the same, but needs parameters of one dty
 whole state, pickled, to every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Builds the model of a run with its optimizer and its loss, and loads the checkpoint that the run starts from."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """torch.compile for the model. It can take as long as a short run, so the user is told, and may stop it."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import ExitStack

@@ -3,8 +3,6 @@
 So that advice need not guess, other settings are tried in turns with the present ones.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import traceback

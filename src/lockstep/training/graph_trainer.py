@@ -6,8 +6,6 @@ where Python computed them. So the examples of a step are copied to the addresse
 rates are tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Finds by trying which batches and micro-batches fit into memory, and sets how the C library keeps freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math

@@ -1,7 +1,5 @@
 """The state of a run: the model with everything that holds its parameters, and how far the run has come."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """The parts of a job, for a training loop that the user writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 

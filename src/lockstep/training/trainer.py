@@ -1,7 +1,5 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

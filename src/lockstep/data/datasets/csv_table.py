@@ -1,7 +1,5 @@
 """Image files that a table lists: `dataset=csv`."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os

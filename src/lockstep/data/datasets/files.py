@@ -1,7 +1,5 @@
 """The base classes of photographs and of image files, wherever they and their labels come from, and their sizes."""
 
-from __future__ import annotations
-
 import enum
 import math
 from abc import abstractmethod

@@ -4,8 +4,6 @@ A class folder may contain folders to any depth. Hidden files, and files without
 a note gives their number.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Data sets saved by Hugging Face's package `datasets`: `dataset=hf`. Read from the disk, never from the network."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tar shards of images and labels: `dataset=webdataset`, read by offset with the standard library."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile

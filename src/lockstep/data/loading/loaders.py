@@ -3,8 +3,6 @@
 Both give the same shards (`lockstep.data.loading.shards`): a loader only moves bytes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
