@@ -92,8 +92,7 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
     for base in cls.__mro__:
         field = base.__dict__.get("__dataclass_fields__", {}).get(name)
         if field is not None and _RULE in field.metadata:
-            rule: Rule = field.metadata[_RULE]
-            return rule
+            return field.metadata[_RULE]
     return None
 
 

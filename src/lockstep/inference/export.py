@@ -64,8 +64,7 @@ def _write_torch(module: nn.Module, example: Tensor, metadata: dict[str, str], p
 
 
 def _read_torch(path: Path) -> Callable[[Tensor], Tensor]:
-    module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
-    return module
+    return torch.export.load(path).module()
 
 
 def _write_onnx(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:

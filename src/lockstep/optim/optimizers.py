@@ -239,10 +239,7 @@ class Timm(OptimizerOption):
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2
 
-        built: torch.optim.Optimizer = create_optimizer_v2(
-            groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options
-        )
-        return built
+        return create_optimizer_v2(groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

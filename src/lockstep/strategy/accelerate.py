@@ -63,8 +63,7 @@ class Accelerate(Distributed):
         built = optimizer.build(model)
         if world.size == 1:
             return built
-        prepared: torch.optim.Optimizer = accelerator(world.device).prepare_optimizer(built, device_placement=False)
-        return prepared
+        return accelerator(world.device).prepare_optimizer(built, device_placement=False)
 
 
 def accelerator(device: torch.device, **ddp: bool) -> Any:

@@ -86,8 +86,7 @@ class ForwardTrace(TorchFunctionMode):
                     hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._end))
             with self:
-                output: Tensor = model(images)
-        return output
+                return model(images)
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self.begun:

@@ -115,8 +115,7 @@ def _groups(model: nn.Module) -> dict[str, int | str]:
         from timm.models import group_parameters
 
         matcher = cast(Any, model).group_matcher(coarse=False)
-        groups: dict[str, int | str] = group_parameters(model, matcher, reverse=True)
-        return groups
+        return group_parameters(model, matcher, reverse=True)
     lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
     paths = {name: name.split(".") for name, _ in model.named_parameters()}
     return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}

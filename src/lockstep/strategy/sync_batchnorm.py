@@ -210,8 +210,7 @@ class SyncBatchNormAct(SyncBatchNorm):
     act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.act(self.drop(super().forward(input)))
-        return output
+        return self.act(self.drop(super().forward(input)))
 
 
 def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
