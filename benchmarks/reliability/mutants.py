@@ -136,8 +136,8 @@ training/evaluate.py: an example is named by the number of another one on severa
 - ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
 + (done - 1 + loader.world.rank * loader.world.size) * loader.eval_batch
 data/loading/shards.py: the batch of an incident is that of the step before [loader]
-- rank=0, ranks=1, after=step - 1, order_of
-+ rank=0, ranks=1, after=max(0, step - 2), order_of
+- self._steps(step - 1, World.solo())
++ self._steps(max(0, step - 2), World.solo())
 data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
 - self._decoded(size / short, self.height)
 + self._decoded(size / long, self.height)

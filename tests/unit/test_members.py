@@ -73,10 +73,13 @@ def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
         for number in range(10)
         for kind in ("png", "cls")
     }
-    shard(tmp_path / "train.tar", **files)
+    shard(tmp_path / "train.tar", **files, a__json=b"{}")
     source = WebDataset(path=str(tmp_path), val_share=0.3, decode_size=8)
     train, val = ({str(path) for path in split.paths} for split in (source.train(), source.eval()))
     assert (len(train), len(val), train & val) == (7, 3, set())
+    assert [note for note in source.notes() if "left out" in note] == [
+        f"{tmp_path}: left out 1 file whose name is not that of an image (1 .json)"
+    ]
     with pytest.raises(InputError, match=r"no val\*\.tar .*dataset\.val_share=0\.1"):
         WebDataset(path=str(tmp_path)).prepare()
 
@@ -188,5 +191,5 @@ def test_a_folder_that_is_not_a_saved_table_is_refused(tmp_path: Path, monkeypat
         HF(path=str(tmp_path)).prepare()
     monkeypatch.setitem(sys.modules, "datasets", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InputError, match=r"pip install datasets"):
+    with pytest.raises(InputError, match=r"dataset=hf needs the package datasets, .*pip install 'lockstep\[hf\]'"):
         HF(path=str(tmp_path)).prepare()

@@ -31,6 +31,7 @@ from lockstep.optim.ema import EMA
 from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.training.freezing import Freezing
 from lockstep.training.network import Network, Progress
@@ -135,8 +136,7 @@ def trainer_of(
         network=Network(
             model=model,
             replica=replica,
-            inputs=lambda images, micro: (images,),
-            set_keys=lambda micro: None,
+            draws=ForwardDraws(seed=0, device=world.device),
             optimizer=optimizer,
             scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
             ema=ema,

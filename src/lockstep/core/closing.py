@@ -1,7 +1,5 @@
 """Closing the parts of a run: all of them are closed, and the first error is raised."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

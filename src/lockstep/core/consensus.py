@@ -1,7 +1,5 @@
 """Agreement among the ranks on requests (to stop, to save) at the same step."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

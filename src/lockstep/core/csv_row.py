@@ -1,7 +1,5 @@
 """A row of a CSV file for users, with names of files and classes that anybody can have chosen."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

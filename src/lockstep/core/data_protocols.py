@@ -190,9 +190,11 @@ class ImageLoader(Component, Protocol):
 
     def check(self) -> None:
         """Raise InputError for a key that has no effect because of another key of the loader."""
+        return
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         """The loader to use, with a value for each `auto`, and the reason for the choice."""
+        return self, "as configured"
 
     def held_gb(self, context: LoaderContext) -> float:
         """The device memory, in GB, that a rank will still allocate for images and hold until the run ends."""

@@ -4,8 +4,6 @@ Each has one sentence for the user: what is wrong, where, what was found and exp
 A broken invariant of our own code is an `assert`, not one of these exceptions.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

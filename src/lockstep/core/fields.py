@@ -6,8 +6,6 @@
 class checks a range by hand. A subclass that only changes a default keeps the rule.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
@@ -94,8 +92,7 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
     for base in cls.__mro__:
         field = base.__dict__.get("__dataclass_fields__", {}).get(name)
         if field is not None and _RULE in field.metadata:
-            rule: Rule = field.metadata[_RULE]
-            return rule
+            return field.metadata[_RULE]
     return None
 
 

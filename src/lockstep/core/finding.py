@@ -1,7 +1,5 @@
 """What a check before a run tells."""
 
-from __future__ import annotations
-
 import enum
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Imports no torch: other modules need the answer before they import torch.
 """
 
-from __future__ import annotations
-
 import enum
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The terminal and the log files: `train.log` of main, `logs/rank*.log` of each rank."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

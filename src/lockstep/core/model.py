@@ -1,7 +1,5 @@
 """What is asked of any model: its mode, a pass without data, its head, its soundness, and its probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """What native libraries need before they are imported: the settings of their threads, and address space."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import resource

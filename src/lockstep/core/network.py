@@ -3,8 +3,6 @@
 Imports no torch.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import socket
 from contextlib import closing, suppress

@@ -1,7 +1,5 @@
 """The plan of a run: the durations of the config, converted to steps in one place."""
 
-from __future__ import annotations
-
 import functools
 import math
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Becoming a rank: the device, the threads and the process group of this process."""
 
-from __future__ import annotations
-
 import enum
 import os
 import resource

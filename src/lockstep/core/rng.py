@@ -4,8 +4,6 @@ The generator is splitmix64 (Steele, Lea and Flood 2014) used by position: `draw
 splitmix64 seeded with `key`. Integer arithmetic wraps alike on every device, so the CPU and a GPU agree.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The kinds of rules for the values of a config, each with a text that says what it expects."""
 
-from __future__ import annotations
-
 import os
 import re
 import unicodedata

@@ -5,8 +5,6 @@ lists and mappings are parsed, a few levels deep: a few lines of YAML can expand
 too long or not what it should be raises UnreadableFile. Imports no torch.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

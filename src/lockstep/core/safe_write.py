@@ -1,7 +1,5 @@
 """Writing files that are complete or absent, also after a kill or a power cut."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ on torch's meta device. For any other tensor, the whole and this rank's part are
 not import `DTensor`, which takes a second; it recognises one by its methods.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Iterable
 
@@ -32,8 +30,7 @@ def has_stages(model: nn.Module) -> bool:
 
 def own_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy."""
-    part: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return part
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -63,8 +60,7 @@ def whole(tensor: Tensor) -> Tensor:
     """
     if not is_sharded(tensor):
         return tensor
-    full: Tensor = tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
-    return full
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
 
 
 def part_like(example: Tensor, tensor: Tensor) -> Tensor:

@@ -4,8 +4,6 @@
 each machine, and this command starts the ranks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

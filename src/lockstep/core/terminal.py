@@ -1,7 +1,5 @@
 """Standard streams that may be closed, full, or without a reader: that alone must not end a run."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

@@ -1,7 +1,5 @@
 """Looks at the data of a job before a run: labels, classes, broken images, and images that are there twice."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The work of `lockstep pack`: decode a folder of images once and write the pixels, for `dataset=packed`."""
 
-from __future__ import annotations
-
 import fcntl
 import glob
 import hashlib

@@ -11,25 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Augment, BoxAugment, Source
-from lockstep.core.model_card import INTERPOLATION
+from lockstep.core.model_card import INTERPOLATION, ModelCard
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup, Shard
 from lockstep.data.transforms.mixup import Mix, interval
-
-
-def normalisation(
-    mean: Sequence[float], std: Sequence[float], *, device: torch.device, precision: Precision
-) -> tuple[Tensor, Tensor]:
-    """The factor and then the summand that normalise stored pixels, each (1, C, 1, 1) in `precision.sums`.
-
-    `mean` and `std` are per channel, for pixels from 0 to 1.
-    """
-    means, stds = (
-        torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1) for values in (mean, std)
-    )
-    return 1 / (255 * stds), -means / stds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +50,7 @@ class Pipeline:
     @classmethod
     def of(
         cls,
-        source: Source,
+        source: Source | ModelCard,
         augment: Augment,
         *,
         device: torch.device,
@@ -72,8 +59,14 @@ class Pipeline:
         std: Sequence[float] | None = None,
         **options: Any,
     ) -> Pipeline:
-        """The pipeline of `source`, with its own mean and deviation by default; `options` are other fields."""
-        scale, shift = normalisation(mean or source.mean, std or source.std, device=device, precision=precision)
+        """The pipeline of a data set or of a model's card, with its own mean and deviation by default.
+
+        `mean` and `std` are per channel, for pixels from 0 to 1; `options` are other fields.
+        """
+        means, stds = (
+            torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1)
+            for values in (mean or source.mean, std or source.std)
+        )
         apply = augment.apply
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
@@ -82,8 +75,8 @@ class Pipeline:
             augment=apply,
             input_shape=source.input_shape,
             eval_crop=source.eval_crop,
-            scale=scale,
-            shift=shift,
+            scale=1 / (255 * stds),
+            shift=-means / stds,
             dtype=precision.dtype,
             **options,
         )

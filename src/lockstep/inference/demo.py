@@ -4,8 +4,6 @@ The server is uvicorn. It listens on the loopback address only, and answers only
 name. So a page of another site in the same browser can neither call it nor read its answers.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import json

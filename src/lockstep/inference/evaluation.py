@@ -1,7 +1,5 @@
 """Evaluates a trained model on a split: every example once, with the logits of the evaluation during training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,9 +20,9 @@ from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
 from lockstep.runtime.host import cores
 from lockstep.training.evaluate import best_classes
+from lockstep.training.predictions import MATRIX_CLASSES
 
 BINS = 15  # of the calibration error, as in Guo et al. 2017
-MATRIX_CLASSES = 100  # the most classes whose confusion matrix is kept
 
 
 @dataclass(frozen=True, kw_only=True)

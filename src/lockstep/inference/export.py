@@ -4,8 +4,6 @@ The file takes stored uint8 images and processes them like the evaluation: crop,
 views. It computes in float32, whatever the training did. It is written only if its logits are the model's.
 """
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import math
@@ -66,8 +64,7 @@ def _write_torch(module: nn.Module, example: Tensor, metadata: dict[str, str], p
 
 
 def _read_torch(path: Path) -> Callable[[Tensor], Tensor]:
-    module: Callable[[Tensor], Tensor] = torch.export.load(path).module()
-    return module
+    return torch.export.load(path).module()
 
 
 def _write_onnx(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:

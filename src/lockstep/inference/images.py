@@ -1,7 +1,5 @@
 """Turns a path, bytes, a Pillow image or an array into an image as the data set would store it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from io import BytesIO

@@ -1,7 +1,5 @@
 """Makes a `Predictor` from a file of weights, without a run folder or data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch
@@ -15,7 +13,7 @@ from lockstep.core.model import infinite_buffers, is_sound
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import RunDir, pointed
-from lockstep.data.pipeline import Pipeline, normalisation
+from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
 from lockstep.models.nets import check_size, sketch, without_weights
@@ -46,18 +44,15 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         if str(error).startswith(f"{KEY}: "):
             raise
         raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
-    scale, shift = normalisation(card.mean, card.std, device=target, precision=precision)
     return Predictor(
         card=card,
         model=model.to(target).to(memory_format=option.memory_format).eval(),
         precision=precision,
-        pipeline=Pipeline(
-            augment=NoAugment().apply,
-            input_shape=card.input_shape,
-            eval_crop=card.eval_crop,
-            scale=scale,
-            shift=shift,
-            dtype=precision.dtype,
+        pipeline=Pipeline.of(
+            card,
+            NoAugment(),
+            device=target,
+            precision=precision,
             memory_format=option.memory_format,
             seed=0,
             interpolation=card.interpolation,

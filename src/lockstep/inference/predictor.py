@@ -1,7 +1,5 @@
 """A trained model and everything that it needs for use. Evaluation, prediction, export and the demo use it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

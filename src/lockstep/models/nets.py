@@ -1,7 +1,5 @@
 """Small convolutional networks that need no library."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import math
@@ -51,7 +49,6 @@ class Network(Model):
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """The memory format of images and weights."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
     @abstractmethod
@@ -80,7 +77,6 @@ class TimeLimit(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, and raise if that was too late."""
         result = func(*args, **(kwargs or {}))
         # Calls that give no tensor may change a state, such as no_grad's two: neither of a pair may go missing.
         if isinstance(result, Tensor) and time.thread_time() > self.end:

@@ -4,8 +4,6 @@ timm asks the network before it looks into its cache, and repeats that for most 
 first, and the network is tried once, for a few seconds.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A small VGG-like network after a fixed whitening of patches, for fast training on small photographs."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass

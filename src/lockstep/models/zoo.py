@@ -1,7 +1,5 @@
 """timm's models, with typed options."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """The exponential moving average of a model."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel

@@ -7,8 +7,6 @@ kernel with the same arguments. So the results have the same bits, and torch sav
 The kernels have names of torch that begin with an underscore; `tests/unit/test_fused.py` compares both ways.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

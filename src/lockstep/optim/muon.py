@@ -1,7 +1,5 @@
 """Muon (Jordan et al. 2024): SGD with momentum, in which the update of a matrix is made orthogonal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -53,21 +51,16 @@ class Muon(OptimizerOption):
         linear = [id(layer.weight) for layer in layers if isinstance(layer, nn.Linear)]
         heads = set(linear[-1:])
         matrices = {id(layer.weight) for layer in layers} - heads
-        kinds: list[tuple[float, Callable[[Tensor], bool]]] = [
-            (self.rate, lambda parameter: id(parameter) in matrices),
-            (self.rate if self.head_lr is None else self.head_lr, lambda parameter: id(parameter) in heads),
-            (self.bias_lr, lambda parameter: id(parameter) not in matrices | heads),
-        ]
+        others = {id(parameter) for parameter in model.parameters()} - matrices - heads
+        head_lr = self.rate if self.head_lr is None else self.head_lr
         groups = []
         for group in self.decay_groups(model):
-            for number, (rate, belongs) in enumerate(kinds):
-                if params := [parameter for parameter in group["params"] if belongs(parameter)]:
+            for kind, rate in ((matrices, self.rate), (heads, head_lr), (others, self.bias_lr)):
+                if params := [parameter for parameter in group["params"] if id(parameter) in kind]:
                     ratio = rate / self.rate
                     decay = group["weight_decay"] / ratio  # a step multiplies it by the group's rate
-                    scale = group["scale"] * ratio
-                    groups.append(
-                        {"params": params, "orthogonal": number == 0, "scale": scale, "weight_decay": decay}
-                    )
+                    scale, orthogonal = group["scale"] * ratio, kind is matrices
+                    groups.append({"params": params, "orthogonal": orthogonal, "scale": scale, "weight_decay": decay})
         return groups
 
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -98,7 +91,10 @@ class MuonOptimizer(torch.optim.Optimizer):
             if group["orthogonal"]:
                 updates = orthogonalised(updates, group["iterations"])
             if group["orthogonal"] and group["fixed_norm"]:
-                torch._foreach_mul_(params, _factors_to_orthogonal_norm(params, decay_factor))
+                # To the norm of an orthogonal matrix of as many rows, without reading the norms from the device.
+                factors = torch._foreach_reciprocal(torch._foreach_norm(params))
+                torch._foreach_mul_(factors, [decay_factor * len(parameter) ** 0.5 for parameter in params])
+                torch._foreach_mul_(params, factors)
             elif group["weight_decay"] != 0:
                 torch._foreach_mul_(params, decay_factor)
             if isinstance(group["lr"], Tensor):  # `alpha` would read the tensor, and wait for the device
@@ -106,16 +102,6 @@ class MuonOptimizer(torch.optim.Optimizer):
                 torch._foreach_add_(params, updates)
             else:
                 torch._foreach_add_(params, updates, alpha=-group["lr"])
-
-
-def _factors_to_orthogonal_norm(params: list[Tensor], factor: float | Tensor) -> tuple[Tensor, ...]:
-    """The factors that scale each of `params` (o, ...) to `factor` times the norm of an orthogonal matrix of o rows.
-
-    They stay on the device: reading them as Python numbers would wait for it.
-    """
-    factors = torch._foreach_reciprocal(torch._foreach_norm(params))
-    torch._foreach_mul_(factors, [factor * len(parameter) ** 0.5 for parameter in params])
-    return tuple(factors)
 
 
 def orthogonalised(updates: list[Tensor], iterations: int) -> list[Tensor]:

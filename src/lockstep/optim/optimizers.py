@@ -1,7 +1,5 @@
 """The optimizers: SGD, Adam and AdamW of torch, and all others of timm by name."""
 
-from __future__ import annotations
-
 import inspect
 from abc import abstractmethod
 from dataclasses import dataclass, replace
@@ -120,15 +118,11 @@ class OptimizerOption(Optimizer):
                 }
                 for group in groups
             ]
-        if self.decay_all or self.weight_decay == 0:
-            return [{"params": trained, "weight_decay": self.weight_decay, "scale": 1.0}]
-        decayed = [parameter for parameter in trained if parameter.dim() >= 2]
-        undecayed = [parameter for parameter in trained if parameter.dim() < 2]
-        groups = [
-            {"params": decayed, "weight_decay": self.weight_decay, "scale": 1.0},
-            {"params": undecayed, "weight_decay": 0.0, "scale": 1.0},
-        ]
-        return [group for group in groups if group["params"]]
+        least = 0 if self.decay_all or self.weight_decay == 0 else 2  # dimensions of the decayed parameters
+        decayed = [parameter for parameter in trained if parameter.dim() >= least]
+        undecayed = [parameter for parameter in trained if parameter.dim() < least]
+        parts = ((decayed, self.weight_decay), (undecayed, 0.0))
+        return [{"params": params, "weight_decay": decay, "scale": 1.0} for params, decay in parts if params]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""
@@ -245,10 +239,7 @@ class Timm(OptimizerOption):
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
         from timm.optim import create_optimizer_v2
 
-        built: torch.optim.Optimizer = create_optimizer_v2(
-            groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options
-        )
-        return built
+        return create_optimizer_v2(groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

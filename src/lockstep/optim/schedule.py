@@ -1,7 +1,5 @@
 """The learning rate as a pure function of the step: a checkpoint need not save it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

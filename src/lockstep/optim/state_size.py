@@ -1,7 +1,5 @@
 """The size of an optimizer's state, estimated before its first step."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

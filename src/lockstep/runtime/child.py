@@ -3,8 +3,6 @@
 Slow imports come after the process handles a stop and is set to end with its parent.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`env.json`: the versions of the packages and the machine of a run. It never contains environment variables."""
 
-from __future__ import annotations
-
 import functools
 import os
 import platform

@@ -1,7 +1,5 @@
 """The resources of this machine: cores, memory, instructions for bfloat16."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The end of a program: one sentence for the user, and an exit code for the kind of error."""
 
-from __future__ import annotations
-
 import _thread
 import atexit
 import os

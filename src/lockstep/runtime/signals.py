@@ -1,7 +1,5 @@
 """Stop requests by signals, and the start and the end of each process of a job. Imports no torch."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import os

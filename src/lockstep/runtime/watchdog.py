@@ -4,8 +4,6 @@ A sign of life is a finished step, micro-batch, evaluation block or save. Until 
 wait for a compilation or for a data set, CPU time that the process uses is a sign of life, too.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import signal

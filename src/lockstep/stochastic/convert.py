@@ -5,8 +5,6 @@ each call is recorded as a site of the module that made it. Second, a module tha
 way is recorded by its name, for a warning to the user.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from collections.abc import Iterator
@@ -185,12 +183,8 @@ class _Observer:
         enter_hook = hooks.register_module_forward_pre_hook(lambda module, _: self._enter(module))
         leave_hook = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         states = _other_generator_states()
-        try:
-            with KeyedFunctions(self.new_bits):
-                yield
-        finally:
-            enter_hook.remove()
-            leave_hook.remove()
+        with enter_hook, leave_hook, KeyedFunctions(self.new_bits):
+            yield
         for name, state in _other_generator_states().items():
             if state != states[name]:
                 self.unknown[name] = None

@@ -4,8 +4,6 @@
 arguments are those of torch's own functions. A function without an entry is left to torch; `convert` detects it.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

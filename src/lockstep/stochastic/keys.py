@@ -1,7 +1,5 @@
 """The keys of a forward pass (one per example), and the sites in the model that draw random numbers."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

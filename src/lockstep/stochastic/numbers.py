@@ -6,8 +6,6 @@ position (Wellons 2018, "Prospecting for hash functions"), then its last rounds 
 int32 arithmetic wraps in the same way on every device, so the CPU and a GPU agree to the bit.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

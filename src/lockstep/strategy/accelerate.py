@@ -3,8 +3,6 @@
 So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard, or step a schedule.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from dataclasses import dataclass, replace
@@ -65,8 +63,7 @@ class Accelerate(Distributed):
         built = optimizer.build(model)
         if world.size == 1:
             return built
-        prepared: torch.optim.Optimizer = accelerator(world.device).prepare_optimizer(built, device_placement=False)
-        return prepared
+        return accelerator(world.device).prepare_optimizer(built, device_placement=False)
 
 
 def accelerator(device: torch.device, **ddp: bool) -> Any:

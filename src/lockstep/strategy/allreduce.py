@@ -1,7 +1,5 @@
 """The gradient averaging of the tutorials, done correctly: the simplest way to see what DDP does."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The strategies of one process, and the base class of those with several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

@@ -4,12 +4,11 @@ A model can be cut before a module that takes one tensor, if no other result fro
 blocks with residual connections stay whole, and any family of models can be cut.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,18 +79,14 @@ class ForwardTrace(TorchFunctionMode):
     def watch(self, model: nn.Module, images: Tensor) -> Tensor:
         """The output of a forward pass of `model`, in evaluation mode."""
         self.birth[images] = 0
-        hooks: list[Any] = []
-        for name, module in model.named_modules():
-            if name:
-                hooks.append(module.register_forward_pre_hook(functools.partial(self._begin, name), with_kwargs=True))
-                hooks.append(module.register_forward_hook(self._end))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                if name:
+                    begin = functools.partial(self._begin, name)
+                    hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
+                    hooks.enter_context(module.register_forward_hook(self._end))
             with self:
-                output: Tensor = model(images)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return output
+                return model(images)
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self.begun:

@@ -1,7 +1,5 @@
 """`torch.nn.parallel.DistributedDataParallel`: gradients are averaged in buckets while backward runs."""
 
-from __future__ import annotations
-
 import enum
 import inspect
 import warnings
@@ -89,17 +87,14 @@ class DDP(Distributed):
         return replica
 
     def _register_hook(self, replica: DistributedDataParallel) -> None:
-        hooks: dict[CommHook, tuple[Any, Any]] = {
-            CommHook.fp16: (None, default_hooks.fp16_compress_hook),
-            CommHook.bf16: (None, default_hooks.bf16_compress_hook),
-            CommHook.powersgd: (
-                powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10),
-                powerSGD_hook.powerSGD_hook,
-            ),
-        }
-        if self.comm_hook in hooks:
-            state, hook = hooks[self.comm_hook]
-            replica.register_comm_hook(state, hook)
+        match self.comm_hook:
+            case CommHook.fp16:
+                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
+            case CommHook.bf16:
+                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
+            case CommHook.powersgd:
+                state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10)
+                replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
@@ -111,6 +106,3 @@ class DDP(Distributed):
         if self.comm_hook is CommHook.powersgd:
             notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes
-
-
-__all__ = ["DDP", "CommHook"]

@@ -1,7 +1,5 @@
 """`torch.distributed.fsdp.fully_shard`: parameters, gradients and the optimizer's state are cut over the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -103,9 +101,10 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
                 continue
             # A list of modules has no forward, before which its parameters could be gathered.
             together = len({groups[parameter] for parameter in own}) == 1 and not isinstance(child, nn.ModuleList)
+            size = sum(map(Tensor.numel, child.parameters()))
             if not together:
                 yield from visit(child, f"{path}.")
-            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or _size(child) >= LARGE:
+            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= LARGE:
                 yield child
 
     yield from visit(model, "")
@@ -117,12 +116,7 @@ def _groups(model: nn.Module) -> dict[str, int | str]:
         from timm.models import group_parameters
 
         matcher = cast(Any, model).group_matcher(coarse=False)
-        groups: dict[str, int | str] = group_parameters(model, matcher, reverse=True)
-        return groups
+        return group_parameters(model, matcher, reverse=True)
     lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
     paths = {name: name.split(".") for name, _ in model.named_parameters()}
     return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}
-
-
-def _size(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

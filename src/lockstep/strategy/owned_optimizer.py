@@ -1,7 +1,5 @@
 """An optimizer whose state is divided over the ranks: one rank has all of a parameter's state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -41,7 +39,6 @@ class OwnedOptimizer(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step this rank's parameters."""
         assert closure is None
         for own_group, group in zip(self.own.param_groups, self.param_groups, strict=True):
             own_group |= {key: value for key, value in group.items() if key != "params"}
@@ -70,18 +67,16 @@ class OwnedOptimizer(ShardedOptimizer):
                         dist.send(value.to(wire(self.world.device)).contiguous(), 0)
             return own
         for rank, outline in enumerate(outlines[1:], start=1):
-            own |= {number: self._received(entries, rank) for number, entries in outline.items()}
+            for number, entries in outline.items():
+                own[number] = {key: self._received(value, rank) for key, value in entries.items()}
         return dict(sorted(own.items()))
 
-    def _received(self, outline: dict[str, Any], rank: int) -> dict[str, Any]:
-        entries = {}
-        for key, value in outline.items():
-            if isinstance(value, Tensor):
-                tensor = torch.empty(value.shape, dtype=value.dtype, device=wire(self.world.device))
-                dist.recv(tensor, rank)
-                value = tensor.cpu()
-            entries[key] = value
-        return entries
+    def _received(self, outline: Any, rank: int) -> Any:
+        if not isinstance(outline, Tensor):
+            return outline
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=wire(self.world.device))
+        dist.recv(tensor, rank)
+        return tensor.cpu()
 
 
 def _outline(entries: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,6 @@
 Here a model is run unchanged, and the last batch of an epoch may be short.
 """
 
-from __future__ import annotations
-
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -136,6 +134,3 @@ class Pipeline(Single):
                 f"{(world.size - 1) / (5 * world.size - 1):.0%}"
             )
         return notes
-
-
-__all__ = ["PassOrder", "Pipeline"]

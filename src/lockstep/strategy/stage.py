@@ -6,8 +6,6 @@ only. There it receives the numbers from the previous rank. Before the first mod
 forward pass and sends the numbers to the next rank. Gradients go back the same way during backward.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -135,10 +133,9 @@ class Stage:
         if self.number > 0:  # cast them here, because autocast does not support the meta device
             images = images.to("meta", self.storage)
         try:
-            logits: Tensor = self.whole_forward(images)
+            return self.whole_forward(images)
         except _NextStageError as end:
-            logits = _Send.apply(end.activations, self.anchor, self.neighbours, self.stages.classes)
-        return logits
+            return _Send.apply(end.activations, self.anchor, self.neighbours, self.stages.classes)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace the shape of the input by the numbers of the previous stage."""

@@ -5,8 +5,6 @@ into the same number of virtual shards, and each of them has its own gradient. N
 pairs, then pairs of pairs, first within a rank and then between ranks. Batch norm counts per virtual shard.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -41,7 +39,8 @@ class TreeReplica(nn.Module):
         """Move the gradients of one virtual shard from the parameters into the tree."""
         if first:
             self.first_buffers = [buffer.clone() for buffer in self.module.buffers()]
-        height, gradients = 0, self._gradients()
+        gradients = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._trained()]
+        height = 0
         for parameter in self.module.parameters():
             parameter.grad = None
         while self.subtrees and self.subtrees[-1][0] == height:
@@ -71,9 +70,6 @@ class TreeReplica(nn.Module):
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-    def _gradients(self) -> list[Tensor]:
-        return [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in self._trained()]
 
 
 def _exchange(tensor: Tensor, peer: int) -> Tensor:

@@ -5,8 +5,6 @@ works on the CPU, allows a rank without examples in any number format, never wai
 by the compiler.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -29,7 +27,7 @@ class _SyncNormalize(torch.autograd.Function):
         # The compiler fuses plain operations, and cannot trace the kernels for eager CUDA.
         kernels = CUDAKernels if x.is_cuda and not torch.compiler.is_compiling() else PlainKernels
         x = _dense(x)
-        local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x, 2)
+        local_mean, local_variance = kernels.moments(x, eps) if x.numel() else _zeros(x).unbind()
         local_count = torch.full_like(local_mean[:1], x.numel() // x.shape[1])
         means, variances, counts = _gathered(local_mean, local_variance, local_count)
         count = counts.sum()
@@ -48,20 +46,11 @@ class _SyncNormalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None]:
         x, weight, mean, scale, counts = ctx.saved_tensors
         grad = _dense(grads[0])
-        # Sums per channel: of the gradient, and of the gradient times the centred input.
-        total, projection = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x, 2)
-        grad_weight, grad_bias = (None, None) if weight is None else (projection * scale, total.clone())
-        sums = torch.cat([total, projection])
+        sums = ctx.kernels.sums(grad, x, mean, scale) if x.numel() else _zeros(x)
+        grad_weight, grad_bias = (None, None) if weight is None else (sums[1] * scale, sums[0].clone())
         dist.all_reduce(sums)
-        if not x.numel():
-            return torch.empty_like(x), grad_weight, grad_bias, None
-        total, projection = sums.chunk(2)
-        return (
-            ctx.kernels.gradient(grad, x, weight, mean, scale, total, projection, counts),
-            grad_weight,
-            grad_bias,
-            None,
-        )
+        own = ctx.kernels.gradient(grad, x, weight, mean, scale, sums, counts) if x.numel() else torch.empty_like(x)
+        return own, grad_weight, grad_bias, None
 
 
 class PlainKernels:
@@ -85,24 +74,17 @@ class PlainKernels:
         return (output if bias is None else output + _channels(bias, x)).to(x.dtype)
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of `grad` and of `grad * (x - mean)`."""
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+        """The sums of `grad` and of `grad * (x - mean)` per channel, (2, channels)."""
         wide, dims = _wide(grad), _all_but_channels(x)
-        return wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)
+        return torch.stack([wide.sum(dims), (wide * (_wide(x) - _channels(mean, x))).sum(dims)])
 
     @staticmethod
     def gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        total: Tensor,
-        projection: Tensor,
-        counts: Tensor,
+        grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, counts: Tensor
     ) -> Tensor:
-        """The gradient of the input, from both sums over all ranks and the counts of each rank, (ranks, 1)."""
-        count = counts.sum()
+        """The gradient of the input, from the sums over all ranks and the counts of each rank, (ranks, 1)."""
+        (total, projection), count = sums.unbind(), counts.sum()
         slope = projection * scale.square() / count
         centred = _wide(grad) - _channels(total / count, x) - (_wide(x) - _channels(mean, x)) * _channels(slope, x)
         return (centred * _channels(scale if weight is None else scale * weight, x)).to(x.dtype)
@@ -123,23 +105,16 @@ class CUDAKernels(PlainKernels):
         return torch.batch_norm_elemt(x, weight, bias, mean, scale, eps)
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def sums(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
         total, projection, _, _ = torch.batch_norm_backward_reduce(grad, x, mean, scale, None, True, False, False)
-        return total, projection
+        return torch.stack([total, projection])
 
     @staticmethod
     def gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        mean: Tensor,
-        scale: Tensor,
-        total: Tensor,
-        projection: Tensor,
-        counts: Tensor,
+        grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, scale: Tensor, sums: Tensor, counts: Tensor
     ) -> Tensor:
         counts = counts.flatten().to(torch.int32)
-        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, total, projection, counts)
+        return torch.batch_norm_backward_elemt(grad, x, mean, scale, weight, sums[0], sums[1], counts)
 
 
 def _gathered(mean: Tensor, variance: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,9 +146,9 @@ def _statistics_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _zeros(x: Tensor, number: int) -> tuple[Tensor, ...]:
-    """`number` vectors of zeros, one per channel: the sums over no examples."""
-    return torch.zeros((number, x.shape[1]), dtype=_statistics_dtype(x), device=x.device).unbind()
+def _zeros(x: Tensor) -> Tensor:
+    """Both sums over no examples, (2, channels)."""
+    return torch.zeros((2, x.shape[1]), dtype=_statistics_dtype(x), device=x.device)
 
 
 def _all_but_channels(x: Tensor) -> list[int]:
@@ -231,32 +206,17 @@ class SyncBatchNorm(BatchNorm):
 class SyncBatchNormAct(SyncBatchNorm):
     """The same, for timm's fused layers of norm and activation (`BatchNormAct2d`)."""
 
-    def __init__(self, *args: Any, drop: nn.Module, act: nn.Module, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.drop = drop
-        self.act = act
+    drop: nn.Module
+    act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
-        output: Tensor = self.act(self.drop(super().forward(input)))
-        return output
+        return self.act(self.drop(super().forward(input)))
 
 
-def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every batch norm in `module` by a synchronised one; parameters and state-dict keys stay the same."""
-    if isinstance(module, BatchNorm):
-        return _replacement(module)
-    for name, child in module.named_children():
-        module.add_module(name, convert_sync_batchnorm(child))
-    return module
-
-
-def _replacement(norm: BatchNorm) -> SyncBatchNorm:
-    options = (norm.num_features, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    act, drop = getattr(norm, "act", None), getattr(norm, "drop", None)
-    synced = (
-        SyncBatchNorm(*options) if act is None or drop is None else SyncBatchNormAct(*options, drop=drop, act=act)
-    )
-    synced.weight, synced.bias = norm.weight, norm.bias
-    synced.running_mean, synced.running_var = norm.running_mean, norm.running_var
-    synced.num_batches_tracked = norm.num_batches_tracked
-    return synced.train(norm.training)
+def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
+    """Make every batch norm of `model` a synchronised one, in place, by changing its class; returns the model."""
+    for module in model.modules():
+        if isinstance(module, BatchNorm):
+            fused = hasattr(module, "act") and hasattr(module, "drop")
+            module.__class__ = SyncBatchNormAct if fused else SyncBatchNorm
+    return model

@@ -4,8 +4,6 @@ torch's `ZeroRedundancyOptimizer` does the same, but needs parameters of one dty
 whole state, pickled, to every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -49,7 +47,10 @@ class ZeROOptimizer(OwnedOptimizer):
         super().step(closure)
         for rank in range(self.world.size):
             for tensors in by_dtype(parameter for parameter, owner in self.owners.items() if owner == rank):
-                _broadcast(tensors, rank, self.world.rank)
+                message = flattened(tensors)
+                dist.broadcast(message, rank)
+                if rank != self.world.rank:
+                    copy_back(message, tensors)
 
 
 def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
@@ -60,11 +61,3 @@ def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
         owners[parameter] = sizes.index(min(sizes))
         sizes[owners[parameter]] += parameter.numel()
     return owners
-
-
-def _broadcast(tensors: list[Tensor], source: int, rank: int) -> None:
-    """Give every rank the tensors of rank `source`, in one message."""
-    message = flattened(tensors)
-    dist.broadcast(message, source)
-    if rank != source:
-        copy_back(message, tensors)

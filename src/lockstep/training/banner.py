@@ -1,7 +1,5 @@
 """The lines that main shows the user before a run and after it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path

@@ -4,8 +4,6 @@ The last global batch of an epoch may have fewer examples than all ranks have mi
 attention then ask torch for a size that it cannot infer from a tensor without elements.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds the data of a run: its splits, its plan, the loader that reads them and the pipeline that augments them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Builds the model of a run with its optimizer and its loss, and loads the checkpoint that the run starts from."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +78,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         model=model,
         replica=replica,
         infinite=infinite,
-        inputs=draws.inputs,
-        set_keys=draws.set_keys,
+        draws=draws,
         optimizer=optimizer,
         freezing=freezing,
         scaler=precision.scaler(world.device),

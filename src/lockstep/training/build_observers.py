@@ -1,7 +1,5 @@
 """Builds everything that records a run: the telemetry of each rank, main's observers, and main's GPU monitor."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

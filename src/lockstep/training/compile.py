@@ -1,7 +1,5 @@
 """torch.compile for the model. It can take as long as a short run, so the user is told, and may stop it."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import ExitStack
@@ -70,16 +68,14 @@ class CompileTime:
 
     def __init__(self, speaks: bool) -> None:
         self.speaks = speaks
-        self.began: float | None = None
-        self.seconds = self.said = 0.0
+        self.began = self.seconds = self.said = 0.0
 
     def start(self) -> None:
-        if self.began is None and self.speaks:
+        if not self.seconds and self.speaks:
             log.say("compiling the model: the first batch of each shape takes about a minute, less the next time")
         self.began = time.monotonic()
 
     def end(self) -> None:
-        assert self.began is not None
         seconds = time.monotonic() - self.began
         log.logger.info("compiled in %.1f s", seconds)
         self.seconds += seconds

@@ -3,8 +3,6 @@
 So that advice need not guess, other settings are tried in turns with the present ones.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 import traceback
@@ -77,16 +75,11 @@ def training_rate(job: ResolvedJob, world: World) -> float | None:
         return None
     examples = job.micro_batch(world.size)
     tried = min(FEW, examples)
-    # Fork the generator: this throw-away model must not advance the state of the run's.
-    with torch.random.fork_rng(devices=[]):
-        try:
-            seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, tried), world))
-            if seconds is not None and tried < examples and seconds * examples / tried < LONG_S:
-                tried = examples
-                seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, examples), world))
-        finally:
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
+    with trial(world.device):
+        seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, tried), world))
+        if seconds is not None and tried < examples and seconds * examples / tried < LONG_S:
+            tried = examples
+            seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, examples), world))
     return None if seconds is None else tried / seconds
 
 
@@ -141,8 +134,7 @@ def tried(
     """
     end = time.perf_counter() + seconds
     factors: dict[str, float] = {}
-    # Fork the generator: a throw-away model must not advance the state of another run of this process.
-    with torch.random.fork_rng(devices=[]), threads_restored():
+    with trial(device):
         step = _warmed_up(present, device)
         if step is None:
             return {}
@@ -227,10 +219,14 @@ def _timed_with(step: Callable[[], None], threads: int, device: torch.device) ->
 
 
 @contextmanager
-def threads_restored() -> Iterator[None]:
-    """A context that restores torch's number of threads."""
-    before = torch.get_num_threads()
+def trial(device: torch.device) -> Iterator[None]:
+    """A context for throw-away models: it restores torch's generator and threads, and frees a GPU's memory."""
+    threads = torch.get_num_threads()
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
-        torch.set_num_threads(before)
+        if torch.get_num_threads() != threads:  # a call changes how MKL uses its threads, even with the same number
+            torch.set_num_threads(threads)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,7 +1,5 @@
 """Exact evaluation: every example of the split once, on any number of ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 import torch

@@ -1,7 +1,5 @@
 """The composition root: builds the parts of a run in order, each from the parts above it, alike on every rank."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

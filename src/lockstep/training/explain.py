@@ -1,7 +1,5 @@
 """Explains a run that has ended: where its time went, the verdict and the checklist."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any

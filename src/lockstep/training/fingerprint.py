@@ -1,7 +1,5 @@
 """What a checkpoint says of its job: the facts on which a run that resumes must agree, and the model card."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

@@ -6,8 +6,6 @@ where Python computed them. So the examples of a step are copied to the addresse
 rates are tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,7 +107,7 @@ class GraphTrainer(Trainer):
     def inputs(self, micro: Shard) -> Inputs:
         """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
         images, targets = self.pipeline.mixed(micro)
-        return [*self.network.inputs(images, micro), targets, micro.labels]
+        return [*self.network.draws.inputs(images, micro), targets, micro.labels]
 
     def record(self, shard: Shard, inputs: list[Inputs]) -> None:
         """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.

@@ -1,7 +1,5 @@
 """Finds by trying which batches and micro-batches fit into memory, and sets how the C library keeps freed memory."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math
@@ -19,7 +17,7 @@ import torch
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.training.dry_run import dry_run_step, timed, unless_out_of_memory
+from lockstep.training.dry_run import dry_run_step, timed, trial, unless_out_of_memory
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -108,21 +106,18 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
 
 def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory."""
-    # Fork the generator: this throw-away model must not advance the state of the run's.
-    with _bounded(world), torch.random.fork_rng(devices=[]):
 
-        def step() -> bool:
-            reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
-            dry_run_step(job, world, examples)()
-            del reserved
-            return True
+    def step() -> bool:
+        reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
+        dry_run_step(job, world, examples)()
+        del reserved
+        return True
 
+    with _bounded(world), trial(world.device):
         try:
             return unless_out_of_memory(step) is not None
         finally:
             gc.collect()
-            if world.device.type == "cuda":
-                torch.cuda.empty_cache()
 
 
 @contextmanager
@@ -153,7 +148,7 @@ def advice_on_batch(job: ResolvedJob, world: World, examples: int) -> str:
     end = time.perf_counter() + LONGEST_S
     present = batch = job.batch
     rates: dict[int, float] = {}
-    with torch.random.fork_rng(devices=[]):  # a throw-away model must not advance the state of the run's
+    with trial(world.device):
         while True:
             seconds = _seconds(job, world, math.ceil(batch / world.size))
             if seconds is None:

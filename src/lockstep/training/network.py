@@ -1,15 +1,12 @@
 """The state of a run: the model with everything that holds its parameters, and how far the run has come."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.core.data_protocols import MicroBatch
+from lockstep.stochastic import ForwardDraws
 from lockstep.telemetry import WindowState
 from lockstep.training.freezing import Freezing
 
@@ -22,9 +19,7 @@ class Network:
         model: the raw module, which is evaluated and saved.
         replica: the wrapped module, which is called in training.
         infinite: the names of its buffers that are infinite by design.
-        inputs: returns the inputs of the replica: the images of a micro-batch and, if the model draws random numbers,
-            the keys of its examples.
-        set_keys: prepares a forward pass of `model` itself, instead of the replica, to draw these numbers.
+        draws: the random numbers of its forward passes, whose keys are inputs of the replica.
         freezing: the layers that are frozen, and in which steps.
         scaler: the scaler of the loss; disabled if the number format needs none.
         ema: the average of the weights, if the job keeps one.
@@ -36,8 +31,7 @@ class Network:
     model: nn.Module
     replica: nn.Module
     infinite: frozenset[str] = frozenset()
-    inputs: Callable[[Tensor, MicroBatch], tuple[Tensor, ...]]
-    set_keys: Callable[[MicroBatch], None]
+    draws: ForwardDraws
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     freezing: Freezing = field(default_factory=Freezing)

@@ -1,7 +1,5 @@
 """The parts of a job, for a training loop that the user writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -110,7 +108,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         optimizer=network.optimizer,
         criterion=build_loss(job, data, world).loss,
         freezing=network.freezing,
-        set_keys=network.set_keys,
+        set_keys=network.draws.set_keys,
         scaler=network.scaler,
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,

@@ -1,7 +1,5 @@
 """Collects what the best evaluation predicts: counts by class, and the images about which the model is most wrong."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Sequence

@@ -16,20 +16,14 @@ from lockstep.core.protocols import Launcher, Optimizer
 class ResolvedLauncher(Launcher, Protocol):
     """A launcher that knows its numbers."""
 
-    @property
-    def ranks(self) -> int:
-        """The ranks on each machine."""
-
-    @property
-    def threads(self) -> int:
-        """The CPU threads of each rank."""
+    ranks: int
+    threads: int
 
 
 class ResolvedOptimizer(Optimizer, Protocol):
     """An optimizer that knows its learning rate."""
 
-    @property
-    def lr(self) -> float: ...
+    lr: float
 
 
 @dataclass(frozen=True, kw_only=True)

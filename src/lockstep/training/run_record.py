@@ -1,7 +1,5 @@
 """Main shows a run and writes it into its folder, from the banner to the summary. Other ranks do neither."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

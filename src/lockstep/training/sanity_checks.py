@@ -1,7 +1,5 @@
 """Checks of the weights during a run: they are finite, and the same on every rank."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Set
 from itertools import chain

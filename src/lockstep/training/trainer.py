@@ -1,7 +1,5 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -152,7 +150,7 @@ class Trainer:
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
         images, targets = self.pipeline.mixed(micro)
-        loss, logits = self.loss_and_logits(self.network.inputs(images, micro), targets, micro.labels)
+        loss, logits = self.loss_and_logits(self.network.draws.inputs(images, micro), targets, micro.labels)
         scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
         self.telemetry.record(loss.detach(), logits.detach(), scored, images)
         return loss

@@ -4,8 +4,6 @@ Every gain is that of the whole run. It follows from a part's share of the time 
 part itself becomes was tried where a trial is short (`lockstep.training.dry_run`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The data sets that fit in memory and need no files: digits and random images. And the base class of array sets."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.util

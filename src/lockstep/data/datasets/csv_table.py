@@ -1,7 +1,5 @@
 """Image files that a table lists: `dataset=csv`."""
 
-from __future__ import annotations
-
 import csv
 import io
 import os
@@ -16,7 +14,7 @@ from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Listing, as_labels, as_names, classes_of, split_of
+from lockstep.data.datasets.listing import Listing, as_labels, as_names, classes_of, held_out, split_of
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -66,7 +64,8 @@ class CSV(FileSource):
         train = split_of(by_split, self.train_split, where, key="train_split")
         classes = classes_of([row.label for row in train], lambda index: self._line(train[index]), gaps=False)
         if self.val_share is not None:
-            return self._listing(train, classes).split(self.val_share)
+            whole = self._listing(train, classes)
+            return held_out(whole, whole.names, self.val_share)
         val = split_of(by_split, self.val_split, where, key="val_split")
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))

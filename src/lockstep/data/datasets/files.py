@@ -1,7 +1,5 @@
 """The base classes of photographs and of image files, wherever they and their labels come from, and their sizes."""
 
-from __future__ import annotations
-
 import enum
 import math
 from abc import abstractmethod
@@ -169,7 +167,7 @@ def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
     return notes
 
 
-def crops_files(source: Source) -> bool:
+def crops_files(source: object) -> bool:
     """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
     return isinstance(source, FileSource) and source.crop_from is CropFrom.file
 

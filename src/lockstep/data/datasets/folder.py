@@ -4,8 +4,6 @@ A class folder may contain folders to any depth. Hidden files, and files without
 a note gives their number.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 from collections import Counter
@@ -19,7 +17,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import CropFrom, FileSource
-from lockstep.data.datasets.listing import Listing, as_names
+from lockstep.data.datasets.listing import Listing, as_names, held_out
 
 SUFFIXES = frozenset(
     [
@@ -63,7 +61,8 @@ class Folder(FileSource):
             return list_split(train, train), list_split(val, train)
         if val.exists():
             self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
-        return list_split(train, train).split(self.val_share)
+        whole = list_split(train, train)
+        return held_out(whole, whole.names, self.val_share)
 
 
 @dataclass(frozen=True, kw_only=True)

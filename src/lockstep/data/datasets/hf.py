@@ -1,21 +1,18 @@
 """Data sets saved by Hugging Face's package `datasets`: `dataset=hf`. Read from the disk, never from the network."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, split_of
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out, split_of
 
 
 @dataclass(frozen=True)
@@ -64,14 +61,13 @@ class HF(FileSource):
             if self.val_split in splits:
                 split = f"{self.path} has the split {self.val_split!r}"
                 self.refuse_val_share(split, "name none with dataset.val_split=none")
-            return train.split(as_names(map(str, range(len(train)))), self.val_share)
+            return held_out(train, as_names(map(str, range(len(train)))), self.val_share)
         val = split_of(splits, self.val_split, self.path, key="val_split")
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
     def _load(self) -> dict[str, Any]:
         """The tables of the splits."""
-        if importlib.util.find_spec("datasets") is None:
-            raise InputError("dataset=hf needs the package datasets: pip install datasets (the extra `hf`)")
+        check_installed("datasets", "dataset=hf", extra="hf")
         import datasets
 
         try:

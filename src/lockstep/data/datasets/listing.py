@@ -67,18 +67,10 @@ class Listing:
                 by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
         return by_class
 
-    def split(self, share: float) -> tuple[Listing, Listing]:
-        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `held_out`."""
-        evaluated = held_out(self.names, self.labels, share)
-        train, val = (
-            replace(
-                self,
-                counts=tuple(self.labels[chosen].bincount(minlength=len(self.classes)).tolist()),
-                names=self.names[chosen],
-            )
-            for chosen in (~evaluated, evaluated)
-        )
-        return train, replace(val, notes=())
+    def part(self, chosen: NDArray[np.bool_]) -> Listing:
+        """Those of the files that are `chosen`, bool (N,)."""
+        counts = tuple(self.labels[chosen].bincount(minlength=len(self.classes)).tolist())
+        return replace(self, counts=counts, names=self.names[chosen])
 
 
 def as_names(names: Iterable[str]) -> Names:
@@ -123,37 +115,33 @@ class Members:
         digest = hashlib.sha256(self.positions.tobytes() + self.labels.numpy().tobytes()).hexdigest()[:16]
         return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
 
-    def split(self, names: Names, share: float) -> tuple[Members, Members]:
-        """Divide into training and evaluation: `share` of each class is evaluated, chosen by `names` (`held_out`)."""
-        evaluated = held_out(names, self.labels, share)
-        train, val = (
-            replace(self, positions=self.positions[chosen], labels=self.labels[chosen])
-            for chosen in (~evaluated, evaluated)
-        )
-        return train, val
+    def part(self, chosen: NDArray[np.bool_]) -> Members:
+        """Those of the files that are `chosen`, bool (N,)."""
+        return replace(self, positions=self.positions[chosen], labels=self.labels[chosen])
 
 
 Files = Listing | Members  # the image files of a split, with their labels
+FilesT = TypeVar("FilesT", Listing, Members)
 
 
-def held_out(names: Names, labels: Tensor, share: float) -> NDArray[np.bool_]:
-    """Which files are evaluated: bool (N,), by their names and labels.
+def held_out(files: FilesT, names: Names, share: float) -> tuple[FilesT, FilesT]:
+    """Divide files into those to train on and those to evaluate, by their names and labels.
 
     Of each class, the `share` of the names with the smallest hashes is evaluated: at least one of two or more names,
-    and never all. If a file is added to the class, at most one other file changes sides.
+    and never all. If a file is added to the class, at most one other file changes sides. The notes are those of the
+    training split.
 
     Raises:
         InputError: every class has one file.
     """
-    chosen = np.zeros(len(names), dtype=np.bool_)
+    evaluated = np.zeros(len(names), dtype=np.bool_)
     hashes = [hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
-    by_class = labels.argsort(stable=True).split(labels.bincount().tolist())
-    for files in by_class:
-        number = min(max(1, round(share * len(files))), len(files) - 1)
-        chosen[sorted(files.tolist(), key=hashes.__getitem__)[: max(0, number)]] = True
-    if not chosen.any():
+    for of_class in files.labels.argsort(stable=True).split(files.labels.bincount().tolist()):
+        number = min(max(1, round(share * len(of_class))), len(of_class) - 1)
+        evaluated[sorted(of_class.tolist(), key=hashes.__getitem__)[: max(0, number)]] = True
+    if not evaluated.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
-    return chosen
+    return files.part(~evaluated), replace(files.part(evaluated), notes=())
 
 
 def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:

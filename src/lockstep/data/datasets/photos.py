@@ -7,8 +7,6 @@
 - Floats are scaled: the image's smallest value becomes black, its largest white.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import warnings

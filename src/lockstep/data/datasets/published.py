@@ -3,8 +3,6 @@
 Their files are read compressed or not, from any of several folders.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import io

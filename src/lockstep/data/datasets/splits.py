@@ -1,7 +1,5 @@
 """The two kinds of split: an array in memory, and image files that are decoded when they are needed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Tar shards of images and labels: `dataset=webdataset`, read by offset with the standard library."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tarfile
@@ -17,7 +15,7 @@ from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SUFFIXES, left_out_note
-from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
 
 LABEL_BYTES = 1000
 
@@ -69,8 +67,8 @@ class WebDataset(FileSource):
             if val_shards := self._shards(self.val_shards):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
-            members = _members(train, classes, left_out_note(Path(self.path), left_out))
-            return members.split(as_names(image.key for image in images), self.val_share)
+            whole = _members(train, classes, left_out_note(Path(self.path), left_out))
+            return held_out(whole, as_names(image.key for image in images), self.val_share)
         val = self._labels("val_shards", self.val_shards, left_out)
         return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
 

@@ -3,8 +3,6 @@
 Both give the same shards (`lockstep.data.loading.shards`): a loader only moves bytes.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -45,14 +43,8 @@ class Resident(ImageLoader):
     workers: ClassVar[int] = 0
     prefetch: ClassVar[int] = 0
 
-    def check(self) -> None:
-        """There is no key."""
-
     def __str__(self) -> str:
         return "all images in memory"
-
-    def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
-        return self, "as configured"
 
     def held_gb(self, context: LoaderContext) -> float:
         if context.world.device.type != "cpu":

@@ -1,7 +1,5 @@
 """Reads the images of a split in order and ahead of time, with as many threads as help, and reports broken images."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

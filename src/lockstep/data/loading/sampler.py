@@ -1,7 +1,5 @@
 """The order of the samples, and those of each rank at each step: pure functions of seed, step and world size."""
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Callable, Iterator

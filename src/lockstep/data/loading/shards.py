@@ -9,6 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -154,17 +155,8 @@ class Loader:
         requested: deque[list[ShardIndices]] = deque()
 
         def requests() -> Iterator[ReadRequest]:
-            shards = shard_indices(
-                self.plan,
-                self.seed,
-                rank=self.world.rank,
-                ranks=self.world.size,
-                after=after,
-                mix_partners=self.partners,
-                device=self.order_device,
-                order_of=self.order_of,
-            )
-            for steps in batch_groups(shards, self.stride):
+            own = self._steps(after, self.world, mix_partners=self.partners, device=self.order_device)
+            for steps in batch_groups(own, self.stride):
                 requested.append(steps)
                 yield steps[0].epoch, self._examples(torch.cat([step.indices for step in steps]))
 
@@ -174,7 +166,7 @@ class Loader:
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
-        whole = next(shard_indices(self.plan, self.seed, rank=0, ranks=1, after=step - 1, order_of=self.order_of))
+        whole = next(self._steps(step - 1, World.solo()))
         images, _ = next(iter(self.train_feed([(whole.epoch, self._examples(whole.indices))])))
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
@@ -185,15 +177,7 @@ class Loader:
         that come several times. Reads them again: for looking at them, not for training.
         """
         remaining = {int(example) for example in examples}
-        steps = shard_indices(
-            self.plan,
-            self.seed,
-            rank=0,
-            ranks=1,
-            after=epoch * self.plan.steps_per_epoch,
-            mix_partners=self.partners,
-            order_of=self.order_of,
-        )
+        steps = self._steps(epoch * self.plan.steps_per_epoch, World.solo(), mix_partners=self.partners)
         for step in itertools.takewhile(lambda step: step.epoch == epoch and remaining, steps):
             own = self._examples(step.indices[: step.count])
             for place in torch.isin(own, examples).nonzero().flatten().tolist():
@@ -202,6 +186,12 @@ class Loader:
                     piece = replace(step, indices=step.indices[place : place + 1 + self.partners])
                     images, _ = next(iter(self.train_feed([(epoch, self._examples(piece.indices))])))
                     yield example, self._group([piece], images, place, step.count, self.partners)
+
+    def _steps(self, after: int, world: World, **options: Any) -> Iterator[ShardIndices]:
+        """The shards of a rank of `world` for every step after step `after`."""
+        return shard_indices(
+            self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, order_of=self.order_of, **options
+        )
 
     def _examples(self, indices: Tensor) -> Tensor:
         """The examples of `indices`, without their repetition (see `balanced_order`)."""

@@ -6,8 +6,6 @@ ranks end, and no limit on /dev/shm applies. Without Linux, or if the ranks do n
 rank lists and decodes for itself.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

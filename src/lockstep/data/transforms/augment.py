@@ -4,8 +4,6 @@ A sample's own random numbers (`lockstep.core.rng`) decide what happens to it, s
 resumes cannot change it. An augmentation takes uint8 images and returns uint8 or float in 0..255, of any size.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -4,8 +4,6 @@ Partner, share and box are functions of (seed, epoch, global batch), so neither 
 them. A piece of a global batch therefore has one image more: the partner of its last sample.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ drew one of its operations. On a GPU it is computed for all samples, because cou
 device.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
