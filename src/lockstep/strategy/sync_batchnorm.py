@@ -217,6 +217,6 @@ def convert_sync_batchnorm(model: nn.Module) -> nn.Module:
     """Make every batch norm of `model` a synchronised one, in place, by changing its class; returns the model."""
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            fused = hasattr(module, "act") and hasattr(module, "drop")
+            fused = None not in (getattr(module, "act", None), getattr(module, "drop", None))
             module.__class__ = SyncBatchNormAct if fused else SyncBatchNorm
     return model
