@@ -24,7 +24,7 @@ from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, typed
-from lockstep.config.messages import key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
 from lockstep.core import log, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
@@ -46,8 +46,7 @@ DEFAULT = ("experiment=mnist_tutorial",)
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"hydra.run.dir", "resume"}
-OF_RUNGS |= {*map(key_of, COMMON)}
+OF_RUNGS |= {"resume", *map(key_of, COMMON)}
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
 MOST_RATE = 1e9  # images per second that a script may tell
@@ -131,7 +130,8 @@ def ladder(
         Stopped: the ladder was stopped.
     """
     words = tuple(overrides) or DEFAULT
-    refuse_keys(words, OF_RUNGS, "the rungs of a ladder set themselves")
+    refuse_keys(words, OF_RUNGS, by_rungs := "the rungs of a ladder set themselves")
+    refuse_keys(words, RUN_FOLDERS, by_rungs, "name the folder above all ladders with output_root=FOLDER")
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.cli.prove_run import Case, Outcome, run
 from lockstep.config import components, composition
-from lockstep.config.messages import key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
@@ -44,7 +44,7 @@ COMMON = (
     "logger=jsonl",
     "telemetry.samples=true",
 )
-OF_RUNS = {"steps", "epochs", "resume", "output_root", "hydra.run.dir", "logger.", *map(key_of, COMMON)}
+OF_RUNS = {"steps", "epochs", "resume", "output_root", "logger.", *RUN_FOLDERS, *map(key_of, COMMON)}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
