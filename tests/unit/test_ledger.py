@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from helpers import ROOT
-from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
@@ -603,6 +603,23 @@ def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() 
         stopped.pool.run(stopped.tasks)
     assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
+
+
+def test_a_job_that_a_second_interrupt_kills_is_stopped_and_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
+
+    def interrupted_twice(sentinels: list[int], seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr("lockstep.runtime.signals.AGAIN_S", 0.0)  # it counts as the second one at once
+        signal.raise_signal(signal.SIGINT)
+        assert {(number, signal.SIGKILL) for number in sentinels} <= {*killed.signals}
+        killed.wait(sentinels, seconds)
+
+    killed.pool.wait = interrupted_twice
+    with pytest.raises(Interrupted):
+        killed.pool.run(killed.tasks)
+    assert killed.states() == [State.stopped, State.stopped]
+    assert [killed.ledger.read(task.record).exit_code for task in killed.tasks] == [Interrupted.exit_code] * 2
 
 
 def test_a_job_that_has_trained_enough_is_asked_once_to_end_and_waits_again() -> None:
