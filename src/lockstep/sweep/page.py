@@ -16,9 +16,9 @@ from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Direction, Record, best_of
+from lockstep.sweep.record import Direction, Record, best_of, score_text
 from lockstep.sweep.runs import state_of
-from lockstep.sweep.view import score, seeds_together, swept_keys, varied
+from lockstep.sweep.view import seeds_together, swept_keys, varied
 from lockstep.telemetry import charts
 from lockstep.telemetry.report import Notes, number, rendered
 
@@ -67,7 +67,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                 [
                     str(record.number),
                     *_values(record, swept),
-                    score(record),
+                    score_text(record.objective),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
                     state_of(record),
                 ],
