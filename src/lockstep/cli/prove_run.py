@@ -47,11 +47,6 @@ class Case:
     exact: bool = False
     killed: bool = False
 
-    @property
-    def starts(self) -> int:
-        """How often the command is started."""
-        return 2 if self.killed else 1
-
 
 @dataclass(frozen=True)
 class RunResult:

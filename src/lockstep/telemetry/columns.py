@@ -30,9 +30,6 @@ class FigureColumn:
     priority: int
     style: str = ""
 
-    def __str__(self) -> str:
-        return self.text().plain
-
     def text(self) -> Text:
         gap = " " * bool(self.name and self.figure)
         return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))

@@ -85,7 +85,7 @@ class Screen(Display):
             FigureColumn("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
         ]
         line = self.columns.aligned([*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)])
-        log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
+        log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:
         """The width of the terminal in characters; None if the output is no terminal."""
