@@ -126,6 +126,15 @@ sweep/ledger.py: the job that ended last is named the best one [ledger]
 sweep/pool.py: a retry runs the jobs that are done too [ledger]
 - if record.state is not State.done and not record.runs_here]
 + if (retry or record.state is not State.done) and not record.runs_here]
+sweep/pool.py: a job that a second Ctrl-C kills has failed [ledger]
+- self.has_killed |= number == signal.SIGKILL
++ self.has_killed |= False
+sweep/search.py: the trial of a job that has failed never ends [search]
+- record.state in (State.done, State.failed, State.pruned):
++ record.state in (State.done, State.pruned):
+strategy/cutting.py: of cuts that balance equally the last one is taken [stages]
+- return min(candidates)
++ return min(reversed([*candidates]), key=lambda pair: pair[0])
 training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
 - decides=ema is None)
 + decides=True)

@@ -13,12 +13,12 @@ import torch
 from helpers import forked, running_fork
 from lockstep.cli import prove, prove_run
 from lockstep.cli.prove import COMMON, cases, compare, for_strategy
-from lockstep.cli.prove_run import Case, Outcome
+from lockstep.cli.prove_run import Case, RunResult
 from lockstep.core.errors import InputError
 
 OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
-REFERENCE = Outcome(
+REFERENCE = RunResult(
     losses=[2.0, 1.0],
     weights={"a": torch.tensor([4.0, -1.0], dtype=torch.float64), "b": torch.zeros(2, dtype=torch.float64)},
     samples=[(0, 1, 5, 77), (0, 1, 3, 78), (0, 2, 4, 79), (1, 3, 5, 80)],
@@ -57,15 +57,15 @@ def nudged(by: float) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -> None:
-    outcome = Outcome([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
-    row, passed = compare(LOOSE, outcome, REFERENCE)
+    result = RunResult([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
+    row, passed = compare(LOOSE, result, REFERENCE)
     assert passed
     assert row == ["1.0e-14", "2.5e-13", "4 same"]
     assert compare(EXACT, REFERENCE, REFERENCE) == (["same", "same bits", "4 same"], True)
 
 
 @pytest.mark.parametrize(
-    ("case", "outcome"),
+    ("case", "result"),
     [
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, 1.0 + 1e-11])),
         (LOOSE, dataclasses.replace(REFERENCE, losses=[2.0, float("nan")])),
@@ -77,8 +77,8 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
         (LOOSE, dataclasses.replace(REFERENCE, samples=[(0, 2, 5, 77), *REFERENCE.samples[1:]])),
     ],
 )
-def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, outcome: Outcome) -> None:
-    assert not compare(case, outcome, REFERENCE)[1]
+def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, result: RunResult) -> None:
+    assert not compare(case, result, REFERENCE)[1]
 
 
 def names_of(planned: list[Case]) -> list[str]:

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from helpers import ROOT
-from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
+from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
@@ -34,7 +34,7 @@ from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
-from lockstep.sweep.view import Screen, progress_of, seeds_together, show_table, swept_keys
+from lockstep.sweep.view import SweepView, progress_of, seeds_together, show_table, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -71,7 +71,7 @@ class FakeProcess:
     def send_signal(self, number: int) -> None: ...
 
 
-class Blank(Screen):
+class Blank(SweepView):
     """Shows nothing."""
 
     def __init__(self) -> None: ...
@@ -528,7 +528,7 @@ def test_the_score_of_a_round_is_the_best_one_until_its_end(
 ) -> None:
     ledger = Ledger(tmp_path)
     evaluated(ledger, job(0), 2.0, 5.0, 1.0, averaged=averaged)
-    assert [halving.score(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
+    assert [halving.score_at(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
 
 
 @pytest.mark.parametrize(("jobs", "factor", "pruned"), [(3, 2, [0]), (5, 2, [0, 1, 2]), (7, 3, [0, 1, 2, 3])])
@@ -603,6 +603,23 @@ def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() 
         stopped.pool.run(stopped.tasks)
     assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
+
+
+def test_a_job_that_a_second_interrupt_kills_is_stopped_and_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
+
+    def interrupted_twice(sentinels: list[int], seconds: float) -> None:
+        signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr("lockstep.runtime.signals.AGAIN_S", 0.0)  # it counts as the second one at once
+        signal.raise_signal(signal.SIGINT)
+        assert {(number, signal.SIGKILL) for number in sentinels} <= {*killed.signals}
+        killed.wait(sentinels, seconds)
+
+    killed.pool.wait = interrupted_twice
+    with pytest.raises(Interrupted):
+        killed.pool.run(killed.tasks)
+    assert killed.states() == [State.stopped, State.stopped]
+    assert [killed.ledger.read(task.record).exit_code for task in killed.tasks] == [Interrupted.exit_code] * 2
 
 
 def test_a_job_that_has_trained_enough_is_asked_once_to_end_and_waits_again() -> None:
@@ -715,11 +732,11 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
-    with Screen(ledger, records) as screen:
-        screen.started(ledger.start(records[0]))
-        screen.refresh()
-        screen.ended(ledger.end(ledger.read(records[0]), State.done, objective=90.0))
-        screen.ended(ledger.end(ledger.start(records[1]), State.failed, exit_code=2, error="no"))
+    with SweepView(ledger, records) as view:
+        view.started(ledger.start(records[0]))
+        view.refresh()
+        view.ended(ledger.end(ledger.read(records[0]), State.done, objective=90.0))
+        view.ended(ledger.end(ledger.start(records[1]), State.failed, exit_code=2, error="no"))
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
         "job 0  seed=1  started",
@@ -735,7 +752,7 @@ def test_a_job_that_comes_alone_is_shown_by_what_its_sweep_varies(
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     records = ledger.enter([(["seed=1", "batch=8"], "seed=1")])
-    Screen(ledger, records).started(records[0])
+    SweepView(ledger, records).started(records[0])
     assert capsys.readouterr().out == "job 0  seed=1  started\n"
 
 
@@ -745,15 +762,15 @@ def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
-    screen = Screen(ledger, records)
-    monkeypatch.setattr(type(screen.live), "is_started", True)
+    view = SweepView(ledger, records)
+    monkeypatch.setattr(type(view.live), "is_started", True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for record in records:
         ledger.end(ledger.start(record), State.failed, exit_code=2, error="no")
-    screen.running = [0, 1]
-    screen.refresh()  # reads that both have ended, before the pool says so
+    view.running = [0, 1]
+    view.refresh()  # reads that both have ended, before the pool says so
     for record in records:
-        screen.ended(ledger.read(record))
+        view.ended(ledger.read(record))
     shown = capsys.readouterr()
     assert re.findall(r"^\d of 2  job \d  seed=\d  failed: no", shown.out, re.MULTILINE) == [
         f"{number + 1} of 2  job {number}  seed={number + 1}  failed: no" for number in range(2)

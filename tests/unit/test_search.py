@@ -184,6 +184,34 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
     assert [trial.user_attrs["error"] for trial in study.trials] == ["it is wrong"] * 2
 
 
+def test_a_trial_ends_when_its_job_has_failed_and_not_when_it_was_stopped(tmp_path: Path) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    ledger.create(Identity(base={}, swept=("x",), words=()))
+    search = Search(
+        study=study,
+        space={"x": optuna.distributions.FloatDistribution(0.0, 1.0)},
+        fixed=(),
+        ledger=ledger,
+        objectives=["score"],
+        trials=2,
+        at_once=1,
+        sampler=lambda ended: optuna.samplers.RandomSampler(seed=ended),
+        retries=False,
+        prunes=False,
+    )
+    (job,) = search.ask()
+    (record,) = ledger.enter([(job, "job")])
+    assert search.follow(ledger.end(record, State.stopped, exit_code=75)) == []
+    assert (search.ended, search.left, study.trials[0].datetime_complete) == (0, 1, None)
+    (following,) = search.follow(ledger.end(record, State.failed, exit_code=70, error="it is wrong"))
+    assert following != job
+    assert (search.ended, search.left) == (1, 0)
+    failed, running = study.trials
+    assert (failed.state.name, failed.values, failed.user_attrs["error"]) == ("FAIL", None, "it is wrong")
+    assert failed.datetime_start <= failed.datetime_complete <= running.datetime_start
+    assert running.datetime_complete is None
+
+
 def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
     def score(job: dict[str, str]) -> float:
         return -abs(float(job["x"]) - 0.3)

@@ -34,7 +34,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import pictures
-from lockstep.telemetry.sinks import COLUMNS, JsonLines, Table, read_figures
+from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, read_figures
 from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -53,7 +53,7 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     lines.end("completed")
     (_, _), (_, latest) = read_figures(tmp_path / "metrics.jsonl", 12)
     assert [step for step, _ in read_figures(tmp_path / "metrics.jsonl", 9)] == [5]
-    table = Table(path, PLAN, 12, latest)
+    table = CsvTable(path, PLAN, 12, latest)
     table.write(15, {"acc/val_top1": 90.0})
     table.end("completed")
     (row,) = csv.DictReader(path.read_text().splitlines())
@@ -148,7 +148,7 @@ def test_missing_lines_of_the_log_are_reported(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
-    sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), Table(tmp_path / "metrics.csv", PLAN, 0)
+    sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), CsvTable(tmp_path / "metrics.csv", PLAN, 0)
     with full_disk(1):
         for sink_or_table in (sink, table):
             with pytest.raises(StorageError, match=r"metrics\.\w+ cannot be written \(File too large\)"):
@@ -163,7 +163,7 @@ def rows(path: Path) -> list[dict[str, str]]:
 
 
 def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
-    table = Table(tmp_path / "metrics.csv", PLAN, 0)
+    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
     table.write(10, {"loss/train_epoch": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
     table.end("completed")
@@ -176,12 +176,12 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
 @pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
-    table = Table(path, PLAN, 0)
+    table = CsvTable(path, PLAN, 0)
     for step in (10, 20, 30):
         table.write(step, {"acc/val_top1": float(step)})
     table.end("completed")
     path.write_text(path.read_text() + tail)
-    again = Table(path, PLAN, 20.5)
+    again = CsvTable(path, PLAN, 20.5)
     again.write(30, {"acc/val_top1": 99.0})
     again.end("completed")
     assert [(row["step"], row["val_top1"]) for row in rows(path)] == [("10", "10"), ("20", "20"), ("30", "99")]
@@ -368,7 +368,7 @@ def test_a_file_without_later_steps_is_not_touched(tmp_path: Path) -> None:
 def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     sinks = [
         JsonLines(tmp_path / "metrics.jsonl", 0),
-        Table(tmp_path / "metrics.csv", PLAN, 0),
+        CsvTable(tmp_path / "metrics.csv", PLAN, 0),
         TensorBoard(tmp_path, 0, FACTS),
     ]
     for sink in sinks:

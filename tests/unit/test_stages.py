@@ -119,6 +119,21 @@ def test_a_skip_connection_over_a_cut_is_refused() -> None:
         cut(model, IMAGES, 4, None)
 
 
+@pytest.mark.parametrize(
+    ("layers", "entry"),
+    [
+        ([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)], "1"),
+        ([nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)], "1"),
+        ([nn.Linear(4, 8), nn.MaxPool1d(2), nn.Linear(4, 8)], "2"),
+        ([nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))], "1"),
+        ([nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh())), nn.Linear(4, 4)], "1"),
+    ],
+    ids=["balance: the first", "no parameters: the first", "what sends less", "the outer one", "the outer one later"],
+)
+def test_of_cuts_that_are_equal_the_first_is_taken_that_sends_least(layers: list[nn.Module], entry: str) -> None:
+    assert cut(nn.Sequential(*layers), IMAGES, 2, None).entries == (entry,)
+
+
 def test_cuts_are_in_the_order_of_the_layers() -> None:
     with pytest.raises(InputError, match="in the order in which they run"):
         cut(Network("plain"), IMAGES, 3, ["third", "second"])

@@ -38,7 +38,7 @@ from lockstep.sweep.runs import read_run
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
     from lockstep.sweep.search import Search
-    from lockstep.sweep.view import Screen
+    from lockstep.sweep.view import SweepView
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: that of a search is the sweeper's.
@@ -107,7 +107,7 @@ class PoolLauncher(Launcher, Callback):
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
         from lockstep.sweep import halving
-        from lockstep.sweep.view import Screen, show_table
+        from lockstep.sweep.view import SweepView, show_table
 
         devices = self._devices()
         records, tasks = self._enter(ledger, devices, job_overrides, first)
@@ -119,13 +119,13 @@ class PoolLauncher(Launcher, Callback):
             records = ledger.records()
             self.numbers.update(record.number for record in records)
         try:
-            with Screen(ledger, records, begun=self.begun) as screen:
-                pool = self._pool(ledger, devices, screen)
+            with SweepView(ledger, records, begun=self.begun) as view:
+                pool = self._pool(ledger, devices, view)
                 if self.halving is not None:
                     halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
-                    screen.left = self.search.left
-                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, devices, screen))
+                    view.left = self.search.left
+                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, devices, view))
                 else:
                     pool.run(tasks)
         finally:
@@ -184,7 +184,7 @@ class PoolLauncher(Launcher, Callback):
         swept = ledger.identity().swept or swept_keys(drafts)
         return [varied(draft, swept) for draft in drafts]
 
-    def _more(self, ledger: Ledger, devices: Devices, screen: Screen, record: Record) -> list[Task]:
+    def _more(self, ledger: Ledger, devices: Devices, view: SweepView, record: Record) -> list[Task]:
         """The tasks that follow the end of a job in a search."""
         assert self.search is not None
         if record.state is State.waiting:  # it was cut, because others are better
@@ -197,8 +197,8 @@ class PoolLauncher(Launcher, Callback):
                     tasks += self._enter(ledger, devices, [words], number)[1] or []
                 except InputError as error:  # the values do not fit together: a failed job ends no search
                     ended.append(self._refused(ledger, words, error))
-                    screen.ended(ended[-1])
-        screen.left = self.search.left + len(tasks)
+                    view.ended(ended[-1])
+        view.left = self.search.left + len(tasks)
         return tasks
 
     def _refused(self, ledger: Ledger, words: Sequence[str], error: InputError) -> Record:
@@ -212,10 +212,10 @@ class PoolLauncher(Launcher, Callback):
     def _devices(self) -> Devices:
         return Devices.of_machine()
 
-    def _pool(self, ledger: Ledger, devices: Devices, screen: Screen) -> Pool:
+    def _pool(self, ledger: Ledger, devices: Devices, view: SweepView) -> Pool:
         from lockstep.sweep.pool import Pool, start
 
-        return Pool(ledger, devices, screen, most=self.jobs, start=start)
+        return Pool(ledger, devices, view, most=self.jobs, start=start)
 
     def _needs(self, config: DictConfig, machine: Needs) -> Needs | None:
         return Needs(self.gpus, self.cores)

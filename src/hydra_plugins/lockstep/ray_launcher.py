@@ -29,7 +29,7 @@ from lockstep.sweep.record import Record
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
-    from lockstep.sweep.view import Screen
+    from lockstep.sweep.view import SweepView
 
 # The keys of `hydra.launcher` besides the pool's: the cluster (null: Ray is started here, for this line alone), and
 # how many lost nodes a job survives.
@@ -89,7 +89,7 @@ class RayLauncher(pool.PoolLauncher):
     def _devices(self) -> Devices:
         return Cluster.of_nodes()
 
-    def _pool(self, ledger: Ledger, devices: Devices, screen: Screen) -> Pool:
+    def _pool(self, ledger: Ledger, devices: Devices, view: SweepView) -> Pool:
         import ray
 
         from lockstep.sweep.pool import Pool
@@ -101,7 +101,7 @@ class RayLauncher(pool.PoolLauncher):
             if tasks:
                 ray.wait(tasks, timeout=seconds)
 
-        return Pool(ledger, devices, screen, most=self.jobs, start=start, wait=wait)
+        return Pool(ledger, devices, view, most=self.jobs, start=start, wait=wait)
 
 
 class Cluster(Devices):

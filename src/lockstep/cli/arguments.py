@@ -10,9 +10,11 @@ from typing import Any
 from lockstep.config.commands import typed
 from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.launched import is_launched, launched
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
 EXPORTED = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # suffixes, and their format
+ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # a job's line, whose ranks they start themselves
 RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
@@ -30,9 +32,7 @@ def arguments() -> argparse.Namespace:
     _runs(commands)
     _compare(commands)
     report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
-    report.add_argument(
-        "path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep: its page, and those of changed jobs"
-    )
+    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep: also pages of changed jobs")
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
@@ -44,6 +44,10 @@ def arguments() -> argparse.Namespace:
     pack = _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
     options, rest = parser.parse_known_args()
+    if options.command in ONE_PROCESS and is_launched() and launched().size > 1:
+        raise InputError(
+            f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
+        )
     if rest and hasattr(options, "rest") and not any(word.startswith("-") for word in rest):
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
@@ -51,9 +55,8 @@ def arguments() -> argparse.Namespace:
     if getattr(options, "out", "") is None:
         _check_out_is_named(options)
     if options.command == "pack":
-        named = {
-            name for name in ("source", "target", "size", "skip", "val_share") if getattr(options, name) is not None
-        }
+        packing = ("source", "target", "size", "skip", "val_share")
+        named = {name for name in packing if getattr(options, name) is not None}
         if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
@@ -239,8 +242,7 @@ def _clean(commands: Any) -> None:
     clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
     clean.add_argument("--yes", action="store_true", help="remove what is shown")
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
-    everything = "all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume "
-    everything += "can train them longer"
+    everything = "all of completed runs but the best of a sweep: the best weights stay, but no resume trains longer"
     clean.add_argument("--all", dest="everything", action="store_true", help=everything)
 
 

@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 from rich.table import Column, Table
 
@@ -14,7 +13,7 @@ from lockstep.core import log
 from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError
 from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
-from lockstep.sweep.record import Direction, State
+from lockstep.sweep.record import Direction, State, score_text
 from lockstep.sweep.runs import Run, existing, read_runs
 
 INTERVAL = (
@@ -61,21 +60,17 @@ def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     table = Table("what differs", Column("score", no_wrap=True), "done", "not done", "to the best")
     for row in rows:
         settings = " ".join(f"{key}={row[key]}" for key in takewhile(lambda key: key != "score", row) if row[key])
-        score = figure(row["score"]) + ("" if row["spread"] is None else f" ± {row['spread']:.2f}")
+        score = score_text(row["score"]) + ("" if row["spread"] is None else f" ± {row['spread']:.2f}")
         table.add_row(settings, score, str(row["done"]), row["not_done"], _difference(row))
     log.show_table(table)
     if any(row["low"] is not None for row in rows):
         log.show(INTERVAL)
     if scored := [run for run in runs if run.score is not None]:
         best = max(scored, key=lambda run: direction_of(runs).gain(run.score or 0))
-        log.show(f"best run: {figure(best.score)}, {best.folder}")
+        log.show(f"best run: {score_text(best.score)}, {best.folder}")
     endings = Counter((run.state, run.error) for run in runs if run.error and run.state != State.damaged)
     for (state, error), number in endings.items():
         log.show(f"{number} {state}: {error}")
-
-
-def figure(score: Any) -> str:
-    return "" if score is None else f"{score:.2f}"
 
 
 def _difference(row: Row) -> str:
@@ -87,7 +82,7 @@ def _difference(row: Row) -> str:
 
 def _show_causes(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     for name, run in zip("AB", runs, strict=True):
-        log.show(f"{name}  {run.state}  {figure(run.score)}  {run.folder}")
+        log.show(f"{name}  {run.state}  {score_text(run.score)}  {run.folder}")
     table = Table("likely cause", "key", "A", "B")
     for row in rows:
         table.add_row(*row.values())

@@ -15,12 +15,11 @@ from rich.text import Text
 from lockstep.config import components, composition
 from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import Invocation
+from lockstep.config.invocation import Invocation, check_folder_overrides
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
 from lockstep.core.finding import Finding, Level
-from lockstep.core.launched import is_launched, launched
 from lockstep.data.inspection import inspect
 from lockstep.job import examination
 from lockstep.job.prepare import checked_job
@@ -34,7 +33,7 @@ LOOK_S = 30.0  # the most seconds for the images of a data set
 STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
 # Keys on which neither the time nor the memory of a step depends. Of the optimizer, only the kind counts.
 UNTIMED = {"name", "seed", "schedule", "output_root", "metric", "logger", "resume", "init_from", "optimizer"}
-ELSEWHERE = "the job runs on other machines: look at one of them with srun lockstep doctor launcher=auto"
+ON_OTHER_MACHINES = "the job runs on other machines: look at one of them with srun lockstep doctor launcher=auto"
 Findings = Iterable[Finding]
 
 
@@ -46,8 +45,6 @@ def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: 
     Raises:
         InputError: a run would not start.
     """
-    if is_launched() and launched().size > 1:
-        raise InputError("lockstep doctor is one process on each machine; start it without torchrun or srun -n")
     checkup = Checkup(look_s=float("inf") if everything else LOOK_S)
     checkup.examine(overrides, multirun=multirun)
     if form == "json":
@@ -105,6 +102,7 @@ class Checkup:
 
     def split(self, words: Sequence[str]) -> Findings:
         """Split the line of a sweep, whose words for Hydra itself compose too, into its jobs."""
+        check_folder_overrides(words, sweep=True)
         self.jobs = jobs_of(words)
         composition.composed([word for word in words if is_of_hydra(word)])
         return []
@@ -117,7 +115,7 @@ class Checkup:
             composed.append(_composed(overrides, sweep=sweep))
             yield Finding("keys", "the config is complete, and its parts fit together")
             if composed[0][-1]:
-                yield Finding("devices", ELSEWHERE, Level.warning)
+                yield Finding("devices", ON_OTHER_MACHINES, Level.warning)
 
         findings = self.check([number], "keys", keys)
         if not composed:

@@ -24,7 +24,7 @@ from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import running
 from lockstep.config.commands import override, typed
-from lockstep.config.messages import key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
 from lockstep.core import log, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
@@ -46,8 +46,7 @@ DEFAULT = ("experiment=mnist_tutorial",)
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"hydra.run.dir", "resume"}
-OF_RUNGS |= {*map(key_of, COMMON)}
+OF_RUNGS |= {"resume", *map(key_of, COMMON)}
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
 MOST_RATE = 1e9  # images per second that a script may tell
@@ -131,7 +130,8 @@ def ladder(
         Stopped: the ladder was stopped.
     """
     words = tuple(overrides) or DEFAULT
-    refuse_keys(words, OF_RUNGS, "the rungs of a ladder set themselves")
+    refuse_keys(words, OF_RUNGS, by_rungs := "the rungs of a ladder set themselves")
+    refuse_keys(words, RUN_FOLDERS, by_rungs, "name the folder above all ladders with output_root=FOLDER")
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0
@@ -142,7 +142,7 @@ def ladder(
     if not 1 <= repeats <= MOST_REPEATS:
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
     climbed = chosen(all_rungs := [*rungs(job, ranks, files)], only)
-    if twice := [name for name, count in Counter(slug(rung.name) for rung in all_rungs).items() if count > 1]:
+    if twice := [name for name, count in Counter(shell_name(rung.name) for rung in all_rungs).items() if count > 1]:
         raise InputError(f"--script: two rungs are called {twice[0]}; give the file another name")
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]
     line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
@@ -173,14 +173,14 @@ def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
     """The first rung, and those that `--only` names."""
     if only is None:
         return climbed
-    names = {slug(rung.name): rung for rung in climbed}
-    wanted_names = [slug(name) for name in only.split(",")]
+    names = {shell_name(rung.name): rung for rung in climbed}
+    wanted_names = [shell_name(name) for name in only.split(",")]
     if unknown := [name for name in wanted_names if name not in names]:
         raise InputError(f"--only: there is no rung {unknown[0]!r} here; they are {', '.join(names)}")
     return [rung for name, rung in names.items() if rung is climbed[0] or name in wanted_names]
 
 
-def slug(name: str) -> str:
+def shell_name(name: str) -> str:
     """A name that a shell takes without quotes."""
     return re.sub(r"[^a-z0-9]+", "-", name.strip().lower())
 
@@ -193,7 +193,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
         Stopped: a rung was stopped.
     """
     turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
-    records = ledger.enter((_key(rung, turn), slug(rung.name)) for turn, rung in turns)
+    records = ledger.enter((_key(rung, turn), shell_name(rung.name)) for turn, rung in turns)
     with progress("climbing", len(records)) as advance:
         for (_, rung), record in zip(turns, records, strict=True):
             if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
@@ -206,7 +206,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
 def _key(rung: Rung, turn: int) -> tuple[str, ...]:
     """What tells a run of a ladder from the others. A script that was changed is another rung."""
     code = (f"code={hashlib.sha256(rung.code).hexdigest()[:8]}",) if rung.script else ()
-    return f"rung={slug(rung.name)}", f"repeat={turn}", f"change={rung.change}", *code
+    return f"rung={shell_name(rung.name)}", f"repeat={turn}", f"change={rung.change}", *code
 
 
 def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.cli.prove_run import Case, Outcome, run
+from lockstep.cli.prove_run import Case, RunResult, run
 from lockstep.config import components, composition
-from lockstep.config.messages import key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
@@ -44,7 +44,7 @@ COMMON = (
     "logger=jsonl",
     "telemetry.samples=true",
 )
-OF_RUNS = {"steps", "epochs", "resume", "output_root", "hydra.run.dir", "logger.", *map(key_of, COMMON)}
+OF_RUNS = {"steps", "epochs", "resume", "output_root", "logger.", *RUN_FOLDERS, *map(key_of, COMMON)}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
@@ -71,21 +71,21 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
     print_row("run", "against", "loss", "weights", "samples", "")
-    outcomes: dict[str, Outcome] = {}
+    results: dict[str, RunResult] = {}
     failed = []
-    with progress("proving", sum(case.starts for case in planned)) as advance:
+    with progress("proving", sum(1 + case.killed for case in planned)) as advance:
         for case in planned:
             reference = "" if case.reference == case.name else case.reference
             words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
             # What is compared with a refused run was refused with it.
-            comparable = not reference or reference in outcomes
-            outcome = _run_unless_refused(case, folder, words, steps) if comparable else None
-            advance(case.starts)
-            if outcome is None:
+            comparable = not reference or reference in results
+            result = _run_unless_refused(case, folder, words, steps) if comparable else None
+            advance(1 + case.killed)
+            if result is None:
                 print_row(case.name, reference, "", "", "", "refused")
                 continue
-            outcomes[case.name] = outcome
-            row, same = compare(case, outcome, outcomes[case.reference])
+            results[case.name] = result
+            row, same = compare(case, result, results[case.reference])
             print_row(case.name, reference, *row, "pass" if same else "FAIL")
             failed += [] if same else [case.name]
     log.console.print(EXPLANATION, soft_wrap=True)
@@ -151,17 +151,17 @@ def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.lstrip("+").startswith("strategy.")]
 
 
-def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str], bool]:
+def compare(case: Case, result: RunResult, reference: RunResult) -> tuple[list[str], bool]:
     """The row of a case in the table, and whether it passes."""
     # Take the maxima of tensors: they keep a NaN, which then fails every comparison.
-    losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (outcome, reference))
+    losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (result, reference))
     loss = float(((losses - expected) / expected).abs().max())
-    expected_weights, weights = _flat(reference, reference.weights), _flat(outcome, reference.weights)
+    expected_weights, weights = _flat(reference, reference.weights), _flat(result, reference.weights)
     weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())
     identical = torch.equal(weights, expected_weights)
-    times = Counter((epoch, index) for epoch, _, index, _ in outcome.samples)
+    times = Counter((epoch, index) for epoch, _, index, _ in result.samples)
     once = max(times.values()) == 1
-    same = sorted(outcome.samples) == sorted(reference.samples)
+    same = sorted(result.samples) == sorted(reference.samples)
     row = [
         f"{loss:.1e}" if loss else "same",
         "same bits" if identical else f"{weight:.1e}",
@@ -171,9 +171,9 @@ def compare(case: Case, outcome: Outcome, reference: Outcome) -> tuple[list[str]
     return row, close and once and same
 
 
-def _flat(outcome: Outcome, names: Iterable[str]) -> Tensor:
+def _flat(result: RunResult, names: Iterable[str]) -> Tensor:
     """The weights with these names as one vector."""
-    return torch.cat([outcome.weights[name].flatten() for name in names])
+    return torch.cat([result.weights[name].flatten() for name in names])
 
 
 def _equal_strategies(job: Job) -> list[str]:
@@ -222,7 +222,7 @@ def _sizes(ranks: str | None) -> list[int]:
     return sorted(set(sizes) - {1})
 
 
-def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome | None:
+def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult | None:
     """Run a case; None if its strategy refuses the config, such as a model that cannot be cut for so many ranks.
 
     `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in

@@ -47,14 +47,9 @@ class Case:
     exact: bool = False
     killed: bool = False
 
-    @property
-    def starts(self) -> int:
-        """How often the command is started."""
-        return 2 if self.killed else 1
-
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """The results of a run.
 
     Fields:
@@ -68,7 +63,7 @@ class Outcome:
     samples: list[tuple[int, int, int, int]]
 
 
-def run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
+def run(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
     """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
     words = [*overrides, *case.overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
     command = [sys.executable, "-m", "lockstep", "train", *words]
@@ -89,7 +84,9 @@ def run(case: Case, folder: Path, overrides: list[str], steps: int) -> Outcome:
         for path in run_dir.logs.glob("rank*.samples.jsonl")
         for record in map(json.loads, path.read_text().splitlines())
     ]
-    return Outcome([line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples)
+    return RunResult(
+        [line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples
+    )
 
 
 def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:

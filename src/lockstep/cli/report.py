@@ -5,10 +5,10 @@ from __future__ import annotations
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger, record_of
+from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import State
-from lockstep.sweep.runs import existing, read_job, read_run
+from lockstep.sweep.runs import existing, read_single
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import is_current, write_report
 
@@ -32,13 +32,11 @@ def report(path: str) -> None:
                 if record.state is not State.running and is_current(run_dir, ledger.path_of(record.number)):
                     unchanged += 1
                 else:
-                    write_report(run_dir, read_job(ledger, record).state)
+                    write_report(run_dir, read_single(run_dir.path).state)
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
-        entry = record_of(folder)
-        run = read_run(folder) if entry is None else read_job(*entry)
-        written = write_report(RunDir(folder), run.state)
+        written = write_report(RunDir(folder), read_single(folder).state)
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
     others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""

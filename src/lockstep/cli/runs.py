@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from lockstep.cli.compare import figure, show_rows
+from lockstep.cli.compare import show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Direction, State, best_of
+from lockstep.sweep.record import Direction, State, best_of, score_text
 from lockstep.sweep.runs import Run, differing, existing, read_jobs, read_run, run_folders, state_of
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
@@ -47,7 +47,9 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
 
 def _show(rows: Sequence[Row]) -> None:
     """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
-    shown = [(row["when"], figure(row["score"]), amount(row["size"] / GB), row["state"], row["name"]) for row in rows]
+    shown = [
+        (row["when"], score_text(row["score"]), amount(row["size"] / GB), row["state"], row["name"]) for row in rows
+    ]
     shown = [("when", "score", "size", "state", "name"), *shown]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for cells, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):

@@ -30,6 +30,7 @@ LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 # The environment variable that lets OmegaConf read longer files.
 MOST_NODES = "OMEGACONF_MAX_YAML_EXPANDED_NODES"
+RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # of the keys that name the folders of runs
 
 
 def key_of(override: str) -> str:
@@ -37,10 +38,14 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].strip()
 
 
-def refuse_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> None:
-    """Refuse the overrides whose keys a command sets itself; `who` says that it does so."""
-    if words := [word for word in overrides if key_of(word) in keys or key_of(word).partition(".")[0] + "." in keys]:
-        raise InputError(f"{' '.join(words)} is what {who}; leave it out")
+def refuse_keys(overrides: Iterable[str], keys: Collection[str], who: str, remedy: str = "leave it out") -> None:
+    """Refuse the overrides whose keys a command sets itself; `who` says that it does so.
+
+    One of `keys` that ends with a dot is all keys that begin with it.
+    """
+    prefixes = tuple(key for key in keys if key.endswith("."))
+    if words := [word for word in overrides if key_of(word) in keys or key_of(word).startswith(prefixes)]:
+        raise InputError(f"{' '.join(words)} is what {who}; {remedy}")
 
 
 def note(proposal: str) -> str:

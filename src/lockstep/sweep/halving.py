@@ -46,7 +46,7 @@ def evaluations(ledger: Ledger, record: Record) -> Iterator[tuple[float, float]]
                 yield step / total, scores[0]
 
 
-def score(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:
+def score_at(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:
     """The best score until the first evaluation that comes at `share` of a job's steps or later; None before it."""
     values = []
     for done, value in evaluations(ledger, record):
@@ -85,7 +85,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         racing = [ledger.write(replace(record, rung=rung)) if runs(record) else record for record in racing]
 
         def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
-            return not is_last and score(ledger, record, share, direction) is not None
+            return not is_last and score_at(ledger, record, share, direction) is not None
 
         until = {} if is_last else {RUNG_END: repr(share)}
         started = [
@@ -95,7 +95,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
         ]
         pool.run(started, enough=has_enough)
         racing = [ledger.read(record) for record in racing]
-        scores = {record.number: score(ledger, record, share, direction) for record in racing}
+        scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
             raise Stopped(f"jobs were stopped in rung {rung}: {', '.join(stopped)}; the same line goes on with them")
         # One that failed after this round keeps its place here: the line typed again has the same rounds.

@@ -30,7 +30,7 @@ from lockstep.sweep.record import Direction, State, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.
-ELSEWHERE = ("hydra", "sweep", "output_root")
+NOT_OF_SWEEP = ("hydra", "sweep", "output_root")
 
 
 def choose_folder(config: DictConfig) -> Ledger:
@@ -100,7 +100,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
             raise InputError(
                 f"sweep.resume=new, but {ledger.folder} has a sweep; name another folder with hydra.sweep.dir=FOLDER"
             )
-        if all(key_of(word) in ELSEWHERE for word in words):
+        if all(key_of(word) in NOT_OF_SWEEP for word in words):
             identity, words = stored, [*stored.words]
         elif difference := stored.difference(identity):
             raise InputError(
@@ -156,7 +156,7 @@ def _base(config: DictConfig) -> dict[str, Any]:
     """What all jobs of a sweep share: its config as composed, without interpolations resolved."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, Mapping)
-    values = {str(key): value for key, value in plain.items() if key not in ELSEWHERE}
+    values = {str(key): value for key, value in plain.items() if key not in NOT_OF_SWEEP}
     if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
         values["hydra/sweeper"] = sweeper
     return dict(json.loads(json.dumps(values, default=str)))

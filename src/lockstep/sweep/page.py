@@ -16,13 +16,13 @@ from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Direction, Record, best_of
+from lockstep.sweep.record import Record, best_of, score_text
 from lockstep.sweep.runs import state_of
-from lockstep.sweep.view import score, seeds_together, swept_keys, varied
+from lockstep.sweep.view import seeds_together, swept_keys, varied
 from lockstep.telemetry import charts
 from lockstep.telemetry.report import Notes, number, rendered
 
-COSTS = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
+SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
 
 
 def write_sweep_report(ledger: Ledger) -> Path:
@@ -44,7 +44,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         record.number: notes.trying(record.folder, functools.partial(_costs, ledger, record), {})
         for record in records
     }
-    shown = [name for name in COSTS if any(name in cost for cost in costs.values())]
+    shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
     count, best = Counter(map(state_of, records)), best_of(records, identity.direction)
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
@@ -52,7 +52,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
-    ranked = sorted(records, key=lambda record: _place(record, identity.direction))
+    ranked = sorted(records, key=lambda job: (job.score is None, -identity.direction.gain(job.score or 0.0)))
     program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
     return {
         "title": f"Sweep {ledger.folder.name}",
@@ -67,7 +67,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                 [
                     str(record.number),
                     *_values(record, swept),
-                    score(record),
+                    score_text(record.objective),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
                     state_of(record),
                 ],
@@ -78,16 +78,11 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _place(record: Record, direction: Direction) -> tuple[bool, float]:
-    """The place of a job in the table: the best first, those without a score last."""
-    return record.score is None, -direction.gain(record.score or 0.0)
-
-
 def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
     """What a job cost, as far as it is known."""
     summary = RunDir(ledger.folder / record.folder).read_summary()
     figures = {"seconds": summary.get("seconds"), **summary.get("spent", {})}
-    return {name: figures[key] for name, key in COSTS.items() if is_number(figures.get(key))}
+    return {name: figures[key] for name, key in SPENDING.items() if is_number(figures.get(key))}
 
 
 def _link(ledger: Ledger, record: Record) -> str:
@@ -119,7 +114,7 @@ def _charts(
             [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
         ]
         yield "What was varied, and the score (the darker the better)", charts.parallel([*swept, SCORE], rows, scores)
-    for name in COSTS:
+    for name in SPENDING:
         points = [
             (costs[record.number][name], value, str(record.number))
             for record, value in zip(records, scores, strict=True)

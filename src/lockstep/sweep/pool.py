@@ -27,7 +27,7 @@ from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of, recorded
 from lockstep.sweep.record import Record, State
-from lockstep.sweep.view import Screen
+from lockstep.sweep.view import SweepView
 
 REFRESH_S = 0.5
 CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all of it
@@ -69,7 +69,7 @@ class Pool:
         self,
         ledger: Ledger,
         devices: Devices,
-        view: Screen,
+        view: SweepView,
         *,
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],

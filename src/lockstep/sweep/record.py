@@ -106,6 +106,10 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
     return max(gains, key=gains.__getitem__, default=None)
 
 
+def score_text(score: float | None) -> str:
+    return "" if score is None else f"{score:.2f}"
+
+
 def born(pid: int) -> str:
     """The start time of a process of this machine, which tells it from a later one with its number; empty if gone."""
     try:

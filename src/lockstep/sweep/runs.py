@@ -79,8 +79,7 @@ def read_runs(root: Path) -> list[Run]:
             if ledger.exists:
                 runs |= {run.folder: run for run in read_jobs(ledger)}
             elif folder not in runs:
-                entry = record_of(folder)
-                runs[folder] = read_run(folder) if entry is None else read_job(*entry)
+                runs[folder] = read_single(folder)
         except InputError as error:
             runs[folder] = _damaged(folder, error)
     if not runs:
@@ -89,14 +88,16 @@ def read_runs(root: Path) -> list[Run]:
 
 
 def read_jobs(ledger: Ledger) -> list[Run]:
-    """All jobs of a sweep, as `read_job` reads one."""
+    """All jobs of a sweep: a record says how far a job is, and its folder, if there is one, what it is."""
     direction = ledger.identity().direction
     return [_read_job(ledger, record, direction) for record in ledger.records()]
 
 
-def read_job(ledger: Ledger, record: Record) -> Run:
-    """A job of a sweep: its record says how far it is, and its folder, if there is one, what it is."""
-    return _read_job(ledger, record, ledger.identity().direction)
+def read_single(folder: Path) -> Run:
+    """The run of a folder, which may be the job of a sweep."""
+    if (entry := record_of(folder)) is None:
+        return read_run(folder)
+    return _read_job(*entry, entry[0].identity().direction)
 
 
 def _read_job(ledger: Ledger, record: Record, direction: Direction) -> Run:

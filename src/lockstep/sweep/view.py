@@ -20,14 +20,14 @@ from lockstep.runtime.program import say
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Direction, Record, State, best_of
-from lockstep.telemetry.columns import ALWAYS, Column, clock, fitting
+from lockstep.sweep.record import Direction, Record, State, best_of, score_text
+from lockstep.telemetry.columns import ALWAYS, FigureColumn, clock, fitting
 
 SEED = "seed"
 TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
 
 
-class Screen:
+class SweepView:
     """The jobs of one call. `records` are those of its line, also those that were done before."""
 
     def __init__(self, ledger: Ledger, records: Sequence[Record], begun: str = "started") -> None:
@@ -49,7 +49,7 @@ class Screen:
             redirect_stderr=False,
         )
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> SweepView:
         if log.has_terminal():
             self.live.start()
         return self
@@ -69,7 +69,7 @@ class Screen:
         self.running = [number for number in self.running if number != record.number]
         self.ended_now += record.state in (State.done, State.failed)
         state = "paused" if record.state is State.waiting else record.state  # others may be better
-        ending = f"{state}: {record.error}" if record.error else f"{state} {score(record)}".rstrip()
+        ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
@@ -88,29 +88,29 @@ class Screen:
         self.live.update(Group(*lines, self._summary()), refresh=True)
 
     def _progress(self, record: Record) -> Text:
-        columns = [Column("", self._name(record), "", ALWAYS)]
+        columns = [FigureColumn("", self._name(record), "", ALWAYS)]
         if (progress := progress_of(self.ledger, record)) and progress["steps"] > 0:
             step, total, rate = progress["step"], progress["steps"], progress["rate"]
-            columns.append(Column("", f"{100 * step / total:3.0f}", " %", 5))
-            columns += [Column("", f"{rate:6,.0f}", " img/s", 4)] if rate else []
+            columns.append(FigureColumn("", f"{100 * step / total:3.0f}", " %", 5))
+            columns += [FigureColumn("", f"{rate:6,.0f}", " img/s", 4)] if rate else []
             if step and record.started:
                 left = (time.time() - record.started) / step * (total - step)
-                columns.append(Column("left", clock(left), "", ALWAYS))
+                columns.append(FigureColumn("left", clock(left), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _summary(self) -> Text:
         count = Counter(record.state for record in self.records.values())
         columns = [
-            Column(state, f"{count[state]}", "", ALWAYS if state is State.done else 5)
+            FigureColumn(state, f"{count[state]}", "", ALWAYS if state is State.done else 5)
             for state in State
             if count[state]
         ]
         if best := best_of(self.records.values(), self.direction):
-            columns.append(Column("best", score(best), f" (job {best.number})", 6, "green"))
+            columns.append(FigureColumn("best", score_text(best.objective), f" (job {best.number})", 6, "green"))
         if self.ended_now:
             left = len(self.records) + self.left - self.before - self.ended_now
             seconds = (time.monotonic() - self.began) / self.ended_now * left
-            columns.append(Column("left", clock(seconds), "", ALWAYS))
+            columns.append(FigureColumn("left", clock(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _name(self, record: Record) -> str:
@@ -154,7 +154,9 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
         ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
         ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
         others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
-        table.add_row(str(record.number), " ".join(varied(record, swept)), score(record), *others, ending)
+        table.add_row(
+            str(record.number), " ".join(varied(record, swept)), score_text(record.objective), *others, ending
+        )
     # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
     log.console.print(f"sweep in {relative(ledger.folder)}", soft_wrap=True)
     log.show_table(table)
@@ -170,7 +172,8 @@ def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] =
     if best := best_of(records, direction):
         ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
         log.console.print(
-            f"best: job {best.number} with {score(best)}, {relative(ledger.folder / best.folder)}", soft_wrap=True
+            f"best: job {best.number} with {score_text(best.objective)}, {relative(ledger.folder / best.folder)}",
+            soft_wrap=True,
         )
     for record in records:
         if record.error:
@@ -192,10 +195,6 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: D
         for words, values in sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
         if len(values) > 1
     ]
-
-
-def score(record: Record) -> str:
-    return "" if record.objective is None else f"{record.objective:.2f}"
 
 
 def swept_keys(records: Sequence[Record]) -> tuple[str, ...]:

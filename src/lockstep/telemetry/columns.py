@@ -16,7 +16,7 @@ SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
 
 
 @dataclass(frozen=True)
-class Column:
+class FigureColumn:
     """A figure with its name in front and its unit behind.
 
     Fields:
@@ -30,9 +30,6 @@ class Column:
     priority: int
     style: str = ""
 
-    def __str__(self) -> str:
-        return self.text().plain
-
     def text(self) -> Text:
         gap = " " * bool(self.name and self.figure)
         return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))
@@ -44,24 +41,24 @@ class Columns:
     def __init__(self) -> None:
         self.widths: Counter[str] = Counter()
 
-    def aligned(self, columns: Sequence[Column]) -> list[Column]:
+    def aligned(self, columns: Sequence[FigureColumn]) -> list[FigureColumn]:
         """The columns with their figures padded."""
         for column in columns:
             self.widths[column.name] = max(self.widths[column.name], len(column.figure))
         return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
 
 
-def figures(window: Window) -> list[Column]:
+def figures(window: Window) -> list[FigureColumn]:
     """The columns for a window."""
     return [
-        Column("loss", f"{window.loss:.4f}", "", 4),
-        Column("top-1", f"{window.top1:5.1f}", " %", 2),
-        Column("", f"{window.rate:6,.0f}", " img/s", 4),
-        Column("wait", f"{window.wait_share:3.0f}", " %", 0),
+        FigureColumn("loss", f"{window.loss:.4f}", "", 4),
+        FigureColumn("top-1", f"{window.top1:5.1f}", " %", 2),
+        FigureColumn("", f"{window.rate:6,.0f}", " img/s", 4),
+        FigureColumn("wait", f"{window.wait_share:3.0f}", " %", 0),
     ]
 
 
-def fitting(columns: Sequence[Column], width: int | None) -> Text:
+def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
     """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
     shown = list(columns)
     while True:

@@ -12,7 +12,7 @@ from rich.text import Text
 from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.telemetry.clock import TimeLeft
-from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Column, Columns, bar, clock, figures, fitting
+from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Columns, FigureColumn, bar, clock, figures, fitting
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
@@ -66,26 +66,26 @@ class Screen(Display):
         averaged = "acc/val_ema_top1" in scores
         style = BEST if best else ""
         columns = [
-            Column("val loss", f"{scores['loss/val']:.4f}", "", 2),
-            Column("val top-1", f"{scores['acc/val_top1']:.2f}", " %", 5, "" if averaged else style),
+            FigureColumn("val loss", f"{scores['loss/val']:.4f}", "", 2),
+            FigureColumn("val top-1", f"{scores['acc/val_top1']:.2f}", " %", 5, "" if averaged else style),
         ]
         if averaged:
-            columns.append(Column("average", f"{scores['acc/val_ema_top1']:.2f}", " %", 6, style))
+            columns.append(FigureColumn("average", f"{scores['acc/val_ema_top1']:.2f}", " %", 6, style))
         self._line(step, [*(figures(epoch) if epoch else []), *columns])
 
     def warn(self, sentence: str) -> None:
         log.warn(sentence)
 
-    def _line(self, step: int, columns: list[Column]) -> None:
+    def _line(self, step: int, columns: list[FigureColumn]) -> None:
         """Show a line. The log gets all columns, a terminal only the columns that fit."""
         self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
         position = [
-            Column("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
-            Column("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
+            FigureColumn("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
+            FigureColumn("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
         ]
-        line = self.columns.aligned([*position, *columns, Column("left", self._left(step), "", ALWAYS)])
-        log.say("  ".join(map(str, line)), shown=fitting(line, self._width()))
+        line = self.columns.aligned([*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)])
+        log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:
         """The width of the terminal in characters; None if the output is no terminal."""
@@ -122,7 +122,7 @@ class Lines(Screen):
             now = time.monotonic()
             if now - self.shown_at >= SILENCE_S:
                 phase = self.phase or f"in step {self.step + 1} for {clock(now - self.stepped_at)}"
-                self._line(self.step, [Column(phase, "", "", 4)])
+                self._line(self.step, [FigureColumn(phase, "", "", 4)])
 
 
 class Bar(Screen):
@@ -148,10 +148,12 @@ class Bar(Screen):
 
     def status(self) -> Text:
         """The moving line. Where the terminal is narrow, figures are left out first, and then the bar."""
-        step = Column("step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS)
-        left = Column("left", self._left(self.step), "", ALWAYS)
+        step = FigureColumn(
+            "step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS
+        )
+        left = FigureColumn("left", self._left(self.step), "", ALWAYS)
         share = self.evaluated_share if self.phase else self.step / self.plan.total_steps
-        middle = [Column(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
+        middle = [FigureColumn(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
         width = self._width() - 1  # a full line would wrap on some terminals
         line = fitting([step, *middle, left], width - SHORTEST_BAR)
         moving = bar(share, width - line.cell_len, unicode=log.console.encoding.startswith("utf"))

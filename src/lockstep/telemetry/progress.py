@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
-from lockstep.telemetry.columns import ALWAYS, LONGEST_BAR, Column, bar, clock, fitting
+from lockstep.telemetry.columns import ALWAYS, LONGEST_BAR, FigureColumn, bar, clock, fitting
 from lockstep.telemetry.display import SILENCE_S
 
 
@@ -34,10 +34,10 @@ class Work:
         """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
-            return Column(self.activity, clock(passed), "", ALWAYS).text()
+            return FigureColumn(self.activity, clock(passed), "", ALWAYS).text()
         left = clock(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
-        return fitting([Column(self.activity, count, "", ALWAYS), Column("left", left, "", ALWAYS)], None)
+        return fitting([FigureColumn(self.activity, count, "", ALWAYS), FigureColumn("left", left, "", ALWAYS)], None)
 
     def moving(self, console: Console) -> Text:
         """The line with a bar, in the width of a terminal."""

@@ -26,7 +26,7 @@ STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 
 
 class _TextSink(Observer):
-    """The base class of `JsonLines` and `Table`: a text file whose errors name its path."""
+    """The base class of `JsonLines` and `CsvTable`: a text file whose errors name its path."""
 
     path: Path
     file: TextIO
@@ -143,7 +143,7 @@ def read_figures(path: Path, after: float = math.inf) -> Iterator[tuple[int, dic
             yield step, {tag: value for tag, value in scalars.items() if tag != STAMP and value is not None}
 
 
-class Table(_TextSink):
+class CsvTable(_TextSink):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes.

@@ -114,7 +114,7 @@ def _observer(
     loggers = [logger.build(run) for logger in job.logger.values()]
     logged = sinks.read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
-    table = sinks.Table(run_dir.table, plan, progress.after, latest)
+    table = sinks.CsvTable(run_dir.table, plan, progress.after, latest)
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 
