@@ -81,7 +81,7 @@ def _size(path: Path) -> int:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a kill never leaves half a checkpoint."""
-    delete(path if path.name.startswith(".") else set_aside(path))
+    delete(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.old.tmp")))
 
 
 def delete(path: Path) -> None:
@@ -90,11 +90,6 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that its new name is not the name of a checkpoint."""
-    return path.rename(path.with_name(f".{path.name}.old.tmp"))
 
 
 def drop_state(path: Path) -> None:

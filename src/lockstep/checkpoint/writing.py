@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.removal import best_scored, delete, drop_state, remove, set_aside
+from lockstep.checkpoint.removal import best_scored, delete, drop_state, remove
 from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
     EMA,
@@ -46,6 +46,7 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import sync, write_atomic
 
+SPARE_DIGITS = 18  # of the step in the name of a checkpoint while it replaces another one of its step
 RETRY_S = 30.0  # seconds between a failed save and the next one
 LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
 
@@ -69,6 +70,15 @@ def _reason(error: BaseException) -> str:
     quoted = re.search(r"os error (\d+)", str(error))  # how safetensors passes it on
     number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
     return str(error) if number is None else os.strerror(number).lower()
+
+
+def _finish_replacing(folder: Path) -> None:
+    """Give a checkpoint that replaces another one of its step the usual name. A kill may have left this to do."""
+    for spare in folder.glob(f"step-{'[0-9]' * SPARE_DIGITS}"):
+        usual = spare.with_name(f"step-{int(spare.name[5:]):08d}")
+        if usual.exists():
+            remove(usual)
+        spare.rename(usual)
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,7 @@ class Checkpointer:
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
+        _finish_replacing(folder)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
@@ -238,16 +249,14 @@ class Checkpointer:
             for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
-            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only
-            # after the new checkpoint has its name.
-            replaced = set_aside(final) if final.exists() else None
-            temporary.rename(final)
+            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. It goes only after
+            # the new one has a name that a resume finds: one of more digits.
+            temporary.rename(folder / f"step-{progress['step']:0{SPARE_DIGITS}d}" if final.exists() else final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
-        if replaced is not None:
-            delete(replaced)
+        _finish_replacing(folder)
         # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         try:
