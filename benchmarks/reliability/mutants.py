@@ -81,8 +81,8 @@ training/evaluate.py: the mean of the blocks' means, though the last block is sh
 - summed += losses.sum()
 + summed += losses.mean() * loader.eval_batch
 checkpoint/validation.py: the optimizer's state is not hashed before it is used [checkpoint]
-- if digest != expected:
-+ if digest != expected and name != STATE:
+- if digest != digests[name]:
++ if digest != digests[name] and name != STATE:
 checkpoint/removal.py: the worst checkpoint stays in the place of the best one [checkpoint]
 - key=lambda path: -scores[path]
 + key=lambda path: scores[path]

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, staging
-from lockstep.checkpoint.reading import whole_weights
+from lockstep.checkpoint.weights import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
@@ -306,6 +306,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pyt
     assert loaded is not None
     assert loaded.path == first
     assert capsys.readouterr().out.count("; trying the one before it") == 2
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(run: RunDir, tmp_path: Path) -> None:
+    (named,) = saved(RunDir.at(tmp_path / "other"), 7)
+    for expected in (named, *saved(run, 2)):
+        loaded = checkpoint.load_newest(run if expected != named else RunDir(tmp_path / "new"), named)
+        assert loaded is not None
+        assert loaded.path == expected
 
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
@@ -597,7 +605,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
         newest.append(0 if path is None else int(path.name[5:]))
         for other in checkpoint.candidates(folder.checkpoints):
             assert checkpoint.find_corruption(other) == "", other
-    assert newest == sorted(newest), "no resume goes back further, also while a checkpoint of the same step is replaced"
+    assert newest == sorted(newest), "no resume goes back, also while one of the same step is replaced"
     assert {*newest} == {0, 1, 2, 3}
 
 
@@ -795,7 +803,7 @@ def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
     (path,) = saved(run, 1)
     contents = parts()
     contents.model = nn.Linear(2, 2)
-    with pytest.raises(InputError, match="does not fit this model"):
+    with pytest.raises(InputError, match=r"does not fit this model .*; resume with the values that the run had"):
         restore(path, contents)
 
 
@@ -862,7 +870,7 @@ def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) ->
 def test_an_invalid_digest_is_damage(run: RunDir, digest: object) -> None:
     (path,) = saved(run, 1)
     replace_manifest(path, sha256={**manifest_entries(path)[1], "state.pt": digest})
-    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
+    assert checkpoint.find_corruption(path) == "state.pt does not match its sha256"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""Removes checkpoints, or the parts of them that are no longer needed."""
+"""Removes checkpoints, or the parts of them that are no longer needed, and says how much the rest can take."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.history import candidates
-from lockstep.checkpoint.reading import whole_weights
-from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest_without_state, read_facts
-from lockstep.core.errors import InputError
+from lockstep.checkpoint.reading import candidates
+from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest, manifest_text, read_facts
+from lockstep.checkpoint.weights import whole_weights
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import sync, write_atomic
+
+LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
+
+
+def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
+    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
+
+    Args:
+        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
+        exported: the bytes of the weights in the run folder.
+        keep, keep_best: see `Checkpointer`.
+    """
+    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
+    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
 
 
 @dataclass(frozen=True)
@@ -69,7 +82,7 @@ def _score(path: Path) -> float | None:
     """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
     try:
         score = read_facts(path)["progress"]["score"]
-    except InputError:
+    except ValueError:
         return None
     return None if score is None else float(score)
 
@@ -98,7 +111,7 @@ def drop_state(path: Path) -> None:
     The manifest is replaced first: a kill before the removal leaves a file that the manifest does not list, and that
     nobody reads.
     """
-    if has_state(path):
-        write_atomic(path / MANIFEST, manifest_without_state(path))
+    if STATE in (digests := manifest(path)):
+        write_atomic(path / MANIFEST, manifest_text(path, digests, digests.keys() - {STATE}))
         sync(path)
     (path / STATE).unlink(missing_ok=True)
