@@ -54,7 +54,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     if not (everything and run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)):
         whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
-        stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
+        stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
     go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
     return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
@@ -66,7 +66,7 @@ def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
         named = read_text(run_dir.best).strip()
     except UnreadableFile:
         named = ""
-    return list(dict.fromkeys([*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]))
+    return [*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
@@ -81,10 +81,10 @@ def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
 def _score(path: Path) -> float | None:
     """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
     try:
-        score = read_facts(path)["progress"]["score"]
+        score: float | None = read_facts(path)["progress"]["score"]
     except ValueError:
         return None
-    return None if score is None else float(score)
+    return score
 
 
 def _size(path: Path) -> int:

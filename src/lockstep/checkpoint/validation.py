@@ -99,13 +99,13 @@ def has_state(path: Path) -> bool:
 def find_corruption(path: Path, run: str | None = None) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string. `run` is the run that it should be of."""
     try:
-        with _reasons():
-            _check(path, run)
+        _check(path, run)
     except ValueError as error:
         return str(error)
     return ""
 
 
+@_reasons()
 def _check(path: Path, run: str | None) -> None:
     digests = manifest(path)
     with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock

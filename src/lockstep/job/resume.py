@@ -60,15 +60,6 @@ class Resume:
         node = self.values["launcher"]
         return node if isinstance(node, Mapping) else {}
 
-    @property
-    def ended(self) -> bool:
-        """Whether all of the run was completed, and not only its last step; a checkpoint alone is of such a run."""
-        try:
-            return self.folder is None or RunDir(self.folder).read_summary().get("status") == "completed"
-        except UnreadableFile as error:
-            log.show_warning(f"{error}; it will be replaced")
-            return False
-
     def fetch_data(self, dataset: Source) -> None:
         """Download what is missing of the data, if `may_fetch`.
 
@@ -166,7 +157,11 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
 
     if (resumed := resume.checkpoint) is None:
         return
-    ended = resume.ended
+    try:  # after its last step, a run that was stopped has its last evaluation left; a checkpoint alone has not
+        ended = resume.folder is None or RunDir(resume.folder).read_summary().get("status") == "completed"
+    except UnreadableFile as error:
+        log.show_warning(f"{error}; it will be replaced")
+        ended = False
     checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
     step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
     if step > total:
