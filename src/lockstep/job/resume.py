@@ -85,9 +85,9 @@ class Resume:
         """
         from lockstep import checkpoint  # needs torch
 
-        # No warning about damaged checkpoints here: the ranks search again later, when there is a log for it.
-        silent = {"say": lambda sentence: None}
-        newest = checkpoint.newest_of_run(RunDir(self.folder), **silent) if self.folder is not None else None
+        newest = None
+        if self.folder is not None:  # silent about damaged checkpoints: the ranks search again, when there is a log
+            newest = checkpoint.newest_of_run(RunDir(self.folder), say=lambda sentence: None)
         named = self.values["resume"]
         return Path(named) if newest is None and named is not None else newest
 
