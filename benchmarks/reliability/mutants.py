@@ -81,8 +81,8 @@ training/evaluate.py: the mean of the blocks' means, though the last block is sh
 - summed += losses.sum()
 + summed += losses.mean() * loader.eval_batch
 checkpoint/validation.py: the optimizer's state is not hashed before it is used [checkpoint]
-- if digest != expected:
-+ if digest != expected and name != STATE:
+- if digest != digests[name]:
++ if digest != digests[name] and name != STATE:
 checkpoint/removal.py: the worst checkpoint stays in the place of the best one [checkpoint]
 - key=lambda path: -scores[path]
 + key=lambda path: scores[path]
@@ -168,9 +168,9 @@ telemetry/straggler.py: the wait for the slowest rank is that for the mean one [
 - busy.max(dim=0).values - busy[own]
 + busy.mean(dim=0) - busy[own]
 checkpoint/writing.py: after a kill in the first save the run seems to have lost its checkpoints [checkpoint]
--             temporary.rename(final)
+-             temporary.rename(
 +             self.run_dir.none_yet.unlink(missing_ok=True)
-+             temporary.rename(final)
++             temporary.rename(
 job/resume.py: a run that began from a checkpoint goes back to it at each resume [decide_resume]
 - if newest is None and named is not None else newest
 + if named is not None else newest

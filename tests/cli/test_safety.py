@@ -253,7 +253,7 @@ def test_latest_does_not_lead_out_of_the_output_root(tmp_path: Path, named: str)
     root.mkdir()
     (root / "latest").write_text(named)
     with pytest.raises(InputError, match=r"resume=latest: .*expected a folder below"):
-        latest(root)
+        latest(root, "resume=latest")
 
 
 class Hostile:

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
 from lockstep.checkpoint import Checkpointer, staging
-from lockstep.checkpoint.reading import whole_weights
+from lockstep.checkpoint.weights import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
@@ -306,6 +306,14 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pyt
     assert loaded is not None
     assert loaded.path == first
     assert capsys.readouterr().out.count("; trying the one before it") == 2
+
+
+def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(run: RunDir, tmp_path: Path) -> None:
+    (named,) = saved(RunDir.at(tmp_path / "other"), 7)
+    for expected in (named, *saved(run, 2)):
+        loaded = checkpoint.load_newest(run if expected != named else RunDir(tmp_path / "new"), named)
+        assert loaded is not None
+        assert loaded.path == expected
 
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
@@ -591,20 +599,25 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
         save(target, step, best=step == 1, score=float(step == 1))
         target.wait()
     monkeypatch.undo()
-    newest, held = [], []
+    newest = []
     for folder in left:
         path = checkpoint.newest_of_run(folder)  # raises where a run looks like one that has lost its checkpoints
         newest.append(0 if path is None else int(path.name[5:]))
-        held.append(
-            [path for path in folder.checkpoints.glob("*step-00000003*") if path.name != ".step-00000003.tmp"]
-        )
         for other in checkpoint.candidates(folder.checkpoints):
             assert checkpoint.find_corruption(other) == "", other
-    assert newest[0] == 0
-    assert {1, 2, 3} <= {*newest}
-    assert all(after >= before - 1 for before, after in itertools.pairwise(newest)), "an older one stays"
-    began = newest.index(3)
-    assert all(held[began:]), "the old one goes only when the new one has its name"
+    assert newest == sorted(newest), "no resume goes back, also while one of the same step is replaced"
+    assert {*newest} == {0, 1, 2, 3}
+
+
+def test_a_checkpoint_that_a_kill_left_with_its_spare_name_gets_its_usual_one(run: RunDir) -> None:
+    whole, _ = saved(run, 3, 4)
+    shutil.copytree(whole, spare := run.checkpoints / f"step-{3:018d}")
+    flip(whole / "state.pt", 99)
+    shutil.rmtree(run.checkpoints / "step-00000004")
+    assert checkpoint.newest_of_run(run) == spare
+    saved(run, 3)
+    assert steps_left(run) == [3]
+    assert checkpoint.newest_of_run(run) == whole
 
 
 def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:
@@ -790,7 +803,7 @@ def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
     (path,) = saved(run, 1)
     contents = parts()
     contents.model = nn.Linear(2, 2)
-    with pytest.raises(InputError, match="does not fit this model"):
+    with pytest.raises(InputError, match=r"does not fit this model .*; resume with the values that the run had"):
         restore(path, contents)
 
 
@@ -857,7 +870,7 @@ def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) ->
 def test_an_invalid_digest_is_damage(run: RunDir, digest: object) -> None:
     (path,) = saved(run, 1)
     replace_manifest(path, sha256={**manifest_entries(path)[1], "state.pt": digest})
-    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
+    assert checkpoint.find_corruption(path) == "state.pt does not match its sha256"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])

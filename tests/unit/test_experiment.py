@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
 from helpers import records, resolved, train_here
-from lockstep import checkpoint
 from lockstep.core.world import World
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.data.transforms.mixup import Mix
 from lockstep.models.whitenet import whitening_filters
 from lockstep.training.build_data import build_data, build_loader
-from lockstep.training.build_model import build_network, load_state
+from lockstep.training.build_model import build_network
 
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
 # Options that change the steps, but not the first loss, which is that of the initial weights.
@@ -106,13 +103,3 @@ def test_a_network_that_is_initialised_from_data_gets_the_normalised_images_of_t
     network = build_network(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
     images = (data.train.fetch(list(range(30))) / 255 - 0.5) / 0.25
     torch.testing.assert_close(network.model[0].weight, whitening_filters(images).float())  # type: ignore[index]
-
-
-@pytest.mark.parametrize(("own", "loaded"), [("its own", "its own"), (None, "checkpoints/7")])
-def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(
-    own: str | None, loaded: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(checkpoint, "load_newest", lambda run_dir: own)
-    monkeypatch.setattr(checkpoint, "load", str)
-    job, run_dir = SimpleNamespace(resume="checkpoints/7"), SimpleNamespace()
-    assert load_state(job, run_dir) == loaded  # type: ignore[arg-type, comparison-overlap]

@@ -18,7 +18,7 @@ from helpers import composed
 from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, slug
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.create import Preparation
 from lockstep.job.resume import decide_resume
@@ -213,7 +213,7 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
 def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
     for name in ("one", "two"):
         RunDir.at(tmp_path / name).mark_latest(tmp_path)
-        assert latest(tmp_path) == RunDir(tmp_path / name)
+        assert latest(tmp_path, "resume=latest") == RunDir(tmp_path / name)
     assert (tmp_path / "latest").read_text() == "two\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
 
@@ -221,7 +221,8 @@ def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
 def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     RunDir.at(tmp_path / "run").mark_latest(tmp_path)
-    assert latest(tmp_path) is None
+    with pytest.raises(InputError, match="latest is a folder, expected a plain file; name a run folder"):
+        latest(tmp_path, "resume=latest")
     assert (tmp_path / "latest").is_dir()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
 
@@ -237,9 +238,9 @@ def test_the_latest_run_can_be_elsewhere_if_it_says_that_it_is_of_this_root(tmp_
     for content in ("output_root: RUNS/other\n", "output_root: null\n", "- 1\n", "\0"):
         run.config.write_text(content.replace("RUNS", str(root)))
         with pytest.raises(InputError, match=r"names .*elsewhere, expected a folder below"):
-            latest(root)
+            latest(root, "resume=latest")
     run.config.write_text(f"output_root: {root}\n")
-    assert latest(root) == run
+    assert latest(root, "resume=latest") == run
 
 
 @pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
@@ -305,12 +306,18 @@ def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_ended(
 @pytest.mark.parametrize("content", [b"\xff", bytes(2**20)])
 def test_latest_that_names_nothing_is_a_mistake_with_a_remedy(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
-    with pytest.raises(InputError, match=r"resume=latest: .*latest .*; name the run with resume=PATH"):
-        latest(tmp_path)
+    called = Invocation(overrides=(), command="", sweep=False, folder=None, hydra="")
+    with pytest.raises(InputError, match=r"resume=latest: .*latest .*; name a run folder with resume=PATH"):
+        decide_resume(composed("resume=latest", f"output_root={tmp_path}"), called)
+    with pytest.raises(InputError, match=r"^weights: .*latest .*; name a run folder$"):
+        pointed(tmp_path / "latest", tmp_path, "weights")
+    (tmp_path / "best").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"best is not UTF-8 text .*; name a run folder with resume=PATH"):
+        decide_resume(composed(f"resume={tmp_path / 'best'}"), called)
     (tmp_path / "latest").unlink()
     os.mkfifo(tmp_path / "latest")
     with pytest.raises(InputError, match=r"latest is a pipe"):
-        latest(tmp_path)
+        latest(tmp_path, "resume=latest")
 
 
 def test_the_best_checkpoint_of_a_run_is_resumed_by_the_file_that_names_it(tmp_path: Path) -> None:

@@ -8,24 +8,24 @@ does a command that uses the weights. A checkpoint that is only kept as one of t
 first checkpoint is saved, the file `checkpoints/none-yet` exists.
 """
 
-from lockstep.checkpoint.history import candidates, latest_valid, load_newest, mark_saved_or_not, newest_of_run
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
+    candidates,
     check_fingerprint,
-    check_tensors,
     difference,
-    find_card,
+    latest_valid,
     load,
-    load_start,
-    load_weights,
-    read_card,
+    load_newest,
+    mark_saved_or_not,
+    newest_of_run,
+    read_facts,
     restore,
-    weights_file,
 )
-from lockstep.checkpoint.removal import Removable, removable, remove
+from lockstep.checkpoint.removal import Removable, most_bytes, removable, remove
 from lockstep.checkpoint.staging import HostCopies, gathered
-from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text, read_facts
-from lockstep.checkpoint.writing import RETRY_S, Checkpointer, most_bytes
+from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text
+from lockstep.checkpoint.weights import check_tensors, find_card, load_start, load_weights, read_card, weights_file
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 
 __all__ = [
     "MODEL",

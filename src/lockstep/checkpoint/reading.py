@@ -1,41 +1,41 @@
-"""Reads checkpoints and weights, and restores the parts of a run from them."""
+"""The checkpoint that a run resumes from: which one it is, what is in it, or why there is none.
+
+A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints must
+not: it would cut its log, its TensorBoard files and its best weights. The file `checkpoints/none-yet` tells the two
+cases apart: it exists from before the first logged step until the first checkpoint is complete. Whatever files are
+lost, the second case never looks like the first.
+
+The sentences about a checkpoint that cannot be resumed from are all here; `lockstep.job.resume` has the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
+from lockstep.checkpoint import validation
 from lockstep.checkpoint.optimizer import restore_optimizer
-from lockstep.checkpoint.validation import (
-    EMA,
-    MODEL,
-    NAMES,
-    Facts,
-    damaged,
-    find_corruption,
-    has_state,
-    manifest,
-    read_facts,
-    read_state,
-    sha256,
-)
-from lockstep.config.commands import override, typed
+from lockstep.checkpoint.validation import EMA, MODEL, NAMES, Facts, find_corruption, has_state, manifest, read_state
+from lockstep.checkpoint.weights import whole_weights
+from lockstep.config import yaml_io
+from lockstep.config.commands import override, program_words, typed
+from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.model import head_parameters
-from lockstep.core.model_card import METADATA_KEY, ModelCard
-from lockstep.core.run_dir import MANIFEST
-from lockstep.core.safe_read import UnreadableFile, opened
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import sync, write_atomic
 from lockstep.core.sharding import load_whole
 
 SHOWN = 4  # an error lists at most this many differences between two runs
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,86 @@ class LoadedCheckpoint:
     state: dict[str, Any]
 
 
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints in a `checkpoints` folder, newest step first."""
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", path.name) and path.is_dir())
+    return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> Path | None:
+    """The newest undamaged checkpoint in a `checkpoints` folder, of `run`; `say` reports each damaged one."""
+    checkpoints = [path for path in candidates(folder) if has_state(path)]
+    for number, path in enumerate(checkpoints, start=1):
+        if not (reason := find_corruption(path, run)):
+            return path
+        next_try = "trying the one before it" if number < len(checkpoints) else "there is none before it"
+        say(f"checkpoint {path} is damaged ({reason}); {next_try}")
+    return None
+
+
+def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
+    """The newest undamaged checkpoint of a run; None for a run that has not saved any yet.
+
+    Raises:
+        InputError: the run has saved checkpoints, but all of them are damaged.
+    """
+    warnings: list[str] = []
+    newest = latest_valid(run_dir.checkpoints, warnings.append, run_dir.run)
+    if newest is None and _has_saved(run_dir):
+        raise _all_damaged(run_dir)
+    for sentence in warnings:
+        say(sentence)
+    return newest
+
+
+def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint | None:
+    """The checkpoint that `newest_of_run` finds, with its warnings and its errors; before a run has any, `named`."""
+    if (newest := newest_of_run(run_dir)) is not None:
+        return _read(newest)
+    return None if named is None else load(named)
+
+
+def mark_saved_or_not(run_dir: RunDir) -> None:
+    """Before a run logs a step, record on the disk whether the run has saved a checkpoint.
+
+    Raises:
+        StorageError: the disk is full. Killed later, the run would look like one that has lost its checkpoints.
+    """
+    if _has_saved(run_dir):
+        with suppress(OSError):
+            run_dir.none_yet.unlink(missing_ok=True)  # it still exists after a kill just after the first checkpoint
+        return
+    write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
+    sync(run_dir.checkpoints)
+
+
+def _has_saved(run_dir: RunDir) -> bool:
+    """Whether the run has ever saved a checkpoint, judged by the files that still exist."""
+    saved = (run_dir.weights, run_dir.best, *run_dir.checkpoints.glob("step-*"))
+    logged = (run_dir.metrics, run_dir.table, *run_dir.path.glob("events.out.tfevents.*"))
+    if any(path.exists() for path in saved):
+        return True
+    return any(path.exists() for path in logged) and not run_dir.none_yet.exists()
+
+
+def _all_damaged(run_dir: RunDir) -> InputError:
+    """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
+    checkpoints = candidates(run_dir.checkpoints)
+    reasons = [f"{path.name}: {find_corruption(path, run_dir.run) or 'it has weights only'}" for path in checkpoints]
+    reasons = reasons or ["there is no checkpoint left"]
+    whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
+    usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""
+    try:
+        command = typed([*program_words(), *yaml_io.load_list(run_dir.overrides)])
+    except InputError:
+        command = "the command of this run and another hydra.run.dir=FOLDER"
+    return InputError(
+        f"resume: no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(reasons)}), and nothing was changed; "
+        f"put a whole one back, or start afresh in another folder with `{command}`{usable}; to start afresh in this "
+        f"folder remove it first"
+    )
+
+
 def load(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint to the CPU.
 
@@ -57,21 +137,17 @@ def load(path: Path) -> LoadedCheckpoint:
         InputError: the checkpoint is damaged, or has weights only.
     """
     if reason := find_corruption(path):
-        raise damaged(path, reason)
+        raise _damaged(path, reason)
     if not has_state(path):
         raise InputError(
             f"resume: {path} has weights only, because newer checkpoints of its run have the state to resume from; "
             f"begin a new run with its weights: {typed([override('init_from', path)])}"
         )
-    return read(path)
+    return _read(path)
 
 
-def read(path: Path) -> LoadedCheckpoint:
-    """Read a checkpoint whose hashes have been checked.
-
-    Raises:
-        InputError: the checkpoint cannot be loaded.
-    """
+def _read(path: Path) -> LoadedCheckpoint:
+    """Read a checkpoint whose hashes have been checked."""
     facts = read_facts(path)
     names = facts.pop(NAMES, None)
     try:
@@ -86,7 +162,28 @@ def read(path: Path) -> LoadedCheckpoint:
             state=state,
         )
     except Exception as error:  # the hashes match, but the files do not load: safetensors raises all kinds
-        raise damaged(path, str(error).partition("\n")[0]) from error
+        raise _damaged(path, str(error).partition("\n")[0]) from error
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint. Raises InputError if the checkpoint is damaged."""
+    try:
+        return validation.read_facts(path)
+    except ValueError as error:
+        raise _damaged(path, str(error)) from error
+
+
+def _damaged(path: Path, reason: str) -> InputError:
+    return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
+
+
+def check_fingerprint(expected: Facts, path: Path) -> None:
+    """Raise InputError, with the differences, if the checkpoint at `path` has another fingerprint than `expected`."""
+    if different := difference(expected, read_facts(path)["identity"]):
+        raise InputError(
+            f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
+            "or take only its weights with init_from=PATH"
+        )
 
 
 def difference(expected: Facts, saved: Facts) -> str:
@@ -114,124 +211,6 @@ def _flattened(facts: Facts) -> dict[str, Any]:
     return flat
 
 
-def check_fingerprint(expected: Facts, path: Path) -> None:
-    """Raise InputError, with the differences, if the checkpoint at `path` has another fingerprint than `expected`."""
-    if different := difference(expected, read_facts(path)["identity"]):
-        raise InputError(
-            f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
-            "or take only its weights with init_from=PATH"
-        )
-
-
-def whole_weights(path: Path) -> bool:
-    """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
-    file = path / MODEL
-    try:
-        if (path / MANIFEST).exists():
-            # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
-            return manifest(path)[MODEL] == sha256(file)
-        return bool(_header(file)[0])
-    except (UnreadableFile, ValueError, SafetensorError):
-        return False
-
-
-def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of the tensors in a file of weights, and its metadata; raises UnreadableFile or SafetensorError."""
-    with opened(file, links=True), safe_open(file, framework="pt") as tensors:
-        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        return shapes, tensors.metadata() or {}
-
-
-def read_card(file: Path, key: str = "weights") -> ModelCard:
-    """The description in a file of weights. `key` begins the errors.
-
-    Raises:
-        InputError: it cannot be read, has no card, or has a wrong one.
-    """
-    _, metadata = _read_header(file, key)
-    try:
-        return ModelCard.parse(metadata)
-    except ValueError as error:
-        raise InputError(f"{key}: {file} cannot be used: {error}") from error
-
-
-def find_card(file: Path) -> ModelCard | None:
-    """The card of a file of weights; None if it has none, like weights of other programs, or cannot be read."""
-    try:
-        _, metadata = _header(file)
-    except (UnreadableFile, SafetensorError):  # loading the weights will raise the error
-        return None
-    return read_card(file) if METADATA_KEY in metadata else None
-
-
-def weights_file(path: Path, key: str = "init_from") -> Path:
-    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins the errors.
-
-    Raises:
-        InputError: there are no weights at `path`.
-    """
-    places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
-    file = next((place for place in places if place.is_file()), None)
-    if file is None:
-        raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder")
-    return file
-
-
-def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
-    """Fill `model` with the weights at `path` (as for `weights_file`).
-
-    Raises:
-        InputError: the file does not exist, or its tensors do not fit the model.
-    """
-    file = weights_file(path, key)
-    check_tensors(model, file, key)
-    model.load_state_dict(load_file(file))
-
-
-def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
-    """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
-
-    If the weights have no head, or a head for another number of classes, the model keeps its new head. Returns the
-    names of the tensors that keep their new values.
-
-    Raises:
-        InputError: the file does not exist, or tensors outside the head do not fit.
-    """
-    file = weights_file(path)
-    head = head_parameters(model)
-    own, saved = model.state_dict(), _read_header(file, "init_from")[0]
-    new_head = head if any(tuple(own[name].shape) != saved.get(name) for name in head) else ()
-    check_tensors(model, file, leave_out=new_head)
-    tensors = {name: tensor for name, tensor in load_file(file).items() if name not in new_head}
-    model.load_state_dict(tensors, strict=not new_head)
-    return new_head
-
-
-def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_out: tuple[str, ...] = ()) -> None:
-    """Compare the names and shapes of the tensors in a file with those of `model`, which can be on the meta device.
-
-    Done before tensors are read, because they may not fit into memory.
-
-    Raises:
-        InputError: the names or shapes differ, or the file is not a safetensors file.
-    """
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved, _ = _read_header(file, key)
-    names = sorted((own.keys() | saved.keys()) - set(leave_out))
-    if different := [name for name in names if own.get(name) != saved.get(name)]:
-        shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
-        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
-
-
-def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    try:
-        return _header(file)
-    except UnreadableFile as error:
-        raise InputError(f"{key}: {error}") from error
-    except SafetensorError as error:
-        raise InputError(f"{key}: {file} cannot be read as safetensors ({error})") from error
-
-
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
     """Restore the scale of a loss scaler. If the saved run had no scaler, `scaler` keeps its initial scale."""
     own = scaler.state_dict()
@@ -256,9 +235,9 @@ def restore(
     Raises:
         InputError: the tensors do not fit the model.
     """
-    if ema is not None and loaded.ema is None:
-        raise InputError(f"resume: {loaded.path} has no averaged weights; use train.ema=null")
     try:
+        if ema is not None and loaded.ema is None:
+            raise ValueError("it has no averaged weights; use train.ema=null")
         restore_optimizer(optimizer, model, loaded.state["optimizer"])
         load_whole(model, loaded.model)
         _restore_scaler(scaler, loaded.state["scaler"])
@@ -266,5 +245,8 @@ def restore(
             load_whole(ema.module, loaded.ema)
             ema.n_averaged.fill_(loaded.state["ema_updates"])
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"resume: {loaded.path} does not fit this model ({error})") from error
+        raise InputError(
+            f"resume: {loaded.path} does not fit this model ({error}); resume with the values that the run had, or "
+            "take only its weights with init_from=PATH"
+        ) from error
     return dict(loaded.facts["progress"])

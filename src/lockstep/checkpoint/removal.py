@@ -1,4 +1,4 @@
-"""Removes checkpoints, or the parts of them that are no longer needed."""
+"""Removes checkpoints, or the parts of them that are no longer needed, and says how much the rest can take."""
 
 from __future__ import annotations
 
@@ -6,13 +6,26 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.history import candidates
-from lockstep.checkpoint.reading import whole_weights
-from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest_without_state, read_facts
-from lockstep.core.errors import InputError
+from lockstep.checkpoint.reading import candidates
+from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest, manifest_text, read_facts
+from lockstep.checkpoint.weights import whole_weights
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import sync, write_atomic
+
+LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
+
+
+def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
+    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
+
+    Args:
+        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
+        exported: the bytes of the weights in the run folder.
+        keep, keep_best: see `Checkpointer`.
+    """
+    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
+    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     if not (everything and run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)):
         whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
-        stay = [*stay, *(path for path in _best(run_dir, checkpoints) if path not in stay)] if stay else checkpoints
+        stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
     go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
     return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
@@ -53,7 +66,7 @@ def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
         named = read_text(run_dir.best).strip()
     except UnreadableFile:
         named = ""
-    return list(dict.fromkeys([*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]))
+    return [*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
@@ -68,10 +81,10 @@ def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
 def _score(path: Path) -> float | None:
     """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
     try:
-        score = read_facts(path)["progress"]["score"]
-    except InputError:
+        score: float | None = read_facts(path)["progress"]["score"]
+    except ValueError:
         return None
-    return None if score is None else float(score)
+    return score
 
 
 def _size(path: Path) -> int:
@@ -81,7 +94,7 @@ def _size(path: Path) -> int:
 
 def remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a kill never leaves half a checkpoint."""
-    delete(path if path.name.startswith(".") else set_aside(path))
+    delete(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.old.tmp")))
 
 
 def delete(path: Path) -> None:
@@ -92,18 +105,13 @@ def delete(path: Path) -> None:
         path.unlink()
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint, so that its new name is not the name of a checkpoint."""
-    return path.rename(path.with_name(f".{path.name}.old.tmp"))
-
-
 def drop_state(path: Path) -> None:
     """Remove the optimizer's state, which takes most of the space, from an undamaged checkpoint.
 
     The manifest is replaced first: a kill before the removal leaves a file that the manifest does not list, and that
     nobody reads.
     """
-    if has_state(path):
-        write_atomic(path / MANIFEST, manifest_without_state(path))
+    if STATE in (digests := manifest(path)):
+        write_atomic(path / MANIFEST, manifest_text(path, digests, digests.keys() - {STATE}))
         sync(path)
     (path / STATE).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint is undamaged, and reads its facts.
+"""Checks whether a checkpoint is undamaged, and reads its facts and its state. What is wrong is a ValueError.
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
@@ -22,7 +23,6 @@ from typing import Any
 
 import torch
 
-from lockstep.core.errors import InputError
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, checked_json, is_number, opened, read_bytes, read_json
 
@@ -39,18 +39,17 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash.
+def manifest_text(
+    folder: Path, known: Mapping[str, str] = MappingProxyType({}), names: Iterable[str] | None = None
+) -> str:
+    """The text of `manifest.json`: sizes and hashes of the files in a checkpoint's folder, and its own hash.
 
-    `known` are hashes that have been computed.
+    `known` are hashes that have been computed. `names` are the files; None is all but the manifest.
     """
-    names = sorted(path.name for path in folder.iterdir() if path.name != MANIFEST)
-    sizes = {name: (folder / name).stat().st_size for name in names}
-    digests = {name: known.get(name) or sha256(folder / name) for name in names}
-    return _manifest_text(sizes, digests)
-
-
-def _manifest_text(sizes: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
+    if names is None:
+        names = {path.name for path in folder.iterdir()} - {MANIFEST}
+    sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
+    digests = {name: known.get(name) or sha256(folder / name) for name in sizes}
     return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
 
 
@@ -58,21 +57,33 @@ def _own_hash(sizes: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([sizes, digests], sort_keys=True).encode()).hexdigest()
 
 
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Raise a file that cannot be read as a ValueError: what is wrong with its checkpoint."""
+    try:
+        yield
+    except UnreadableFile as error:
+        raise ValueError(f"{error.path.name} {error.reason}") from error
+
+
+@_reasons()
 def manifest(path: Path) -> dict[str, str]:
     """The sha256 of each file of a checkpoint, after checking the sizes of the files.
 
     Raises:
-        UnreadableFile, ValueError: the manifest or a file is missing or damaged, or the manifest lists another name.
+        ValueError: the manifest or a file is missing or damaged, or the manifest lists another name.
     """
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
         case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
-            known = {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}
-            if known and all(map(_is_digest, digests.values())):
+            if {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
                 if own != _own_hash(sizes, digests):
                     raise ValueError(f"{MANIFEST} does not match its own sha256")
-                _check_sizes(path, sizes)
+                for name, expected in sizes.items():  # without reading: a sparse file can be terabytes of zeros
+                    with opened(path / name) as file:
+                        if (size := os.fstat(file.fileno()).st_size) != expected:
+                            raise ValueError(f"{name} has {size} bytes, expected {expected}")
                 return digests
     raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
 
@@ -81,52 +92,31 @@ def has_state(path: Path) -> bool:
     """Whether a checkpoint has more than weights, so that a run can resume from it if it is undamaged."""
     try:
         return STATE in manifest(path)
-    except (UnreadableFile, ValueError):
+    except ValueError:
         return True
-
-
-def manifest_without_state(path: Path) -> str:
-    """The text of a checkpoint's manifest after the removal of its state.
-
-    Raises:
-        UnreadableFile, ValueError: see `manifest`.
-    """
-    digests = {name: digest for name, digest in manifest(path).items() if name != STATE}
-    sizes = {name: (path / name).stat().st_size for name in digests}
-    return _manifest_text(sizes, digests)
-
-
-def _is_digest(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
-
-
-def _check_sizes(path: Path, sizes: Mapping[str, Any]) -> None:
-    """Raise ValueError if a size differs, without reading the file: a sparse file can be terabytes of zeros."""
-    for name, expected in sizes.items():
-        with opened(path / name) as file:
-            if (size := os.fstat(file.fileno()).st_size) != expected:
-                raise ValueError(f"{name} has {size} bytes, expected {expected}")
 
 
 def find_corruption(path: Path, run: str | None = None) -> str:
     """What is wrong with the checkpoint at `path`, or an empty string. `run` is the run that it should be of."""
     try:
-        digests = manifest(path)
-        with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
-            actual = pool.map(lambda name: sha256(path / name), digests)
-            for (name, expected), digest in zip(digests.items(), actual, strict=True):
-                if digest != expected:
-                    raise ValueError(f"{name} does not match its sha256")
-        names = _facts(path).get(NAMES)
-        if STATE in digests and read_state(path).get(NAMES) != names:
-            raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
-        if run is not None and names is not None and names["run"] != run:
-            raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
-    except UnreadableFile as error:
-        return f"{error.path.name} {error.reason}"
+        _check(path, run)
     except ValueError as error:
         return str(error)
     return ""
+
+
+@_reasons()
+def _check(path: Path, run: str | None) -> None:
+    digests = manifest(path)
+    with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
+        for name, digest in zip(digests, pool.map(lambda name: sha256(path / name), digests), strict=True):
+            if digest != digests[name]:
+                raise ValueError(f"{name} does not match its sha256")
+    names = read_facts(path).get(NAMES)
+    if STATE in digests and read_state(path).get(NAMES) != names:
+        raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
+    if run is not None and names is not None and names["run"] != run:
+        raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -144,21 +134,27 @@ def read_state(path: Path) -> dict[str, Any]:
         raise ValueError(reason) from error
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint; raises UnreadableFile or ValueError if they are missing or have changed."""
+@_reasons()
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a checkpoint.
+
+    Raises:
+        ValueError: they are missing, do not match their sha256, or are not those of this checkpoint.
+    """
     data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     facts = checked_json(path / FACTS, data)
     match facts:
-        case {"format": 1, "identity": {**identity}, "progress": {"step": int(step)} as progress} if step > 0:
-            if _is_progress(progress):
-                weights = {name: digests[name] for name in WEIGHTS if name in digests}
-                _check_names(facts.get(NAMES), step, identity.get("seed"), weights)
-                step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
-                if step_name and int(step_name[1]) != step:
-                    raise ValueError(f"its facts are those of step {step}")
-                return dict(facts)
+        case {"format": 1, "identity": {**identity}, "progress": {"step": step} as progress} if _is_progress(
+            progress
+        ):
+            weights = {name: digests[name] for name in WEIGHTS if name in digests}
+            _check_names(facts.get(NAMES), step, identity.get("seed"), weights)
+            step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
+            if step_name and int(step_name[1]) != step:
+                raise ValueError(f"its facts are those of step {step}")
+            return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 
 
@@ -174,7 +170,7 @@ def _check_names(names: Any, step: int, seed: Any, weights: Mapping[str, str]) -
             return
         case {"run": str(run)} if names == names_of(run, step, seed, weights):
             return
-        case {"run": str(run)} if names == names_of(run, step, seed, names.get("weights")):
+        case {"weights": dict(others)} if others != weights:
             raise ValueError(f"its weights are not those that its {FACTS} names")
     raise ValueError(f"the names in {FACTS} are not those of a checkpoint")
 
@@ -182,19 +178,22 @@ def _check_names(names: Any, step: int, seed: Any, weights: Mapping[str, str]) -
 def _is_progress(parsed: Mapping[str, Any]) -> bool:
     """Whether parsed JSON has the keys and types of the progress of a run."""
     match parsed:
-        case {"best_step": int(best_step), "best": best, "score": score, "window": window}:
-            known = parsed.keys() == {"step", "score", "best", "best_step", "window"} and best_step >= 0
-            return known and all(value is None or is_number(value) for value in (best, score)) and _is_window(window)
+        case {"step": int(step), "best_step": int(best_step), "best": best, "score": score, "window": window}:
+            known = len(parsed) == 5 and step > 0 and best_step >= 0
+            numbers = all(value is None or is_number(value) for value in (best, score))
+            return known and numbers and (window is None or _is_window(window))
     return False
 
 
 def _is_window(parsed: Any) -> bool:
-    """Whether parsed JSON is the `WindowState` of telemetry, or null."""
+    """Whether parsed JSON is the `WindowState` of telemetry."""
     match parsed:
-        case None:
-            return True
-        case {"flushed": int(flushed), "trails": [_, *_] as ranks, "epoch": epoch} if len(parsed) == 3:
-            return flushed >= 0 and _is_epoch(epoch) and all(map(_is_tally, ranks))
+        case {
+            "flushed": int(flushed),
+            "trails": [_, *_] as ranks,
+            "epoch": {"number": int(), "loss": float(), "hits": int(), "examples": int(examples)} as epoch,
+        } if len(parsed) == 3 and len(epoch) == 4:
+            return flushed >= 0 and examples >= 0 and all(map(_is_tally, ranks))
     return False
 
 
@@ -206,30 +205,3 @@ def _is_tally(parsed: Any) -> bool:
             floats = all(isinstance(loss, float) for loss in losses)
             return integers and floats and len(losses) == len(steps) == len(examples)
     return False
-
-
-def _is_epoch(parsed: Any) -> bool:
-    """Whether parsed JSON is the `EpochState` of telemetry."""
-    match parsed:
-        case {"number": int(), "loss": float(), "hits": int(), "examples": int(examples)} if len(parsed) == 4:
-            return examples >= 0
-    return False
-
-
-def damaged(path: Path, reason: str) -> InputError:
-    """The error for a damaged checkpoint."""
-    return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
-
-
-def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint.
-
-    Raises:
-        InputError: the facts cannot be read, or do not match their sha256.
-    """
-    try:
-        return _facts(path)
-    except UnreadableFile as error:
-        raise damaged(path, f"{error.path.name} {error.reason}") from error
-    except ValueError as error:
-        raise damaged(path, str(error)) from error

@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint.history import candidates
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.removal import best_scored, delete, drop_state, remove, set_aside
+from lockstep.checkpoint.reading import candidates
+from lockstep.checkpoint.removal import LEAST_RESUMABLE, best_scored, delete, drop_state, remove
 from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
     EMA,
@@ -43,23 +43,10 @@ from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import sync, write_atomic
 
+SPARE_DIGITS = 18  # of the step in the name of a checkpoint while it replaces another one of its step
 RETRY_S = 30.0  # seconds between a failed save and the next one
-LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
-
-
-def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
-    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
-
-    Args:
-        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
-        exported: the bytes of the weights in the run folder.
-        keep, keep_best: see `Checkpointer`.
-    """
-    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
-    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
 
 
 def _reason(error: BaseException) -> str:
@@ -71,6 +58,15 @@ def _reason(error: BaseException) -> str:
     return str(error) if number is None else os.strerror(number).lower()
 
 
+def _finish_replacing(folder: Path) -> None:
+    """Give a checkpoint that replaces another one of its step the usual name. A kill may have left this to do."""
+    for spare in folder.glob(f"step-{'[0-9]' * SPARE_DIGITS}"):
+        usual = spare.with_name(f"step-{int(spare.name[5:]):08d}")
+        if usual.exists():
+            remove(usual)
+        spare.rename(usual)
+
+
 @dataclass(frozen=True)
 class Weights:
     """The tensors of a file of weights, and its metadata."""
@@ -79,7 +75,6 @@ class Weights:
     metadata: dict[str, str] | None
 
     def save(self, path: Path) -> None:
-        """Write a safetensors file."""
         save_file(self.tensors, path, self.metadata)
 
 
@@ -123,7 +118,7 @@ class Checkpointer:
             return
         try:
             digests = manifest(best)
-        except (UnreadableFile, ValueError):  # the checkpoint does not exist, or is damaged
+        except ValueError:  # the checkpoint does not exist, or is damaged
             return
         name = EMA if EMA in digests else MODEL
         # Usually the weights are already exported, so that hashing the exported file is enough, instead of the whole
@@ -220,6 +215,7 @@ class Checkpointer:
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
+        _finish_replacing(folder)
         name = f"step-{progress['step']:08d}"
         temporary, final = folder / f".{name}.tmp", folder / name
         try:
@@ -238,16 +234,14 @@ class Checkpointer:
             for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
-            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. Delete it only
-            # after the new checkpoint has its name.
-            replaced = set_aside(final) if final.exists() else None
-            temporary.rename(final)
+            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. It goes only after
+            # the new one has a name that a resume finds: one of more digits.
+            temporary.rename(folder / f"step-{progress['step']:0{SPARE_DIGITS}d}" if final.exists() else final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
-        if replaced is not None:
-            delete(replaced)
+        _finish_replacing(folder)
         # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         try:
@@ -262,10 +256,7 @@ class Checkpointer:
         return progress["step"], final
 
     def _export(self, write: Callable[[Path], object]) -> None:
-        """Put the best weights so far (with EMA, the averaged ones) into the run folder.
-
-        `write` writes them to a path.
-        """
+        """Have `write` put the best weights so far (with EMA, the averaged ones) into the run folder."""
         temporary = self.run_dir.weights.with_suffix(".tmp")
         try:
             write(temporary)

@@ -107,7 +107,7 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
     for text in stored:
         check_word(text)
         if hydra_policy.is_of_hydra(text):
-            raise InputError(f"resume: the run keeps the override {text!r}, expected keys of a job; remove it")
+            raise InputError(f"the run keeps the override {text!r}, expected keys of a job; remove it")
     return to_dict(_compose(configs.name, [*configs.searchpath, *stored, *overrides]))
 
 

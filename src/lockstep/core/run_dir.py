@@ -233,25 +233,26 @@ def relative(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def latest(root: Path) -> RunDir | None:
-    """The run that was started last under `root`; None if no run was started there.
+def latest(root: Path, key: str) -> RunDir:
+    """The run that was started last under `root`. `key` begins the error.
 
     Raises:
-        InputError: the named folder is not below `root`, and no run elsewhere of which `root` is the `output_root`.
+        InputError: no run was started there, or the named folder is not below `root` and no run elsewhere of which
+            `root` is the `output_root`.
     """
-    if (root / LATEST).is_dir():  # a run with this name
-        return None
-    try:
-        folder = (root / safe_read.read_text(root / LATEST).strip().replace("\0", "")).resolve()
-    except UnreadableFile as error:
-        if error.missing:
-            return None
-        raise InputError(f"resume=latest: {error}; name the run with resume=PATH") from error
+    folder = (root / _content(root / LATEST, key).replace("\0", "")).resolve()
     if root.resolve() not in folder.parents and not _is_output_root(root, RunDir(folder)):
-        raise InputError(
-            f"resume=latest: {root / LATEST} names {folder}, expected a folder below {root}; name it with resume=PATH"
-        )
+        raise InputError(f"{key}: {root / LATEST} names {folder}, expected a folder below {root}; name a run folder")
     return RunDir(folder)
+
+
+def _content(pointer: Path, key: str) -> str:
+    """What the file `latest` or `best` says."""
+    try:
+        return safe_read.read_text(pointer).strip()
+    except UnreadableFile as error:
+        reason = f"no run has been started in {pointer.parent} yet" if error.missing else error
+        raise InputError(f"{key}: {reason}; name a run folder") from error
 
 
 def _is_output_root(root: Path, run_dir: RunDir) -> bool:
@@ -268,14 +269,11 @@ def pointed(path: Path, root: Path, key: str) -> Path:
     `latest` without a folder is the newest run of `root`. `key` begins the error.
 
     Raises:
-        InputError: no run was started there.
+        InputError: see `latest`.
     """
     if path.name == LATEST and not path.is_dir():
         root = root if path == Path(LATEST) else path.parent
-        newest = latest(root)
-        if newest is None:
-            raise InputError(f"{key}: no run has been started in {root} yet; name a run folder")
-        return relative(newest.path)
+        return relative(latest(root, key).path)
     if path.name == BEST and path.is_file():
-        return path.parent / Path(safe_read.read_text(path).strip()).name
+        return path.parent / Path(_content(path, key)).name
     return path

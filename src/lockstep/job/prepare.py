@@ -30,15 +30,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     job = checked_job(resume, sweep=invocation.sweep and multiprocessing.parent_process() is None)
-    if resume.may_fetch:
-        job.dataset.prepare()
-    else:
-        try:
-            job.dataset.train()
-            job.dataset.eval()
-        except InputError as error:
-            remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
-            raise InputError(f"{error}; {remedy}") from error
+    resume.fetch_data(job.dataset)
     plan = check_plan(job)
     if resume.checkpoint is None:
         job.model.prepare()

@@ -160,7 +160,7 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     For a resumed run, the checkpoint knows it too: the initial weights may have been removed since.
     """
     if resumed is not None and job.starts_trained:
-        card = checkpoint.find_card(checkpoint.weights_file(resumed, "resume"))
+        card = checkpoint.find_card(resumed / checkpoint.MODEL)
         if card is not None:
             return TrainedInput.of_card(card)
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later

@@ -1,8 +1,8 @@
 """Decides what a command resumes, with which config, or says why it cannot.
 
 `decide_resume` reads the run folder, once for each command; it imports no torch, which takes seconds.
-`check_resumable` compares the checkpoint with the job when the data is known. `lockstep.checkpoint` says whether a
-checkpoint is damaged, and `lockstep.training.fingerprint` what makes a run the same run.
+`check_resumable` compares the checkpoint with the job when the data is known. Two other modules have reasons of their
+own: `lockstep.core.run_dir` says what is wrong with `latest`, and `lockstep.checkpoint.reading` with a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import MANIFEST, RunDir, pointed
 from lockstep.core.safe_read import UnreadableFile, read_if_exists, read_json
 
-if TYPE_CHECKING:  # importing it imports torch
+if TYPE_CHECKING:  # importing them imports torch
+    from lockstep.core.data_protocols import Source
     from lockstep.training.resolved_job import ResolvedJob
 
 SHOWN = 4
@@ -59,14 +60,21 @@ class Resume:
         node = self.values["launcher"]
         return node if isinstance(node, Mapping) else {}
 
-    @property
-    def ended(self) -> bool:
-        """Whether all of the run was completed, and not only its last step; a checkpoint alone is of such a run."""
+    def fetch_data(self, dataset: Source) -> None:
+        """Download what is missing of the data, if `may_fetch`.
+
+        Raises:
+            InputError: the data cannot be read or downloaded.
+        """
+        if self.may_fetch:
+            dataset.prepare()
+            return
         try:
-            return self.folder is None or RunDir(self.folder).read_summary().get("status") == "completed"
-        except UnreadableFile as error:
-            log.show_warning(f"{error}; it will be replaced")
-            return False
+            dataset.train()
+            dataset.eval()
+        except InputError as error:
+            remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
+            raise InputError(f"{error}; {remedy}") from error
 
     @cached_property
     def checkpoint(self) -> Path | None:
@@ -77,9 +85,9 @@ class Resume:
         """
         from lockstep import checkpoint  # needs torch
 
-        # No warning about damaged checkpoints here: the ranks search again later, when there is a log for it.
-        silent = {"say": lambda sentence: None}
-        newest = checkpoint.newest_of_run(RunDir(self.folder), **silent) if self.folder is not None else None
+        newest = None
+        if self.folder is not None:  # silent about damaged checkpoints: the ranks search again, when there is a log
+            newest = checkpoint.newest_of_run(RunDir(self.folder), say=lambda sentence: None)
         named = self.values["resume"]
         return Path(named) if newest is None and named is not None else newest
 
@@ -149,19 +157,26 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
 
     if (resumed := resume.checkpoint) is None:
         return
-    ended = resume.ended
+    try:  # after its last step, a run that was stopped has its last evaluation left; a checkpoint alone has not
+        ended = resume.folder is None or RunDir(resume.folder).read_summary().get("status") == "completed"
+    except UnreadableFile as error:
+        log.show_warning(f"{error}; it will be replaced")
+        ended = False
     checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
     step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
     if step > total:
-        raise InputError(
-            f"resume: {resumed} stands at step {step}, and this job would end at step {total}; train longer with "
-            f"{train_longer(job, plan, step)}"
-        )
-    if step == total and ended:
-        raise InputError(
-            f"resume: {resumed} has finished step {step} of {total}, so nothing is left to do; train longer with "
-            f"{train_longer(job, plan, step)}"
-        )
+        state = f"stands at step {step}, and this job would end at step {total}"
+    elif step == total and ended:
+        state = f"has finished step {step} of {total}, so nothing is left to do"
+    else:
+        return
+    raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
+
+
+def refuse_in_sweep(named: str | None) -> None:
+    """Refuse a job of a sweep that names something to resume."""
+    if named is not None:
+        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
 
 
 def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path | None:
@@ -171,11 +186,10 @@ def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path 
     for problem in problems(Job, {key: values[key] for key in ("resume", "output_root")}):
         raise InputError(problem)
     if invocation.sweep:
-        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
+        refuse_in_sweep(values["resume"])
     if _named_checkpoint(values) is not None:
         return None
-    path = _named_folder(values)
-    if RunDir(path).overrides.is_file():
+    if RunDir(path := _named_folder(values)).overrides.is_file():
         return path.resolve()
     raise InputError(
         f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
@@ -185,7 +199,10 @@ def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path 
 
 def _named_folder(values: Mapping[str, Any]) -> Path:
     """The folder that `resume=` names, of a run or of a checkpoint."""
-    return pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
+    try:
+        return pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
+    except InputError as error:
+        raise InputError(f"{error} with resume=PATH") from error
 
 
 def _named_checkpoint(values: Mapping[str, Any]) -> str | None:

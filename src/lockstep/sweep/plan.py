@@ -10,9 +10,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from lockstep.config import components, composition
-from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.job.create import import_for_ranks
+from lockstep.job.resume import refuse_in_sweep
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.runs import ELSEWHERE
 
@@ -36,8 +36,7 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
     HydraConfig.instance().cfg = config  # type: ignore[assignment]
     values = composition.to_dict(config)
     job = components.build_job(values)
-    if job.resume is not None:
-        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
+    refuse_in_sweep(job.resume)
     launcher = job.launcher
     if launcher.submits:
         return None

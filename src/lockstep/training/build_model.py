@@ -103,16 +103,10 @@ def build_network_and_load_state(
 ) -> tuple[Network, LoadedCheckpoint | None]:
     """The network of a run (see `build_network`), and its checkpoint, which is read while the model is built."""
     with ThreadPoolExecutor(1) as reader:
-        loading = reader.submit(load_state, job, run_dir)
+        loading = reader.submit(checkpoint.load_newest, run_dir, Path(job.resume) if job.resume is not None else None)
         # A checkpoint replaces the initial weights, whose file may be gone by now.
         start = without_start(job) if job.starts_trained and loading.result() is not None else job
         return build_network(start, world, plan, images), loading.result()
-
-
-def load_state(job: ResolvedJob, run_dir: RunDir) -> LoadedCheckpoint | None:
-    """The newest valid checkpoint of the run folder, or else the one that `resume=` names."""
-    own = checkpoint.load_newest(run_dir)
-    return checkpoint.load(Path(job.resume)) if own is None and job.resume is not None else own
 
 
 def restore(
