@@ -244,6 +244,7 @@ PLACES = [
     ("resume=latest", "resume=latest: no run has been started in "),
     ("init_from=/nowhere.safetensors", "init_from: there are no weights at /nowhere.safetensors, expected a"),
     ("init_from=/etc/passwd", "init_from: there are no weights at /etc/passwd, expected a .safetensors file"),
+    ("loss=" + "a" * 300, "there is no loss of that name"),
     ("resume=/nowhere", "/nowhere is neither a run folder nor a checkpoint"),
     ("resume=/etc/passwd", "/etc/passwd is neither a run folder nor a checkpoint"),
     ("resume=" + "a" * 300, "expected a path of at most 3,500 bytes and 255 a name, without control characters"),
@@ -414,6 +415,7 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
         ("name=" + "a" * 20_000, "has 20,005 characters, expected at most 10,000"),
         ("name=" + "[" * 1000, "has 1000 nested brackets, expected at most 30"),
         ("seed=" + "9" * 5000, "has a number of more than 300 digits; write a smaller one"),
+        ("a" * 300 + "=b", "has a key of 300 characters, expected at most 200"),
         ("name=\udc80", "is not valid Unicode; write it in UTF-8"),
     ],
 )

@@ -24,8 +24,8 @@ from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
-# what overloads Hydra's parser or Python's integers.
-LONGEST, DEEPEST, MOST_DIGITS = 10_000, 30, 300
+# what overloads Hydra's parser or Python's integers. Hydra looks for a file named after a key.
+LONGEST, LONGEST_KEY, DEEPEST, MOST_DIGITS = 10_000, 200, 30, 300
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 # The environment variable that lets OmegaConf read longer files.
@@ -63,6 +63,8 @@ def check_word(text: str) -> None:
         deepest = max(deepest, depth)
     if len(text) > LONGEST:
         raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
+    if "=" in text and (length := len(key_of(text))) > LONGEST_KEY:
+        raise InputError(f"{shown(text)} has a key of {length:,} characters, expected at most {LONGEST_KEY}")
     if deepest > DEEPEST:
         raise InputError(f"{shown(text)} has {deepest} nested brackets, expected at most {DEEPEST}")
     if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):

@@ -66,7 +66,8 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
 
 def is_own(group: str, name: str) -> bool:
     """Whether Lockstep itself has an option of this name."""
-    return (CONF / group / f"{name}.yaml").exists() or (group == "model" and is_timm_model(name))
+    files = {(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")}
+    return (group, name) in files or (group == "model" and is_timm_model(name))
 
 
 @functools.cache
