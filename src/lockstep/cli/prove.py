@@ -7,10 +7,12 @@ and stochastic depth.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,13 +24,15 @@ from lockstep.config import components, composition
 from lockstep.config.messages import key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.errors import InputError, LockstepError, NumericalError
 from lockstep.core.model import has_batchnorm
 from lockstep.core.protocols import Strategy
+from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.precision import FP64
 from lockstep.telemetry.progress import progress
 
+PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = 1_000_000
@@ -68,7 +72,39 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     planned = cases(
         _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything
     )
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
+    with _folder_of_runs() as folder:
+        _compare_all(planned, folder, overrides, steps)
+
+
+@contextmanager
+def _folder_of_runs() -> Iterator[Path]:
+    """A new folder for the runs, which is kept if a run failed or differs. Those of killed proofs are removed."""
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
+        with closing(Lock()) as lock, suppress(InputError, OSError):  # it is in use, or of another user
+            if file.parent.lstat().st_uid == os.getuid():
+                lock.take(file)
+                shutil.rmtree(file.parent)
+    is_kept = False
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with closing(Lock()) as lock:
+            lock.take(folder / "lock")
+            yield folder
+    except LockstepError as error:
+        if is_kept := error.exit_code in (LockstepError.exit_code, NumericalError.exit_code):
+            raise type(error)(f"{error}; the runs are kept in {folder}") from error
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int) -> None:
+    """Run the cases one after another, and print how much each differs from its reference.
+
+    Raises:
+        LockstepError: a run failed, or differs from its reference.
+    """
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
     print_row("run", "against", "loss", "weights", "samples", "")
     outcomes: dict[str, Outcome] = {}
@@ -90,8 +126,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
             failed += [] if same else [case.name]
     log.console.print(EXPLANATION, soft_wrap=True)
     if failed:
-        raise LockstepError(f"not the same run: {', '.join(failed)}; the runs are kept in {folder}")
-    shutil.rmtree(folder)
+        raise LockstepError(f"not the same run: {', '.join(failed)}")
 
 
 def print_row(*cells: str) -> None:
