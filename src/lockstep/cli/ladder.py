@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,10 +22,10 @@ import torch
 
 from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
-from lockstep.cli.prove_run import running
+from lockstep.cli.prove_run import ending, running
 from lockstep.config.commands import override, typed
 from lockstep.config.messages import key_of, refuse_keys
-from lockstep.core import log, safe_read
+from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
@@ -98,7 +98,8 @@ class Rung:
             return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]
         where = (override("hydra.run.dir", folder), override("output_root", folder.parent))
         launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
-        torchrun = ["-m", "torch.distributed.run"] if self.launcher else []
+        # Without this folder torchrun makes one among the temporary ones, which stays there.
+        torchrun = ["-m", "torch.distributed.run", f"--log-dir={os.devnull}"] if self.launcher else []
         return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *COMMON, *where]
 
 
@@ -193,7 +194,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
         Stopped: a rung was stopped.
     """
     turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
-    records = ledger.enter((_key(rung, turn), slug(rung.name)) for turn, rung in turns)
+    records = ledger.enter((_key(rung, turn), run_dir.slug(slug(rung.name))) for turn, rung in turns)
     with progress("climbing", len(records)) as advance:
         for (_, rung), record in zip(turns, records, strict=True):
             if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
@@ -216,9 +217,8 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     record = ledger.start(record)
     with running(command, capture=rung.script is not None) as process:
         out, err = process.communicate()
-    code = process.returncode
-    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-    said = sentence_in(err) or f"it ended with {how}"
+    code = process.returncode or 0
+    said = ending(code, err)
     if rung.script is None and code == Stopped.exit_code:
         ledger.end(record, State.stopped, exit_code=code, error=said)
         raise Stopped("the ladder was stopped; the same line goes on with the rungs that are left")
@@ -227,6 +227,7 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     elif rung.script is not None and (figures := _figures_said(out)) is None:
         last = (out.strip().splitlines() or [""])[-1][:80]
         said = f"its last line is {last!r}, expected one such as " + '{"img_per_s": 900.0, "top1": 98.4}'
+        said += f"; its errors end with {ending(code, err)}" * bool(err.strip())
         ledger.end(record, State.failed, error=said)
     else:
         if rung.script is not None:
@@ -235,21 +236,15 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     return ledger.read(record)
 
 
-def sentence_in(err: str) -> str:
-    """The sentence with which a program has ended: that of Lockstep, or the last line that has words."""
-    lines = [line.strip() for line in err.splitlines() if re.search(r"\w", line)]
-    own = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
-    return (own or lines or [""])[-1]
-
-
 def _figures_said(out: str) -> dict[str, float] | None:
     """The figures in the last line that a script has printed; None if it has none, or they cannot be true."""
     try:
-        facts = json.loads(out.strip().splitlines()[-1])
-        rate, top1 = float(facts["img_per_s"]), float(facts["top1"])
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        facts = safe_read.checked(safe_read.parsed_json(out.strip().splitlines()[-1]))
+        rate, top1 = facts["img_per_s"], facts["top1"]
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return {"img_per_s": rate, "objective": top1} if 0 < rate <= MOST_RATE and 0 <= top1 <= 100 else None
+    are_true = safe_read.is_number(rate) and safe_read.is_number(top1) and 0 < rate <= MOST_RATE and 0 <= top1 <= 100
+    return {"img_per_s": rate, "objective": top1} if are_true else None
 
 
 def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | None) -> list[Row]:
