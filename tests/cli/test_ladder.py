@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,9 @@ from lockstep.cli import ladder as module
 from lockstep.cli.ladder import Rung, chosen, ladder, rungs
 from lockstep.cli.ladder_table import is_measured, row_of, show
 from lockstep.cli.prove_run import KEPT, ending, running
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
+from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State, born
 from processes import wait_for
@@ -196,6 +198,46 @@ def test_a_script_may_do_anything(tmp_path: Path, code: str, says: str) -> None:
     assert is_measured(RunDir(ledger.folder / record.folder)) is not bool(says)
 
 
+def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first ladder waits for its script, a second one asks for more turns, and then comes a stop."""
+    script = tmp_path / "mine.py"
+    script.write_text("import time; time.sleep(600)")
+    job = (f"output_root={tmp_path}", "telemetry.interval=1")
+
+    @contextmanager
+    def stopped(command: list[str], *, capture: bool = False) -> Iterator[object]:
+        with pytest.raises(InputError, match="is in use by another ladder"):
+            climb(*job, scripts=[script], only="mine", repeats=2)
+        raise StopNow
+        yield
+
+    monkeypatch.setattr(module, "running", stopped)
+    with pytest.raises(Stopped, match="the same line goes on with the rungs that are left"):
+        climb(*job, scripts=[script], only="mine")
+    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    assert [record.state for record in Ledger(folder).records()] == [State.stopped, State.waiting]
+    assert "--repeat=1" in Ledger(folder).identity().words
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_what_is_in_the_place_of_a_rung_is_removed_and_not_what_it_names(tmp_path: Path, is_link: bool) -> None:
+    script, elsewhere = tmp_path / "mine.py", tmp_path / "elsewhere"
+    script.write_text(f"print({GOOD!r})")
+    elsewhere.mkdir()
+    (elsewhere / "own").touch()
+    ledger = Ledger(tmp_path / "ladder")
+    ledger.create(Identity(base={}, swept=(), words=("ladder",)))
+    (record,) = ledger.enter([(["rung=mine"], "mine")])
+    folder = ledger.folder / record.folder
+    folder.symlink_to(elsewhere) if is_link else folder.touch()
+    module.run(ledger, Rung("mine", script=script), record, [sys.executable, str(script)])
+    assert is_measured(RunDir(folder))
+    assert not folder.is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["own"]
+
+
 def test_a_script_may_have_the_longest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / f"{'a' * 252}.py"
     script.write_text(f"print({GOOD!r})")
@@ -262,7 +304,9 @@ def test_a_changed_script_and_a_removed_run_are_measured_again(tmp_path: Path) -
     assert module._key(old, 0) == module._key(replace(old), 0)
     assert is_measured(finished(tmp_path / "a", 100, {}))
     assert not is_measured(RunDir(tmp_path / "removed"))
-    for text in ("{", "[]", "{}", '{"img_per_s": "x"}'):
+    damaged = ("{", "[]", "{}", *(f'{{"img_per_s": {rate}}}' for rate in ('"x"', "0", "1e-310", "-1")))
+    others = ('"gpu_memory": "x"', '"cpu_mem_gb": [1]', '"objective": "x"', '"time": {"communication": "x"}')
+    for text in (*damaged, *(f'{{"img_per_s": 1, {other}}}' for other in others)):
         (tmp_path / "a" / "summary.json").write_text(text)
         assert not is_measured(RunDir(tmp_path / "a"))
 

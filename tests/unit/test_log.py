@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,3 +111,12 @@ def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
     with contextlib.redirect_stdout(None):
         log.say("nobody sees this")
         log.console.file.flush()
+
+
+@pytest.mark.parametrize("columns", ["0", "00", "-5", "x", "1"])
+def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
+    code = "from lockstep.core import log; log.show('a sentence'); log.show_table(log.Table('a', 'b'))"
+    environment = {**os.environ, "COLUMNS": columns}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("a sentence\n")
+    assert " a " in done.stdout

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.compare import show_rows
-from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
+from lockstep.cli.ladder_table import MOST_RATE, WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import ending, running
 from lockstep.config.commands import override, typed
 from lockstep.config.messages import key_of, refuse_keys
@@ -29,11 +29,12 @@ from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import storing, write_atomic
 from lockstep.job.prepare import check_plan, job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
+from lockstep.runtime.signals import StopNow
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record, State
@@ -48,9 +49,9 @@ COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
 OF_RUNGS |= {"hydra.run.dir", "resume"}
 OF_RUNGS |= {*map(key_of, COMMON)}
+STOPPED = "the ladder was stopped; the same line goes on with the rungs that are left"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
-MOST_RATE = 1e9  # images per second that a script may tell
 
 
 @dataclass(frozen=True)
@@ -154,20 +155,23 @@ def ladder(
         check_plan(job)
     if form == "table":
         often = "once" if repeats == 1 else f"{repeats} times"
-        log.show(f"{len(climbed)} rungs, {often} each: {relative(ledger.folder)}")
+        log.show(f"{len(climbed)} rung{'s' * (len(climbed) > 1)}, {often} each: {relative(ledger.folder)}")
         for rung in climbed:
             log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:
-        ledger.create(identity)
+        if not ledger.exists:
+            ledger.create(identity)
         lock.take(ledger.folder / "lock", user="ladder", remedy="output_root=FOLDER")
+        ledger.create(identity)  # with the words of this line, which may be others
         climb(ledger, climbed, repeats, words, job)
     rows = _rows(ledger, climbed, repeats, ranks if gpus else None)
-    write_atomic(ledger.folder / PICTURE, picture(rows))
-    if form != "table":
+    if form == "table":
+        show(rows)
+    else:
         show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
-        return
-    show(rows)
-    log.say_command("picture", str(relative(ledger.folder / PICTURE)))
+    write_atomic(ledger.folder / PICTURE, picture(rows))
+    if form == "table":
+        log.say_command("picture", str(relative(ledger.folder / PICTURE)))
 
 
 def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
@@ -211,17 +215,30 @@ def _key(rung: Rung, turn: int) -> tuple[str, ...]:
 
 
 def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
-    """Run a rung from its start, and record how it ended."""
+    """Run a rung from its start, and record how it ended.
+
+    Raises:
+        Stopped: the rung or the ladder was stopped.
+        StorageError: the folder of an earlier run cannot be removed, or the record cannot be written.
+    """
     folder = ledger.folder / record.folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with storing(folder):
+        if folder.is_symlink() or folder.is_file():  # what it names is not of this ladder
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
     record = ledger.start(record)
-    with running(command, capture=rung.script is not None) as process:
-        out, err = process.communicate()
+    try:
+        with running(command, capture=rung.script is not None) as process:
+            out, err = process.communicate()
+    except StopNow:
+        ledger.end(record, State.stopped, exit_code=Stopped.exit_code, error=STOPPED)
+        raise Stopped(STOPPED) from None
     code = process.returncode or 0
     said = ending(code, err)
     if rung.script is None and code == Stopped.exit_code:
         ledger.end(record, State.stopped, exit_code=code, error=said)
-        raise Stopped("the ladder was stopped; the same line goes on with the rungs that are left")
+        raise Stopped(STOPPED)
     if code:
         ledger.end(record, State.failed, exit_code=code, error=said)
     elif rung.script is not None and (figures := _figures_said(out)) is None:

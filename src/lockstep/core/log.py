@@ -20,6 +20,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.core.terminal import SafeStream
 
+USUAL_WIDTH = 80
 WIDE = 10_000  # columns of a table that no terminal limits
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
@@ -28,6 +29,11 @@ logger.addHandler(logging.NullHandler())
 
 class Terminal(Console):
     """A console that shows every text literally, in one line: no control characters, no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.width < 1:  # COLUMNS=0: rich would print nothing
+            self.width = USUAL_WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escaped(text, keep=""), **{**options, "markup": False, "emoji": False})
