@@ -173,7 +173,9 @@ def test_the_users_config_is_run_as_it_is() -> None:
     ("arguments", "sentence"),
     [
         (["--ranks", "5"], "--ranks is '5', expected some of 1, 2, 3 and 4"),
-        (["--steps", "1"], "--steps is 1, expected 2 or more"),
+        (["--steps", "1000001"], "--steps is 1000001, expected from 2"),
+        (["--ranks", "²"], "--ranks is '²', expected some of 1, 2, 3 and 4"),
+        (["--steps", "1"], "--steps is 1, expected from 2, because runs are killed on their way, to 1,000,000: --steps=20"),
         (["model=resnet51"], "model=resnet51"),
         (["model=whitenet", "dataset.input_size=12", "train.micro_batches=2"], "use train.micro_batches=1"),
     ],

@@ -30,9 +30,11 @@ WIDEST = 20  # characters of a rung's name
 def is_measured(run_dir: RunDir) -> bool:
     """Whether the figures of a run are there: a folder may have been removed or damaged since."""
     summary = run_dir.readable_summary()
-    rate, others = summary.get("img_per_s"), [summary.get(key) for key in ("gpu_memory", "cpu_mem_gb", "objective")]
-    is_rate = is_number(rate) and 1 / MOST_RATE <= rate <= MOST_RATE
-    return is_rate and all(value is None or is_number(value) for value in (*others, _communication(summary)))
+    rate: Any = summary.get("img_per_s")
+    others = [summary.get(key) for key in ("gpu_memory", "cpu_mem_gb", "objective")]
+    if not is_number(rate) or not 1 / MOST_RATE <= rate <= MOST_RATE:
+        return False
+    return all(value is None or is_number(value) for value in (*others, _communication(summary)))
 
 
 def _communication(summary: Mapping[str, Any]) -> Any:

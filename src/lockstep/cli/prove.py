@@ -35,7 +35,7 @@ from lockstep.telemetry.progress import progress
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
-KEEP_ALL = 1_000_000
+KEEP_ALL = MOST_STEPS = 1_000_000
 # The strategies that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
 # The overrides of every run, after the user's.
@@ -65,8 +65,10 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         InputError: the config is wrong.
         LockstepError: a run failed, or differs from its reference.
     """
-    if steps < 2:
-        raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
+    if not 2 <= steps <= MOST_STEPS:
+        raise InputError(
+            f"--steps is {steps}, expected from 2, because runs are killed on their way, to {MOST_STEPS:,}: --steps=20"
+        )
     refuse_keys(overrides, OF_RUNS, "prove sets itself: --steps steps in float64, in a folder that it removes")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
@@ -251,7 +253,7 @@ def _sizes(ranks: str | None) -> list[int]:
     most = torch.cuda.device_count() if torch.cuda.is_available() else 4
     if ranks is None:
         return [size for size in (2, 3, 4) if size <= most]
-    sizes = [int(number) if number.strip().isdigit() else 0 for number in ranks.split(",")]
+    sizes = [int(number) if number.strip().isdecimal() else 0 for number in ranks.split(",")]
     if any(size not in (1, 2, 3, 4) for size in sizes):
         raise InputError(f"--ranks is {ranks!r}, expected some of 1, 2, 3 and 4, such as --ranks 2,4")
     return sorted(set(sizes) - {1})
