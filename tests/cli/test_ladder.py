@@ -305,8 +305,8 @@ def test_a_changed_script_and_a_removed_run_are_measured_again(tmp_path: Path) -
     assert is_measured(finished(tmp_path / "a", 100, {}))
     assert not is_measured(RunDir(tmp_path / "removed"))
     damaged = ("{", "[]", "{}", *(f'{{"img_per_s": {rate}}}' for rate in ('"x"', "0", "1e-310", "-1")))
-    others = ('"gpu_memory": "x"', '"cpu_mem_gb": [1]', '"objective": "x"', '"time": {"communication": "x"}')
-    for text in (*damaged, *(f'{{"img_per_s": 1, {other}}}' for other in others)):
+    figures = ('"gpu_memory": "x"', '"cpu_mem_gb": [1]', '"objective": "x"', '"time": {"communication": "x"}')
+    for text in (*damaged, *(f'{{"img_per_s": 1, {figure}}}' for figure in figures)):
         (tmp_path / "a" / "summary.json").write_text(text)
         assert not is_measured(RunDir(tmp_path / "a"))
 

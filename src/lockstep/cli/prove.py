@@ -66,9 +66,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         LockstepError: a run failed, or differs from its reference.
     """
     if not 2 <= steps <= MOST_STEPS:
-        raise InputError(
-            f"--steps is {steps}, expected from 2, because runs are killed on their way, to {MOST_STEPS:,}: --steps=20"
-        )
+        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     refuse_keys(overrides, OF_RUNS, "prove sets itself: --steps steps in float64, in a folder that it removes")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
