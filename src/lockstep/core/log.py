@@ -20,7 +20,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.core.terminal import SafeStream
 
-USUAL_WIDTH = 80
+USUAL_WIDTH, NARROW = 80, 40
 WIDE = 10_000  # columns of a table that no terminal limits
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
@@ -135,10 +135,10 @@ def wrapped(text: str, indent: int) -> Text:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is no terminal."""
+    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one."""
     for column in table.columns:
         column.overflow = "fold"  # not an ellipsis, which hides what differs
-    if not has_terminal():
+    if not has_terminal() or console.width < NARROW:  # there rich would leave no room for a column
         table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
     console.print(table, crop=False)
 
