@@ -153,3 +153,43 @@ def test_mutated_run_folders_are_the_same_run_or_refused_and_untouched(tmp_path:
     mutate = ("benchmarks/reliability/mutate_run_folder.py", "--mutations", "10", "--seed", "7")
     done = forked(*mutate, TMPDIR=str(tmp_path), timeout=500)
     assert done.code == 0, done.out + done.err
+
+
+MAY_NOT = "-dac_override,-dac_read_search"  # what lets root read everything
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="root needs setpriv to be refused a file")
+def test_a_folder_that_a_user_may_not_read_is_named_and_the_other_runs_are_listed(run: RunDir) -> None:
+    folder, locked = run.path.parent, run.path.parent / "locked"
+    shutil.copytree(run.path, locked)
+    as_user = ["setpriv", f"--bounding-set={MAY_NOT}", f"--inh-caps={MAY_NOT}"] if os.geteuid() == 0 else []
+    locked.chmod(0)
+    try:
+        listed, cleaned, used = (
+            command(*as_user, sys.executable, "-m", "lockstep", *words)
+            for words in (["runs", str(folder)], ["clean", str(folder), "--yes"], ["evaluate", str(locked)])
+        )
+    finally:
+        locked.chmod(0o755)
+    assert (listed.code, listed.err) == (2, f"lockstep: {locked} cannot be read (Permission denied)\n")
+    assert listed.out.splitlines()[1].endswith("  run")
+    assert cleaned.code == 0
+    assert f"warning: {locked} cannot be read (Permission denied): all of its checkpoints stay\n" in cleaned.out
+    assert (used.code, len(used.err.splitlines())) == (2, 1)
+    assert "(Permission denied)" in used.err
+
+
+@pytest.mark.parametrize("command_name", ["runs", "compare", "report", "clean", "evaluate"])
+def test_a_name_that_no_system_takes_is_refused_in_one_sentence(command_name: str) -> None:
+    done = forked("lockstep", command_name, "x" * 300)
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert done.err.startswith(f"lockstep: {'x' * 300}")
+    assert done.err.endswith(" cannot be used (File name too long)\n")
+
+
+@pytest.mark.parametrize("started", [1e300, -1e300, 2**62])
+def test_a_time_that_no_calendar_has_is_left_out(run: RunDir, started: float) -> None:
+    summary = json.loads(run.summary.read_text())
+    run.summary.write_text(json.dumps({**summary, "started": started}))
+    (row,) = json.loads(forked("lockstep", "runs", str(run.path), "--json").out)
+    assert (row["when"], row["state"]) == ("", "done")

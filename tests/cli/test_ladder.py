@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ import pytest
 
 from helpers import resolved, running_fork
 from lockstep.cli import ladder as module
-from lockstep.cli.ladder import Rung, chosen, ladder, rungs, sentence_in
+from lockstep.cli.ladder import Rung, chosen, ladder, rungs
 from lockstep.cli.ladder_table import is_measured, row_of, show
-from lockstep.core.errors import InputError
+from lockstep.cli.prove_run import KEPT, ending, running
+from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
+from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State, born
 from processes import wait_for
@@ -146,11 +149,11 @@ def test_the_first_rung_is_always_there() -> None:
             "Traceback\nModuleNotFoundError: No module named 'lightning'\n",
             "ModuleNotFoundError: No module named 'lightning'",
         ),
-        ("====\n", ""),
+        ("====\n", "it ended with exit code 1"),
     ],
 )
 def test_a_rung_that_fails_is_left_out_with_its_sentence(err: str, sentence: str) -> None:
-    assert sentence_in(err) == sentence
+    assert ending(1, err) == sentence
 
 
 GOOD = json.dumps({"img_per_s": 120.0, "top1": 12.5})
@@ -168,10 +171,15 @@ GOOD = json.dumps({"img_per_s": 120.0, "top1": 12.5})
         ("import sys; sys.stdout.buffer.write(b'\\xff\\xfe')", "its last line is"),
         ("input()", "EOFError: EOF when reading a line"),
         ("def (", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+        ("import traceback\ntry: 1 / 0\nexcept Exception: traceback.print_exc()", "end with ZeroDivisionError"),
+        (f"print('x' * 1_000_000); import sys; print('y' * 1_000_000, file=sys.stderr); print({GOOD!r})", ""),
         ("", "its last line is '', expected"),
         ("print('{')", "its last line is '{', expected"),
         ("print('[' * 100_000)", "its last line is '[[["),
         ("print('[1]')", "its last line is '[1]'"),
+        ("""print('{"img_per_s": "900", "top1": 1}')""", "its last line is"),
+        ("""print('{"img_per_s": 900, "top1": true}')""", "its last line is"),
         *(
             (f"""print('{{"img_per_s": {rate}, "top1": {top1}}}')""", "its last line is")
             for rate, top1 in (("NaN", 1), (1, "NaN"), ("1e999", 1), (0, 1), (-1, 1), (1, 101), (1, -1), (10**400, 1))
@@ -188,6 +196,89 @@ def test_a_script_may_do_anything(tmp_path: Path, code: str, says: str) -> None:
     assert ended.state is (State.failed if says else State.done)
     assert says in ended.error
     assert is_measured(RunDir(ledger.folder / record.folder)) is not bool(says)
+
+
+def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the first ladder waits for its script, a second one asks for more turns, and then comes a stop."""
+    script = tmp_path / "mine.py"
+    script.write_text("import time; time.sleep(600)")
+    job = (f"output_root={tmp_path}", "telemetry.interval=1")
+
+    @contextmanager
+    def stopped(command: list[str], *, capture: bool = False) -> Iterator[object]:
+        with pytest.raises(InputError, match="is in use by another ladder"):
+            climb(*job, scripts=[script], only="mine", repeats=2)
+        raise StopNow
+        yield
+
+    monkeypatch.setattr(module, "running", stopped)
+    with pytest.raises(Stopped, match="the same line goes on with the rungs that are left"):
+        climb(*job, scripts=[script], only="mine")
+    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    assert [record.state for record in Ledger(folder).records()] == [State.stopped, State.waiting]
+    assert "--repeat=1" in Ledger(folder).identity().words
+
+
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_what_is_in_the_place_of_a_rung_is_removed_and_not_what_it_names(tmp_path: Path, is_link: bool) -> None:
+    script, elsewhere = tmp_path / "mine.py", tmp_path / "elsewhere"
+    script.write_text(f"print({GOOD!r})")
+    elsewhere.mkdir()
+    (elsewhere / "own").touch()
+    ledger = Ledger(tmp_path / "ladder")
+    ledger.create(Identity(base={}, swept=(), words=("ladder",)))
+    (record,) = ledger.enter([(["rung=mine"], "mine")])
+    folder = ledger.folder / record.folder
+    folder.symlink_to(elsewhere) if is_link else folder.touch()
+    module.run(ledger, Rung("mine", script=script), record, [sys.executable, str(script)])
+    assert is_measured(RunDir(folder))
+    assert not folder.is_symlink()
+    assert [path.name for path in elsewhere.iterdir()] == ["own"]
+
+
+def test_a_script_may_have_the_longest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / f"{'a' * 252}.py"
+    script.write_text(f"print({GOOD!r})")
+    monkeypatch.setattr(module, "running", running_fork)
+    climb(f"output_root={tmp_path}", scripts=[script], only="a" * 252)
+    (folder,) = (tmp_path / module.FOLDER).iterdir()
+    assert [record.state for record in Ledger(folder).records()] == [State.done] * 2
+
+
+@pytest.mark.parametrize("stream", ["None", "subprocess.DEVNULL"])
+def test_what_a_script_leaves_behind_is_ended_and_not_waited_for(tmp_path: Path, stream: str) -> None:
+    """The script ends at once, and its child sleeps, with its streams or without."""
+    code = f"""
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout={stream}, stderr={stream})
+print(child.pid)
+"""
+    with running([sys.executable, "-c", code], capture=True) as process:
+        child = int(process.communicate()[0])
+    assert process.returncode == 0
+    wait_for(lambda: not born(child))
+
+
+def test_a_script_does_not_read_what_the_user_types(tmp_path: Path) -> None:
+    """Standard input of the ladder is a terminal or the file of a loop in a shell: it is not for the script."""
+    above = """
+import sys
+from lockstep.cli.prove_run import running
+with running([sys.executable, "-c", "print(repr(input()))"], capture=True) as process:
+    print(process.communicate()[1].splitlines()[-1])
+"""
+    done = subprocess.run([sys.executable, "-c", above], input="typed\n", capture_output=True, text=True, check=True)
+    assert done.stdout == "EOFError: EOF when reading a line\n"
+
+
+def test_the_end_of_what_a_script_prints_is_kept_and_no_more() -> None:
+    code = "import sys; [sys.stdout.write('x' * 1023 + '\\n') for _ in range(1000)]; print('last')"
+    with running([sys.executable, "-c", code], capture=True) as process:
+        out = process.communicate()[0]
+    assert out.endswith("x\nlast\n")
+    assert len(out) == KEPT
 
 
 def test_a_script_ends_with_a_ladder_that_is_killed(tmp_path: Path) -> None:
@@ -213,7 +304,9 @@ def test_a_changed_script_and_a_removed_run_are_measured_again(tmp_path: Path) -
     assert module._key(old, 0) == module._key(replace(old), 0)
     assert is_measured(finished(tmp_path / "a", 100, {}))
     assert not is_measured(RunDir(tmp_path / "removed"))
-    for text in ("{", "[]", "{}", '{"img_per_s": "x"}'):
+    damaged = ("{", "[]", "{}", *(f'{{"img_per_s": {rate}}}' for rate in ('"x"', "0", "1e-310", "-1")))
+    figures = ('"gpu_memory": "x"', '"cpu_mem_gb": [1]', '"objective": "x"', '"time": {"communication": "x"}')
+    for text in (*damaged, *(f'{{"img_per_s": 1, {figure}}}' for figure in figures)):
         (tmp_path / "a" / "summary.json").write_text(text)
         assert not is_measured(RunDir(tmp_path / "a"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from torch import nn
 import lockstep
 from helpers import NARROW
 from lockstep.cli.lr_find import lr_find, range_test
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.training.freezing import Freezing
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
@@ -97,6 +98,12 @@ def test_what_cannot_be_tried_is_refused(options: dict[str, object], says: str, 
     with pytest.raises(InputError, match=says):
         lr_find(JOB, **words)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs a file system in which nobody makes a folder")
+def test_a_picture_that_cannot_be_written_is_a_sentence() -> None:
+    with pytest.raises(StorageError, match=r"/proc/none/lr-find\.svg cannot be written"):
+        lr_find([*JOB, "output_root=/proc/none"], steps=12, low=1e-5, high=1, out=None)
 
 
 @pytest.mark.parametrize("word", ["steps=5", "++epochs=1", "schedule=step", "schedule.warmup=0", "launcher.ranks=2"])

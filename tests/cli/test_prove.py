@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import signal
 import tempfile
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import forked, running_fork
+from helpers import forked, forks, result, running_fork
 from lockstep.cli import prove, prove_run
 from lockstep.cli.prove import COMMON, cases, compare, for_strategy
 from lockstep.cli.prove_run import Case, RunResult
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, LockstepError, NumericalError, StorageError
+from lockstep.job.run_folder import Lock
+from lockstep.runtime.signals import StopNow
+from processes import wait_for
 
 OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
@@ -50,6 +55,39 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
 def test_a_key_that_the_runs_set_themselves_is_refused(word: str) -> None:
     with pytest.raises(InputError, match="^" + re.escape(f"{word} is what prove sets itself: --steps steps in")):
         prove.prove(["model=linear", word], steps=4, ranks="2")
+
+
+@pytest.mark.parametrize(
+    ("error", "stays"),
+    [(LockstepError, True), (NumericalError, True), (InputError, False), (StorageError, False), (StopNow, False)],
+)
+def test_the_folder_of_the_runs_stays_only_to_look_at_a_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], stays: bool
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise error("single: it failed")
+
+    monkeypatch.setattr(prove, "run", failing)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed, running, kept_one = (tmp_path / f"{prove.PREFIX}{name}" for name in ("killed", "running", "kept"))
+    for folder in (killed, running, kept_one):
+        (folder / "single").mkdir(parents=True)
+    (killed / "lock").touch()
+    with closing(Lock()) as lock:
+        lock.take(running / "lock")
+        with pytest.raises(error, match="kept in .*lockstep-prove-" if stays else "it failed$"):
+            prove.prove(["model=linear"], steps=4, ranks="2")
+    assert not killed.exists()
+    assert len(list(tmp_path.iterdir())) == 2 + stays
+
+
+def test_a_proof_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
+    process = forks().start("lockstep", "prove", "model=linear", "--steps=1000000", TMPDIR=str(tmp_path))
+    wait_for(lambda: bool(list(tmp_path.glob("lockstep-prove-*/single/metrics.jsonl"))))
+    process.send_signal(signal.SIGTERM)
+    done = result(process)
+    assert (done.code, done.err) == (75, "lockstep: stopped before it was done; the same command does it again\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 def nudged(by: float) -> dict[str, torch.Tensor]:
@@ -135,7 +173,9 @@ def test_the_users_config_is_run_as_it_is() -> None:
     ("arguments", "sentence"),
     [
         (["--ranks", "5"], "--ranks is '5', expected some of 1, 2, 3 and 4"),
-        (["--steps", "1"], "--steps is 1, expected 2 or more"),
+        (["--steps", "1000001"], "--steps is 1000001, expected from 2"),
+        (["--ranks", "²"], "--ranks is '²', expected some of 1, 2, 3 and 4"),
+        (["--steps", "1"], "--steps is 1, expected from 2 to 1,000,000"),
         (["model=resnet51"], "model=resnet51"),
         (["model=whitenet", "dataset.input_size=12", "train.micro_batches=2"], "use train.micro_batches=1"),
     ],

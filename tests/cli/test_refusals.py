@@ -584,7 +584,7 @@ def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypa
     monkeypatch.setattr("lockstep.data.datasets.published.MNIST._fetch", offline)
     message = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert "data_root: MNIST" in message
-    assert "cannot be downloaded (RuntimeError: Error downloading" in message
+    assert "cannot be downloaded (Error downloading train-images-idx3-ubyte.gz); put train" in message
     assert f"t10k-labels-idx1-ubyte.gz (compressed or not) into {tmp_path}/data/MNIST/raw, or name" in message
     assert message.endswith("name another folder with data_root=FOLDER")
     assert list(tmp_path.iterdir()) == []

@@ -182,3 +182,19 @@ def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
     assert [code for code, _ in ends] == [expected, expected], ends
     assert not any("Traceback" in err or "[c10d]" in err for _, err in ends), ends
     assert not processes(folder)
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_killed_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    """torch's agent makes one for logs by default, and only its own end would remove it."""
+    folder, temporary = tmp_path / "run", tmp_path / "temporary"
+    temporary.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}"
+    job = ("launcher=elastic", "launcher.ranks=1", "launcher.nodes=1:2", place, "steps=100000")
+    process = start(folder, *FRESH, *job, afresh=True, TMPDIR=str(temporary))
+    wait_for(lambda: steps_done(folder) >= 3)
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not processes(folder))
+    assert list(temporary.iterdir()) == []

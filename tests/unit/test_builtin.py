@@ -8,6 +8,7 @@ import http.server
 import json
 import os
 import pickle
+import re
 import shutil
 import struct
 import tarfile
@@ -15,7 +16,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import numpy as np
 import pytest
@@ -325,5 +328,30 @@ def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["file:///nowhere/"])
     with pytest.raises(InputError) as caught:
         MNIST(root=str(tmp_path / "data")).prepare()
-    assert f"MNIST cannot be read from {tmp_path / 'data'} and cannot be downloaded" in str(caught.value)
-    assert "data_root=FOLDER" in str(caught.value)
+    assert str(caught.value) == (
+        f"data_root: MNIST cannot be read from {tmp_path / 'data'} (there is no train-images-idx3-ubyte) and cannot "
+        "be downloaded (No such file or directory: '/nowhere/train-images-idx3-ubyte.gz'); "
+        f"{MNIST(root=str(tmp_path / 'data')).remedy}, or name another folder with data_root=FOLDER"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("Error downloading a.gz:\nTried https://x/, got:\n<urlopen error timed out>\n"), "timed out"),
+        (URLError(OSError(-3, "Temporary failure in name resolution")), "Temporary failure in name resolution"),
+        (OSError(30, "Read-only file system", "data"), "Read-only file system: 'data'"),
+        (RuntimeError("File not found or corrupted."), "File not found or corrupted."),
+        (HTTPError("https://x/", 404, "Not Found", Message(), None), "HTTP Error 404: Not Found"),
+        (TimeoutError(), "TimeoutError"),
+    ],
+)
+def test_why_a_download_failed_is_told_without_the_words_of_libraries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
+) -> None:
+    def fetch(self: object) -> None:
+        raise error
+
+    monkeypatch.setattr(MNIST, "_fetch", fetch)
+    with pytest.raises(InputError, match=re.escape(f" and cannot be downloaded ({reason}); put train-images-idx3")):
+        MNIST(root=str(tmp_path / "data")).prepare()

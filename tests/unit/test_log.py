@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from rich.table import Table
+from rich.table import Column, Table
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, RankFailed
@@ -110,3 +112,24 @@ def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
     with contextlib.redirect_stdout(None):
         log.say("nobody sees this")
         log.console.file.flush()
+
+
+@pytest.mark.parametrize("columns", ["0", "00", "-5", "x", "1"])
+def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
+    code = "from lockstep.core import log; log.show('a sentence'); log.show_table(log.Table('a', 'b'))"
+    environment = {**os.environ, "COLUMNS": columns}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("a sentence\n")
+    assert " a " in done.stdout
+
+
+@pytest.mark.parametrize("width", [1, 10, 20, 39])
+def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(log, "has_terminal", lambda: True)
+    monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file))
+    table = Table("likely cause", Column("score", no_wrap=True), "done", "not done", "to the best")
+    table.add_row("seed", "20.85", "1", "2 failed", "+0.5")
+    log.show_table(table)
+    for cell in ("likely cause", "score", "to the best", "2 failed", "+0.5"):
+        assert cell in file.getvalue()

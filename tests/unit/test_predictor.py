@@ -478,3 +478,9 @@ def test_a_card_without_probabilities_is_an_older_one_and_its_longer_side_counts
     wide = ModelCard(**{**card, "input_shape": (1, 8, 12), "image_shape": (1, 16, 10)})
     trained = TrainedInput.of_card(wide)
     assert (trained.size, trained.stored) == (12, 16)
+
+
+def test_a_gpu_that_is_not_there_is_refused(digits: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="weights: device is cuda, but PyTorch finds no GPU here; leave it out"):
+        lockstep.load(digits.path, device="cuda")

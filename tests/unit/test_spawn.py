@@ -235,10 +235,11 @@ def test_main_alone_serves_the_machines_and_a_failed_rank_is_reported(
         return run
 
     monkeypatch.setattr(api, "elastic_launch", launch)
-    options = {"ranks": 4, "patience": 60.0, "logs": str(tmp_path)}
+    options: dict[str, Any] = {"ranks": 4, "patience": 60.0}
     assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="main", **options) == (False, {3: 70})
     assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="~00000001", **options) == (True, {})
     first = configs[0]
     assert (first.min_nodes, first.max_nodes, first.nproc_per_node, first.max_restarts) == (2, 3, 4, 0)
     assert (first.run_id, first.rdzv_configs["join_timeout"]) == ("attempt-2", 60)
+    assert first.logs_specs.root_log_dir == os.devnull
     assert [config.rdzv_configs["is_host"] for config in configs] == [True, False]

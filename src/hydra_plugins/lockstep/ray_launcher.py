@@ -69,7 +69,7 @@ class RayLauncher(pool.PoolLauncher):
         before = signal.getsignal(signal.SIGTERM)  # Ray sets a handler that ends the process
         host, _, port = (self.address or "").rpartition("/")[2].rpartition(":")
         try:
-            if port.isdigit():  # Ray itself tries for minutes
+            if port.isdecimal():  # Ray itself tries for minutes
                 socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
             ray.init(
                 self.address or "local",

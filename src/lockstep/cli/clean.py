@@ -49,7 +49,15 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
     """The runs in the folders, each once, sorted by path."""
     runs = {path.resolve(): RunDir(path) for folder in folders for path in run_folders(existing(folder))}
-    return [run for _, run in sorted(runs.items()) if run.checkpoints.is_dir() and not run.checkpoints.is_symlink()]
+    return [run for _, run in sorted(runs.items()) if _has_checkpoints(run)]
+
+
+def _has_checkpoints(run: RunDir) -> bool:
+    try:
+        return run.checkpoints.is_dir() and not run.checkpoints.is_symlink()
+    except PermissionError as error:
+        log.show_warning(f"{run.path} cannot be read ({error.strerror}): all of its checkpoints stay")
+        return False
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:

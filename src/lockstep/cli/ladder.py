@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
-import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,19 +21,20 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.compare import show_rows
-from lockstep.cli.ladder_table import WIDEST, is_measured, picture, row_of, show
-from lockstep.cli.prove_run import running
+from lockstep.cli.ladder_table import MOST_RATE, WIDEST, is_measured, picture, row_of, show
+from lockstep.cli.prove_run import ending, running
 from lockstep.config.commands import override, typed
 from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
-from lockstep.core import log, safe_read
+from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import storing, write_atomic
 from lockstep.job.prepare import check_plan, job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
+from lockstep.runtime.signals import StopNow
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record, State
@@ -47,9 +48,9 @@ COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
 OF_RUNGS |= {"resume", *map(key_of, COMMON)}
+STOPPED = "the ladder was stopped; the same line goes on with the rungs that are left"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
-MOST_RATE = 1e9  # images per second that a script may tell
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Rung:
             return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]
         where = (override("hydra.run.dir", folder), override("output_root", folder.parent))
         launcher = [*self.launcher[1:], "-m"] if self.launcher else ["-m"]
-        torchrun = ["-m", "torch.distributed.run"] if self.launcher else []
+        # Without this folder torchrun makes one among the temporary ones, which stays there.
+        torchrun = ["-m", "torch.distributed.run", f"--log-dir={os.devnull}"] if self.launcher else []
         return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *COMMON, *where]
 
 
@@ -153,20 +155,23 @@ def ladder(
         check_plan(job)
     if form == "table":
         often = "once" if repeats == 1 else f"{repeats} times"
-        log.show(f"{len(climbed)} rungs, {often} each: {relative(ledger.folder)}")
+        log.show(f"{len(climbed)} rung{'s' * (len(climbed) > 1)}, {often} each: {relative(ledger.folder)}")
         for rung in climbed:
             log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:
-        ledger.create(identity)
+        if not ledger.exists:
+            ledger.create(identity)
         lock.take(ledger.folder / "lock", user="ladder", remedy="output_root=FOLDER")
+        ledger.create(identity)  # with the words of this line, which may be others
         climb(ledger, climbed, repeats, words, job)
     rows = _rows(ledger, climbed, repeats, ranks if gpus else None)
-    write_atomic(ledger.folder / PICTURE, picture(rows))
-    if form != "table":
+    if form == "table":
+        show(rows)
+    else:
         show_rows([{key: value for key, value in row.items() if key != "losses"} for row in rows], form)
-        return
-    show(rows)
-    log.say_command("picture", str(relative(ledger.folder / PICTURE)))
+    write_atomic(ledger.folder / PICTURE, picture(rows))
+    if form == "table":
+        log.say_command("picture", str(relative(ledger.folder / PICTURE)))
 
 
 def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
@@ -193,7 +198,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
         Stopped: a rung was stopped.
     """
     turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
-    records = ledger.enter((_key(rung, turn), shell_name(rung.name)) for turn, rung in turns)
+    records = ledger.enter((_key(rung, turn), run_dir.slug(shell_name(rung.name))) for turn, rung in turns)
     with progress("climbing", len(records)) as advance:
         for (_, rung), record in zip(turns, records, strict=True):
             if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
@@ -210,23 +215,36 @@ def _key(rung: Rung, turn: int) -> tuple[str, ...]:
 
 
 def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
-    """Run a rung from its start, and record how it ended."""
+    """Run a rung from its start, and record how it ended.
+
+    Raises:
+        Stopped: the rung or the ladder was stopped.
+        StorageError: the folder of an earlier run cannot be removed, or the record cannot be written.
+    """
     folder = ledger.folder / record.folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with storing(folder):
+        if folder.is_symlink() or folder.is_file():  # what it names is not of this ladder
+            folder.unlink()
+        elif folder.exists():
+            shutil.rmtree(folder)
     record = ledger.start(record)
-    with running(command, capture=rung.script is not None) as process:
-        out, err = process.communicate()
-    code = process.returncode
-    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
-    said = sentence_in(err) or f"it ended with {how}"
+    try:
+        with running(command, capture=rung.script is not None) as process:
+            out, err = process.communicate()
+    except StopNow:
+        ledger.end(record, State.stopped, exit_code=Stopped.exit_code, error=STOPPED)
+        raise Stopped(STOPPED) from None
+    code = process.returncode or 0
+    said = ending(code, err)
     if rung.script is None and code == Stopped.exit_code:
         ledger.end(record, State.stopped, exit_code=code, error=said)
-        raise Stopped("the ladder was stopped; the same line goes on with the rungs that are left")
+        raise Stopped(STOPPED)
     if code:
         ledger.end(record, State.failed, exit_code=code, error=said)
     elif rung.script is not None and (figures := _figures_said(out)) is None:
         last = (out.strip().splitlines() or [""])[-1][:80]
         said = f"its last line is {last!r}, expected one such as " + '{"img_per_s": 900.0, "top1": 98.4}'
+        said += f"; its errors end with {ending(code, err)}" * bool(err.strip())
         ledger.end(record, State.failed, error=said)
     else:
         if rung.script is not None:
@@ -235,21 +253,15 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     return ledger.read(record)
 
 
-def sentence_in(err: str) -> str:
-    """The sentence with which a program has ended: that of Lockstep, or the last line that has words."""
-    lines = [line.strip() for line in err.splitlines() if re.search(r"\w", line)]
-    own = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
-    return (own or lines or [""])[-1]
-
-
 def _figures_said(out: str) -> dict[str, float] | None:
     """The figures in the last line that a script has printed; None if it has none, or they cannot be true."""
     try:
-        facts = json.loads(out.strip().splitlines()[-1])
-        rate, top1 = float(facts["img_per_s"]), float(facts["top1"])
-    except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+        facts = safe_read.checked(safe_read.parsed_json(out.strip().splitlines()[-1]))
+        rate, top1 = facts["img_per_s"], facts["top1"]
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None
-    return {"img_per_s": rate, "objective": top1} if 0 < rate <= MOST_RATE and 0 <= top1 <= 100 else None
+    are_true = safe_read.is_number(rate) and safe_read.is_number(top1) and 0 < rate <= MOST_RATE and 0 <= top1 <= 100
+    return {"img_per_s": rate, "objective": top1} if are_true else None
 
 
 def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | None) -> list[Row]:

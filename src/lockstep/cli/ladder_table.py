@@ -23,12 +23,24 @@ NOTE = (
     "a user writes"
 )
 
+MOST_RATE = 1e9  # images per second that can be true
 WIDEST = 20  # characters of a rung's name
 
 
 def is_measured(run_dir: RunDir) -> bool:
     """Whether the figures of a run are there: a folder may have been removed or damaged since."""
-    return is_number(run_dir.readable_summary().get("img_per_s"))
+    summary = run_dir.readable_summary()
+    rate: Any = summary.get("img_per_s")
+    others = [summary.get(key) for key in ("gpu_memory", "cpu_mem_gb", "objective")]
+    if not is_number(rate) or not 1 / MOST_RATE <= rate <= MOST_RATE:
+        return False
+    return all(value is None or is_number(value) for value in (*others, _communication(summary)))
+
+
+def _communication(summary: Mapping[str, Any]) -> Any:
+    """The share of the time in which gradients were exchanged; None if it is not known."""
+    time = summary.get("time")
+    return time.get("communication") if isinstance(time, Mapping) else None
 
 
 def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
@@ -49,7 +61,7 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
         "spread": (max(rates) - min(rates)) / 2 if len(rates) > 1 else None,
         "speed_up": faster,
         "efficiency": faster / devices if faster is not None and devices else None,
-        "communication": _median(summary.get("time", {}).get("communication") for summary in summaries),
+        "communication": _median(map(_communication, summaries)),
         "memory_gb": _median(memory),
         "top1": _median(summary.get("objective") for summary in summaries),
         "difference": difference(losses, first["losses"] if first else losses),

@@ -16,7 +16,7 @@ from lockstep.config.messages import refuse_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import check_out, write_atomic
+from lockstep.core.safe_write import check_out, storing, write_atomic
 from lockstep.job.prepare import job_of
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.charts import svg
@@ -50,7 +50,8 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     with progress("trying", steps) as advance:
         test = range_test(build_parts(job), low, high, advance)
     file = Path(job.output_root) / PICTURE if out is None else Path(out)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    with storing(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, picture(test))
     lowest, tried = test.lowest, len(test.rates)
     early = f" of {steps}, since the next one's loss was more than {EXPLODED:g} times the lowest" * (tried < steps)

@@ -57,9 +57,10 @@ def complete() -> None:
 
 def run() -> None:
     """Run a command other than `train`."""
+    from lockstep.core.safe_read import unusable_paths
     from lockstep.runtime import program
 
-    with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors():
+    with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors(), unusable_paths():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
         name = options.command.replace("-", "_")

@@ -21,7 +21,7 @@ def new(project: str) -> None:
     """Write a new project into the folder `project`, whose last part is the name of its package.
 
     Raises:
-        InputError: the folder exists, or its name is not a valid name for a new package.
+        InputError: the folder exists, or it cannot be there, or its name is not a valid name for a new package.
         StorageError: the folder cannot be written; nothing is left of it.
     """
     folder = Path(project)
@@ -30,6 +30,8 @@ def new(project: str) -> None:
         raise InputError(
             f"{name!r} cannot be the name of a Python package; use letters, digits and _: lockstep new mine"
         )
+    if not folder.absolute().parent.is_dir():
+        raise InputError(f"{folder.absolute().parent} is no folder, expected one in which to create {name}")
     if folder.exists():
         raise InputError(f"{folder} exists; name a new folder: lockstep new {name}2")
     if importlib.util.find_spec(name) is not None:

@@ -7,10 +7,12 @@ and stochastic depth.
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,16 +24,18 @@ from lockstep.config import components, composition
 from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.errors import InputError, LockstepError, NumericalError
 from lockstep.core.model import has_batchnorm
 from lockstep.core.protocols import Strategy
+from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.precision import FP64
 from lockstep.telemetry.progress import progress
 
+PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
-KEEP_ALL = 1_000_000
+KEEP_ALL = MOST_STEPS = 1_000_000
 # The strategies that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
 # The overrides of every run, after the user's.
@@ -61,14 +65,46 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         InputError: the config is wrong.
         LockstepError: a run failed, or differs from its reference.
     """
-    if steps < 2:
-        raise InputError(f"--steps is {steps}, expected 2 or more: one run is killed on its way")
+    if not 2 <= steps <= MOST_STEPS:
+        raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     refuse_keys(overrides, OF_RUNS, "prove sets itself: --steps steps in float64, in a folder that it removes")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
         _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything
     )
-    folder = Path(tempfile.mkdtemp(prefix="lockstep-prove-"))
+    with _folder_of_runs() as folder:
+        _compare_all(planned, folder, overrides, steps)
+
+
+@contextmanager
+def _folder_of_runs() -> Iterator[Path]:
+    """A new folder for the runs, which is kept if a run failed or differs. Those of killed proofs are removed."""
+    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
+        with closing(Lock()) as lock, suppress(InputError, OSError):  # it is in use, or of another user
+            if file.parent.lstat().st_uid == os.getuid():
+                lock.take(file)
+                shutil.rmtree(file.parent)
+    is_kept = False
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    try:
+        with closing(Lock()) as lock:
+            lock.take(folder / "lock")
+            yield folder
+    except LockstepError as error:
+        if is_kept := error.exit_code in (LockstepError.exit_code, NumericalError.exit_code):
+            raise type(error)(f"{error}; the runs are kept in {folder}") from error
+        raise
+    finally:
+        if not is_kept:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int) -> None:
+    """Run the cases one after another, and print how much each differs from its reference.
+
+    Raises:
+        LockstepError: a run failed, or differs from its reference.
+    """
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
     print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
@@ -90,8 +126,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
             failed += [] if same else [case.name]
     log.console.print(EXPLANATION, soft_wrap=True)
     if failed:
-        raise LockstepError(f"not the same run: {', '.join(failed)}; the runs are kept in {folder}")
-    shutil.rmtree(folder)
+        raise LockstepError(f"not the same run: {', '.join(failed)}")
 
 
 def print_row(*cells: str) -> None:
@@ -216,7 +251,7 @@ def _sizes(ranks: str | None) -> list[int]:
     most = torch.cuda.device_count() if torch.cuda.is_available() else 4
     if ranks is None:
         return [size for size in (2, 3, 4) if size <= most]
-    sizes = [int(number) if number.strip().isdigit() else 0 for number in ranks.split(",")]
+    sizes = [int(number) if number.strip().isdecimal() else 0 for number in ranks.split(",")]
     if any(size not in (1, 2, 3, 4) for size in sizes):
         raise InputError(f"--ranks is {ranks!r}, expected some of 1, 2, 3 and 4, such as --ranks 2,4")
     return sorted(set(sizes) - {1})

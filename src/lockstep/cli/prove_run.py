@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
+from typing import IO
 
 from safetensors.torch import load_file
 from torch import Tensor
 
 from lockstep.checkpoint import MODEL, latest_valid
-from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError
 from lockstep.core.run_dir import RunDir
+from lockstep.runtime.program import LONGEST_LINE
 
+KEPT = 2**16  # bytes of the end of a stream
+CLOSED_S = 1.0  # seconds until the streams of a command that has ended are closed
 # Becomes a command that the kernel ends with process `argv[1]`.
 TIED = """
 import os, sys
@@ -71,11 +77,10 @@ def run(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult
     if case.killed:
         _kill_halfway(command, run_dir, steps)
     with running(command) as process:
-        error = process.communicate()[1].strip()
-    if process.returncode == InputError.exit_code:
-        raise InputError(error.removeprefix("lockstep: "))
-    if process.returncode:
-        raise LockstepError(f"{case.name} ended with exit code {process.returncode}: {error}")
+        error = process.communicate()[1]
+    if code := process.returncode:
+        which = f"{case.name}: " * (code != InputError.exit_code)
+        raise BY_EXIT_CODE.get(code, LockstepError)(which + ending(code, error))
     lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
     newest = latest_valid(run_dir.checkpoints)
     assert newest is not None
@@ -99,26 +104,81 @@ def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
             raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
 
 
+def ending(code: int, err: str) -> str:
+    """How a program has ended: its sentence if it is Lockstep, or the last line of its errors that has words."""
+    lines = [line.strip() for line in err.splitlines() if re.search(r"\w", line)]
+    own = [line.removeprefix("lockstep: ") for line in lines if line.startswith("lockstep: ")]
+    how = f"signal {-code} ({signal.strsignal(-code)})" if code < 0 else f"exit code {code}"
+    return (own or lines or [f"it ended with {how}"])[-1][:LONGEST_LINE]
+
+
+class Command:
+    """A command in new processes that has started, in a session of its own. Of what it prints, the end is kept."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.pid = process, process.pid
+        self.ends = [_End(stream) for stream in (process.stdout, process.stderr) if stream is not None]
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit code that somebody has waited for."""
+        return self.process.returncode
+
+    def poll(self) -> int | None:
+        return self.process.poll()
+
+    def communicate(self) -> tuple[str, str]:
+        """Wait until the command has ended, and end the processes that it has left; the ends of its streams."""
+        if sys.platform == "linux":
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
+        else:
+            self.process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.process.wait()
+        *out, err = [end.text() for end in self.ends]
+        return "".join(out), err
+
+
+class _End:
+    """The end of a stream, which a thread reads: a script can print more than fits into memory."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.content = b""
+        self.reader = Thread(target=self._read, args=[stream], daemon=True)
+        self.reader.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        with stream:
+            while part := os.read(stream.fileno(), KEPT):
+                self.content = (self.content + part)[-KEPT:]
+
+    def text(self) -> str:
+        """The text, when the command has ended. A process in another session may still hold the stream."""
+        self.reader.join(CLOSED_S)
+        return self.content.decode(errors="replace")
+
+
 @contextmanager
-def running(command: list[str], *, capture: bool = False) -> Iterator[subprocess.Popen[str]]:
+def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
     """A running command. All its processes are killed at the end of the context, and it ends with this process.
 
     Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
     it imports the modules beside it, which Lockstep's own processes do not.
     """
-    with subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
         # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
         env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
         | {"HYDRA_FULL_ERROR": "0"},
+        stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
         start_new_session=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            if process.returncode is None:  # nobody has waited for it: its number is still its own
-                os.killpg(process.pid, signal.SIGKILL)
+    )
+    try:
+        yield Command(process)
+    finally:
+        if process.returncode is None:  # nobody has waited for it: its number is still its own
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
-import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.cli.compare import show_rows
@@ -16,6 +17,7 @@ from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, State, best_of, score_text
 from lockstep.sweep.runs import Run, differing, existing, read_jobs, read_run, run_folders, state_of
+from lockstep.telemetry.columns import moment
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
 
@@ -99,10 +101,13 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
 
 
 def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:
-    when = time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else ""
-    size = sum(file.lstat().st_size for file in path.rglob("*") if file.is_file())
+    size = 0
+    for folder, _, files in os.walk(path):
+        for file in files:
+            with suppress(OSError):  # a job that runs has just removed it
+                size += os.lstat(Path(folder, file)).st_size
     name = str(path.relative_to(root)) if path != root else path.name
-    return dict(zip(COLUMNS, (when, name, what, score, state, size), strict=True))
+    return dict(zip(COLUMNS, (moment(started), name, what, score, state, size), strict=True))
 
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:

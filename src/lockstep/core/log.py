@@ -18,6 +18,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.core.terminal import SafeStream
 
+USUAL_WIDTH, NARROW = 80, 40
 WIDE = 10_000  # columns of a table that no terminal limits
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
@@ -26,6 +27,11 @@ logger.addHandler(logging.NullHandler())
 
 class Terminal(Console):
     """A console that shows every text literally, in one line: no control characters, no markup."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self.width < 1:  # COLUMNS=0: rich would print nothing
+            self.width = USUAL_WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escaped(text, keep=""), **{**options, "markup": False, "emoji": False})
@@ -127,10 +133,10 @@ def wrapped(text: str, indent: int) -> Text:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is no terminal."""
+    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one."""
     for column in table.columns:
         column.overflow = "fold"  # not an ellipsis, which hides what differs
-    if not has_terminal():
+    if not has_terminal() or console.width < NARROW:  # there rich would leave no room for a column
         table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
     console.print(table, crop=False)
 

@@ -5,6 +5,7 @@ lists and mappings are parsed, a few levels deep: a few lines of YAML can expand
 too long or not what it should be raises UnreadableFile. Imports no torch.
 """
 
+import errno
 import hashlib
 import json
 import math
@@ -12,7 +13,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,6 +31,8 @@ WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to pr
 
 # The parser in C is ten times as fast, but not every build of PyYAML has it.
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+UNUSABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR})
 
 _CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
 
@@ -49,6 +52,24 @@ class UnreadableFile(InputError):
     def __init__(self, path: Path, reason: str, *, missing: bool = False) -> None:
         super().__init__(f"{path} {reason}")
         self.path, self.reason, self.missing = path, reason, missing
+
+
+@contextmanager
+def unusable_paths() -> Iterator[None]:
+    """Turn the error of a path that this user may not look at, or that no system takes, into UnreadableFile."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNUSABLE or not error.filename:
+            raise
+        raise UnreadableFile(Path(os.fsdecode(error.filename)), f"cannot be used ({error.strerror})") from error
+
+
+def is_plain(path: Path) -> bool:
+    """Whether a path is a plain file that this user may look at."""
+    with suppress(OSError):
+        return path.is_file()
+    return False
 
 
 def kind(mode: int) -> str:

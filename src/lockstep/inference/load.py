@@ -31,11 +31,14 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         precision: the number format to compute in; None is that of the evaluation.
 
     Raises:
-        InputError: there are no weights, they do not describe their model, or it cannot be built here.
+        InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
+            is a GPU, and there is none.
     """
     file = find_weights(path)
     card = checkpoint.read_card(file)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; leave it out, or use cpu")
     try:
         option = without_weights(components.build("model", card.model))
         precision = precision or _precision(card, target)

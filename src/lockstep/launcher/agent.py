@@ -51,12 +51,11 @@ def run_agent(
     ranks: int,
     own_name: str,
     patience: float,
-    logs: str,
 ) -> tuple[bool, dict[int, int]]:
     """Meet the other machines within `patience` seconds, and run `entry` in the `ranks` of this machine.
 
     Call it in a thread: its waits for other machines have no limit if the network is cut. The first machine in the
-    order of `own_name` gets rank 0; its name is the address where the ranks meet. `logs` is a folder for torch.
+    order of `own_name` gets rank 0; its name is the address where the ranks meet.
 
     Returns:
         Whether all ranks are done, and the exit code of the first rank of this machine that failed. There is none if
@@ -85,7 +84,7 @@ def run_agent(
         max_restarts=0,  # main decides for all machines: a stop is no reason to restart
         monitor_interval=MONITOR_S,
         local_addr=own_name,
-        logs_specs=DefaultLogsSpecs(log_dir=logs),
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # a folder would stay behind after a kill
     )
     command = ("-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path))
     _silence_agent()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import signal
 import socket
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent import futures
@@ -80,11 +79,10 @@ class Machine(ABC):
         Raises:
             LockstepError: the job failed or was stopped.
         """
-        folder = tempfile.TemporaryDirectory(prefix="lockstep-agent-", ignore_cleanup_errors=True)
-        with folder as logs, forwarding(send_to_ranks) as self.request:
+        with forwarding(send_to_ranks) as self.request:
             try:
                 while self._next_attempt():
-                    self._run_attempt(entry, logs)
+                    self._run_attempt(entry)
             finally:
                 send_to_ranks(signal.SIGKILL)
 
@@ -126,7 +124,7 @@ class Machine(ABC):
     def add_line(self, key: str, line: object) -> None:
         self.ask(self.store.append, key.format(self.attempt), json.dumps(line) + "\n")  # type: ignore[attr-defined]
 
-    def _run_attempt(self, entry: Entry, logs: str) -> None:
+    def _run_attempt(self, entry: Entry) -> None:
         """Run the ranks of this machine in the attempt of the state, and report how they ended."""
         number = self.attempt = int(self.state["attempt"])
         self.has_run, host = False, socket.gethostname()
@@ -135,7 +133,7 @@ class Machine(ABC):
         run_dir, ranks = RunDir(Path(self.state["folder"])), int(self.state["ranks"])
         agent = in_thread(
             lambda: run_agent(
-                self.meeting, number, entry, run_dir, ranks=ranks, own_name=self.name, patience=patience, logs=logs
+                self.meeting, number, entry, run_dir, ranks=ranks, own_name=self.name, patience=patience
             )
         )
         over = 0.0  # seconds since the attempt has ended elsewhere

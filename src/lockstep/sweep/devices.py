@@ -191,4 +191,4 @@ def _nvml() -> Iterator[None]:
 def _handle(gpu: str) -> Any:
     import pynvml
 
-    return pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdigit() else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+    return pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(gpu)

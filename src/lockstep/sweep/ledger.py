@@ -81,7 +81,7 @@ class Ledger:
 
     @property
     def exists(self) -> bool:
-        return (self.folder / SWEEP).is_file()
+        return safe_read.is_plain(self.folder / SWEEP)
 
     def create(self, identity: Identity) -> None:
         """Write what the sweep is.

@@ -53,13 +53,18 @@ class Run:
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """The folders of sweeps and runs in a folder, sorted, a sweep before its jobs; `root` can be one itself."""
-    for name, subfolders, _ in os.walk(root):
+    """The folders of sweeps and runs in a folder, sorted, a sweep before its jobs; `root` can be one itself.
+
+    Behind them come the folders that this user may not read.
+    """
+    errors: list[OSError] = []
+    for name, subfolders, _ in os.walk(root, onerror=errors.append):
         subfolders.sort()
-        if is_run := RunDir(Path(name)).overrides.is_file():
+        if is_run := safe_read.is_plain(RunDir(Path(name)).overrides):
             subfolders.clear()
         if is_run or Ledger(Path(name)).exists:
             yield Path(name)
+    yield from (Path(error.filename) for error in errors if isinstance(error, PermissionError))
 
 
 def existing(path: str) -> Path:
@@ -139,6 +144,8 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
             raise UnreadableFile(run_dir.summary, "is not the summary of a run")
     except InputError as error:
         return _damaged(folder, error)
+    except PermissionError as error:
+        return _damaged(folder, UnreadableFile(folder, f"cannot be read ({error.strerror})"))
     state = State.done if status == "completed" else status
     return Run(
         folder=folder,

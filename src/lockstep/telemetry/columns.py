@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rich.text import Text
@@ -77,6 +79,13 @@ def bar(share: float, room: int, *, unicode: bool) -> Text:
     done = round(share * width)
     filled, empty = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
     return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time; empty for 0, and for what a damaged file has in their place."""
+    with suppress(OverflowError, OSError, ValueError):
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+    return ""
 
 
 def clock(seconds: float) -> str:

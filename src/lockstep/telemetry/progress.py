@@ -57,7 +57,7 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
     it is a new line every `SILENCE_S` seconds.
     """
     work = Work(activity, total)
-    errors = Console(stderr=True, highlight=False)
+    errors = log.Terminal(stderr=True, highlight=False)
     console = log.console if log.has_terminal() else errors
     moves_beside = sys.stderr.isatty() and not errors.is_dumb_terminal and not S_ISFIFO(os.fstat(1).st_mode)
     if console is log.console or moves_beside:

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
-from lockstep.telemetry.columns import clock
+from lockstep.telemetry.columns import clock, moment
 from lockstep.telemetry.gpu import read_samples
 from lockstep.telemetry.sinks import read_figures
 
@@ -195,7 +194,7 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "last validation loss": number(last.get("loss/val"), ".4f"),
         **{tag[7:]: number(last[tag], ".4g") for tag in last if re.fullmatch("metric/[^/]*", tag)},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
-        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(started)) if started else "",
+        "started": moment(started or 0),
         "duration": clock(seconds) if seconds else "",
         "broken images left out": number(facts.get("skipped") or None, ","),
         "energy": number(spent.get("kwh"), ".3g", " kWh"),

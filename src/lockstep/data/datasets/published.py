@@ -8,6 +8,7 @@ import gzip
 import io
 import math
 import pickle
+import re
 import tarfile
 import zlib
 from abc import abstractmethod
@@ -97,9 +98,8 @@ class Published(ArraySource):
             if not isinstance(missing.__cause__, FileNotFoundError):
                 raise missing from error
             raise InputError(
-                f"data_root: {self.factory} cannot be read from {root} and cannot be downloaded "
-                f"({type(error).__name__}: {' '.join(str(error).split())}); {self.remedy}, or name another folder "
-                "with data_root=FOLDER"
+                f"data_root: {self.factory} cannot be read from {root} ({missing.__cause__}) and cannot be "
+                f"downloaded ({_reason(error)}); {self.remedy}, or name another folder with data_root=FOLDER"
             ) from error
         finally:
             lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
@@ -219,6 +219,15 @@ def read_idx(folders: Sequence[Path], stem: str) -> NDArray[np.uint8]:
     if content[:3] != BYTES or len(content) != start + math.prod(shape):
         raise ValueError(f"{path} is no IDX file of bytes, or is cut short")
     return np.frombuffer(content, dtype=np.uint8, offset=start).reshape(shape)
+
+
+def _reason(error: Exception) -> str:
+    """Why a download failed, without what torchvision and urllib write around it.
+
+    torchvision writes a line for each mirror that it has tried; the last one says what the last mirror has answered.
+    """
+    last = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    return re.sub(r"^<urlopen error (?:\[Errno -?\d+\] )?(.*)>$|^\[Errno -?\d+\] (.*)$", r"\1\2", last.strip())
 
 
 def _first_file(paths: Sequence[Path]) -> Path:
