@@ -61,7 +61,7 @@ def _refuse_as_rank() -> None:
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
 
-    with create_on_main(refuse):
+    with create_on_main(refuse, ["-m"]):
         raise AssertionError("a refusal ends every rank")
 
 
@@ -82,11 +82,12 @@ class Report(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # A caller may start a sweep while it handles an error.
         self.handled, self.began = sys.exc_info()[1], time.monotonic()
-        _refuse_as_rank()
+        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
+            _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
         atexit.register(_remove_folders, folder, new_folders)
-        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
+        with program.bypass_hydra_errors():
             choose_folder(config)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
