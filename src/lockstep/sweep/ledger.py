@@ -78,6 +78,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.is_new = False  # whether this object has created it
 
     @property
     def exists(self) -> bool:
@@ -100,6 +101,7 @@ class Ledger:
             ) from error
         facts = {"version": VERSION, "hash": identity.hash, **dataclasses.asdict(identity)}
         write_atomic(self.folder / SWEEP, json.dumps(facts, indent=2) + "\n")
+        self.is_new = True
 
     def identity(self) -> Identity:
         """What the sweep is.
