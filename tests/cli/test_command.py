@@ -95,10 +95,10 @@ def test_a_read_only_output_root_is_said(read_only: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path, ranks: int) -> None:
-    main, *others = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}", ranks=ranks)
+    main, *silent = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}", ranks=ranks)
     expected = "torchrun would run the whole sweep in each rank; type python train.py -m ... instead"
     assert sentence(main) == expected
-    assert [(rank.code, rank.err) for rank in others] == [(2, "")] * (ranks - 1)
+    assert [(rank.code, rank.err) for rank in silent] == [(2, "")] * (ranks - 1)
     assert list(tmp_path.iterdir()) == []
 
 

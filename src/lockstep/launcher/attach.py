@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -162,9 +161,17 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     try:
         if not wait(lambda: serve or is_listening(address, port), seconds, show=f"waiting for rank 0 at {where}"):
             raise DistNetworkError("it does not answer")
-        options = {"timeout": timedelta(seconds=REACHED_S), "wait_for_workers": False, "multi_tenant": True}
         # In a thread, because torch waits without a limit for another program's answer.
-        store = in_thread(partial(TCPStore, address, port, is_master=serve, **options))
+        store = in_thread(
+            lambda: TCPStore(
+                address,
+                port,
+                is_master=serve,
+                timeout=timedelta(seconds=REACHED_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        )
         if not wait(store.done, 2 * REACHED_S):
             raise DistNetworkError("what listens there does not answer as a store")
         return store.result()

@@ -138,7 +138,12 @@ class Ledger:
 
         `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
         job goes on in its folder.
+
+        Raises:
+            StorageError: a record cannot be written.
         """
+        with storing(records := self.folder / JOBS):
+            records.mkdir(exist_ok=True)  # it was lost
         known = {job_key(record.overrides): record for record in self.records()}
         following = 1 + max((record.number for record in known.values()), default=-1)
         entered = []
