@@ -144,7 +144,7 @@ def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, l
 
 def _find_local_ranks(store: TCPStore, attempt: str) -> None:
     """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher does not set them."""
-    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():  # an agent sets them too
+    if _agent_serves() or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
     place = launched()
     machines = [_arrival(store, attempt, rank)[0] for rank in range(place.size)]
