@@ -93,11 +93,12 @@ def test_a_read_only_output_root_is_said(read_only: Path) -> None:
     )
 
 
-def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path) -> None:
-    main, second = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path, ranks: int) -> None:
+    main, *silent = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}", ranks=ranks)
     expected = "torchrun would run the whole sweep in each rank; type python train.py -m ... instead"
     assert sentence(main) == expected
-    assert (second.code, second.err) == (2, "")
+    assert [(rank.code, rank.err) for rank in silent] == [(2, "")] * (ranks - 1)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,12 +10,14 @@ import re
 import signal
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 from helpers import Done, forked, losses, train_here, weights
+from lockstep.job.run_folder import Lock
 from lockstep.runtime.signals import AGAIN_S
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import to_run
@@ -186,9 +188,25 @@ def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_pat
     assert len(list((tmp_path / "sweeps").iterdir())) == 2
 
 
+def test_a_refused_line_removes_nothing_of_a_sweep_that_another_one_has_just_begun(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    folder.mkdir()
+    here = f"hydra.sweep.dir={folder}"
+    with closing(Lock()) as lock:
+        lock.take(folder / ".lock")
+        refused = sweep(tmp_path, "seed=1,2", here, *SHORT)
+        assert (refused.code, "is in use by another sweep" in refused.err) == (2, True), refused.err
+        assert Ledger(folder).exists
+    other = sweep(tmp_path, "batch=32,64", here, *SHORT)
+    assert (other.code, "has another sweep: it sweeps seed" in other.err) == (2, True), other.err
+    assert Ledger(folder).exists
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("-m", "name='${oc.env:HOME}',b"), "name asks for ${oc.env:...}, which is not allowed; write name=VALUE"),
+        (("-m", "name='${nosuch}',b"), "name: Interpolation key 'nosuch' not found"),
         (("-m", "sweep.resume=latest"), "sweep.resume=latest: no sweep has been started in"),
         (("-m", "seed=1,2", "sweep.resume=/nowhere"), "sweep.resume: /nowhere is no folder of a sweep"),
         (

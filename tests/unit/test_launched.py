@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from datetime import timedelta
@@ -11,8 +12,16 @@ import pytest
 from torch.distributed import TCPStore
 
 from lockstep.core import network, slurm
-from lockstep.core.errors import InputError
-from lockstep.core.launched import Place, Starter, launched, started_by, store_address, without_local_rank
+from lockstep.core.errors import InputError, RankFailed
+from lockstep.core.launched import (
+    Place,
+    Starter,
+    check_launched,
+    launched,
+    started_by,
+    store_address,
+    without_local_rank,
+)
 from lockstep.launcher import attach
 
 STEP = {
@@ -96,6 +105,64 @@ def test_another_process_of_srun_is_left_alone(monkeypatch: pytest.MonkeyPatch, 
     assert "WORLD_SIZE" not in os.environ
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("SLURM_STEP_NUM_TASKS", ""),
+        ("SLURM_STEP_TASKS_PER_NODE", "2"),
+        ("SLURM_NODEID", "first"),
+        ("SLURM_JOB_ID", "70001.0"),
+    ],
+)
+def test_a_task_whose_variables_do_not_fit_together_is_refused(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str
+) -> None:
+    set_environment(monkeypatch, **{**STEP, name: text})
+    with pytest.raises(InputError, match=f"do not fit together .*{name}='{text}'.*env -u SLURM_STEP_ID"):
+        slurm.adopt_srun()
+    assert "RANK" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("variables", "says"),
+    [
+        ({"RANK": "0"}, r"the environment has RANK=0, but no WORLD_SIZE; .* env -u RANK"),
+        ({"WORLD_SIZE": "2"}, r"the environment has WORLD_SIZE=2, but no RANK; .* env -u WORLD_SIZE"),
+        ({"WORLD_SIZE": ""}, r"the environment has WORLD_SIZE=, but no RANK"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), and each would"),
+        ({"PMI_SIZE": "8"}, r"MPI has started 8 processes \(PMI_SIZE=8\)"),
+    ],
+)
+def test_variables_that_leave_the_rank_open_are_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+) -> None:
+    set_environment(monkeypatch, **variables)
+    with pytest.raises(InputError, match=says):
+        check_launched()
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"},
+    ],
+)
+def test_variables_that_say_which_rank_this_is_are_no_mistake(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
+) -> None:
+    set_environment(monkeypatch, **variables)
+    check_launched()
+
+
+def test_a_number_of_thousands_of_digits_is_refused_as_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, RANK="0", WORLD_SIZE="9" * 5000)
+    with pytest.raises(InputError, match="expected a number from 1 to 65536"):
+        launched()
+
+
 def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     set_environment(monkeypatch, RANK="0", WORLD_SIZE="2")
     assert started_by() is Starter.script
@@ -130,10 +197,10 @@ def test_an_invalid_store_address_is_refused(
 
 def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    for rank, machine in enumerate(("other", network.machine(), "other", "third")):
-        store.set(f"lockstep/machine/{rank}", machine)
+    for rank, machine in enumerate(("other", network.machine(), "other", "third", network.machine())):
+        store.set(attach.ARRIVED.format(0, rank), json.dumps([machine, rank, 5, []]))
     set_environment(monkeypatch, RANK="4", WORLD_SIZE="5")
-    attach._find_local_ranks(store)
+    attach._find_local_ranks(store, "0")
     assert launched() == Place(rank=4, size=5, local_rank=1, local_size=2)
 
 
@@ -156,6 +223,99 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
         network.addresses("nowhere", 1)
+
+
+def test_a_text_that_cannot_be_a_host_is_refused() -> None:
+    with pytest.raises(InputError, match="is not known on this machine"):
+        network.addresses("x" * 64, 1)
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """The store that rank 0 of this process serves, if it serves one."""
+    return TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=True, timeout=timedelta(seconds=30)
+    )
+
+
+def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
+    set_environment(monkeypatch, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    monkeypatch.setattr(attach, "READ_S", 0.0)
+
+
+def join_with(*words: str) -> None:
+    with attach.create_on_main(lambda: pytest.fail("a job of these ranks begins"), words):
+        pytest.fail("a job of these ranks begins")
+
+
+def test_a_rank_whose_number_another_process_has_is_refused(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> None:
+    as_rank(monkeypatch, 1, store.port)
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([network.machine(), 7, 2, []]))
+    with pytest.raises(InputError, match=rf"RANK=1 was given to two processes, 7 and {os.getpid()}; give each"):
+        join_with()
+
+
+@pytest.mark.parametrize(
+    ("size", "words", "says"),
+    [
+        (3, ["a=1", "b=2"], "rank 1 was started with WORLD_SIZE=3, and rank 0 with WORLD_SIZE=2"),
+        (2, ["b=2", "a=3"], "rank 1 was started with a=3, and rank 0 with a=1; use the same command for each"),
+        (2, ["b=2"], "rank 1 was started with nothing more, and rank 0 with a=1"),
+    ],
+)
+def test_a_rank_of_another_job_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    store: TCPStore,
+    size: int,
+    words: list[str],
+    says: str,
+) -> None:
+    as_rank(monkeypatch, 0, store.port)
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([network.machine(), 7, size, words]))
+    with pytest.raises(SystemExit) as left:
+        join_with("a=1", "b=2")
+    assert left.value.code == 2
+    assert says in capsys.readouterr().err
+    assert store.get("lockstep/run_dir/0") == b"failed 2"
+
+
+def test_a_rank_that_never_starts_ends_the_wait_with_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], store: TCPStore
+) -> None:
+    as_rank(monkeypatch, 0, store.port)
+    monkeypatch.setattr(attach, "JOIN_S", 0.3)
+    monkeypatch.setattr(attach, "SHOWN_S", 0.1)
+    with pytest.raises(SystemExit) as left:
+        join_with()
+    assert left.value.code == 70
+    output = capsys.readouterr()
+    assert "waiting for rank 1 (at most 0.3 s)" in output.out + output.err
+    assert "rank 1 of 2 has not joined within 0.3 s; its output says why" in output.err
+
+
+def test_main_does_not_serve_at_a_port_of_another_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        as_rank(monkeypatch, 0, server.getsockname()[1])
+        with pytest.raises(InputError, match=r"cannot listen at .*choose a free MASTER_PORT"):
+            join_with()
+
+
+def test_a_program_that_answers_nothing_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "REACHED_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        as_rank(monkeypatch, 1, server.getsockname()[1])
+        with pytest.raises(RankFailed, match=r"no store at MASTER_ADDR=localhost .*does not answer as a store"):
+            join_with()
+
+
+def test_main_must_be_on_the_machine_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attach, "REACHED_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        as_rank(monkeypatch, 0, server.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "198.51.100.1")
+    with pytest.raises(InputError, match=r"MASTER_ADDR=198\.51\.100\.1 does not lead to this machine"):
+        join_with()
 
 
 @pytest.mark.parametrize("restarts", ["0", "2"])

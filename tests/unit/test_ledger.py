@@ -405,6 +405,13 @@ def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: P
     assert path.with_suffix(".damaged").exists()
 
 
+def test_a_line_goes_on_with_a_sweep_that_has_lost_its_records(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    (tmp_path / "jobs").rmdir()
+    assert ledger.enter([(["seed=1"], "seed=1")]) == ledger.records()
+
+
 def test_records_come_by_number_also_after_a_thousand(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.create(ONE)

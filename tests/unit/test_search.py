@@ -352,6 +352,8 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
         ({"pruner": "median"}, LINE, "hydra.sweeper.pruner works with hydra/launcher=pool"),
         ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is no space to search"),
+        ({}, ("x=interval(nan,1)",), r"'x=interval\(nan,1\)' is no space to search \(an end is not finite\)"),
+        ({}, ("x=interval(0.1,inf)",), "an end is not finite"),
         ({}, ("x=tag(log,interval(0,1))",), "is no space to search"),
         ({}, ("x=glob(*)",), "is no space to search"),
         ({}, ("x=tag(log,range(1,8,2))",), "is no space to search"),

@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
+from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.native_threads import configure_native_threads
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from lockstep.sweep.search import Search
     from lockstep.sweep.view import SweepView
 
+MANY = 100  # jobs whose configs take seconds to compose
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: that of a search is the sweeper's.
 CONFIG = {
@@ -146,6 +148,8 @@ class PoolLauncher(Launcher, Callback):
 
         plan, program = getattr(self.task_function, "plan", self._needs), command_of_program()
         configs, needs = [], []
+        if len(job_overrides) >= MANY:
+            log.show(f"checking the configs of {len(job_overrides):,} jobs")
         for number, words in enumerate(job_overrides, first):
             try:
                 configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))

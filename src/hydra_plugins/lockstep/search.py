@@ -8,6 +8,7 @@ The study is a file in the folder of the sweep, so that the same line goes on wi
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -192,6 +193,8 @@ def distribution(word: Override) -> BaseDistribution:
         if isinstance(value, IntervalSweep):
             assert value.start is not None
             assert value.end is not None
+            if not (math.isfinite(value.start) and math.isfinite(value.end)):
+                raise ValueError("an end is not finite")
             is_whole = isinstance(value.start, int) and isinstance(value.end, int)
             kind: Any = IntDistribution if is_whole else FloatDistribution
             return kind(value.start, value.end, log="log" in tags)

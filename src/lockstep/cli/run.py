@@ -80,10 +80,13 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMach
     """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
     if not is_launched() and (folder := decide().folder) is not None:
         lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
+    if is_launched():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
     configure_native_threads()
     from lockstep.job.create import create_run  # these need torch
     from lockstep.job.launch import launch
     from lockstep.launcher import create_on_main
 
-    with create_on_main(lambda: create_run(decide(), invocation, lock)) as run_dir:
+    words = (*invocation.configs.words, *invocation.overrides)
+    with create_on_main(lambda: create_run(decide(), invocation, lock), words) as run_dir:
         return launch(run_dir, machines)

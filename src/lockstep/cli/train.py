@@ -19,7 +19,7 @@ from lockstep.config.commands import quoted_path, started_as
 from lockstep.config.flags import check_flags
 from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.schema import CONF
-from lockstep.core.launched import without_local_rank
+from lockstep.core.launched import check_launched, without_local_rank
 from lockstep.core.slurm import adopt_srun
 from lockstep.core.terminal import forgive_output
 from lockstep.runtime import program
@@ -29,15 +29,16 @@ def main(packages: Sequence[str] = ()) -> None:
     """Train the job or the sweep of the command line, with extensions; exit with the error's code if it fails."""
     gc.freeze()  # what is imported lives as long as the program: no collection needs to look through it
     started_as(sys.argv[0])
-    adopt_srun()
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
     composition.register()
     with program.command_line():
+        adopt_srun()
         extensions.use(packages)
         sys.argv[1:] = map(quoted_path, sys.argv[1:])
         if not (completion.answered(sys.argv) or composition.showed_help()):
             check_flags(sys.argv[1:])
+            check_launched()
             train()
 
 

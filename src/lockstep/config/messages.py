@@ -218,6 +218,8 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
         option = next(iter(options_of(group)), "NAME")
         return f"{word or 'a group'} is a reference, expected the name of an option: {group}={option}"
     message = (error.msg or str(error)).splitlines()[0]
+    if not key and "nterpolation" in message:  # of a value in the line of a sweep, which has no key there
+        key = next((key_of(word) for word in sys.argv[1:] if "${" in word), "")
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:

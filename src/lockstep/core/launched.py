@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
 
+# The variables with the number of processes that MPI has started: of Open MPI, of MPICH and Intel's, of MVAPICH.
+MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+MOST_DIGITS = 20  # Python refuses to read a number of thousands of digits
+
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -49,6 +53,32 @@ def started_by() -> Starter:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return Starter.torchrun
     return Starter.srun if os.environ.get("SLURM_PROCID") == os.environ.get("RANK") else Starter.script
+
+
+def check_launched() -> None:
+    """Refuse variables of a launcher that leave open which rank this process is.
+
+    Each of the processes would be a run of its own, with the data of all.
+
+    Raises:
+        InputError: one of RANK and WORLD_SIZE is missing, or MPI has started several processes.
+    """
+    if is_launched():
+        return
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" or "RANK" in os.environ:
+        present, missing = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
+        raise InputError(
+            f"the environment has {present}={os.environ[present]}, but no {missing}; let a launcher set both "
+            f"(torchrun), or leave out {present}: env -u {present}"
+        )
+    for name in MPI_SIZES:
+        if (size := os.environ.get(name, "1")) != "1":
+            raise InputError(
+                f"MPI has started {size} processes ({name}={size}), and each would train alone; start the ranks with "
+                f"torchrun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each (not under MPI: "
+                f"env -u {name})"
+            )
 
 
 def without_local_rank(words: Sequence[str]) -> list[str]:
@@ -98,7 +128,7 @@ def local_size(ranks: int) -> int:
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
+    if not (text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS) or not least <= int(text) <= most:
         raise InputError(
             f"the environment has {name}={text!r}, expected a number from {least} to {most}; let a launcher set it "
             "(torchrun), or leave out RANK and WORLD_SIZE"

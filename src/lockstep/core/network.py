@@ -40,9 +40,10 @@ def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     """
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a label of over 63 characters is a UnicodeError
+        reason = error.strerror if isinstance(error, OSError) else "no host has such a name"
         raise InputError(
-            f"the host {host!r} is not known on this machine ({error.strerror}); use its address, such as 10.0.0.1"
+            f"the host {host!r} is not known on this machine ({reason}); use its address, such as 10.0.0.1"
         ) from error
     return [(family, str(address[0])) for family, _, _, _, address in known]
 

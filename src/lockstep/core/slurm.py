@@ -10,6 +10,8 @@ import shutil
 import socket
 import subprocess
 
+from lockstep.core.errors import InputError
+
 # The variable with the number of the SLURM job in which `launcher=slurm` has started this process.
 SUBMITTED = "LOCKSTEP_SLURM_JOB"
 # The ports at which ranks can meet: below the ports that Linux assigns by itself.
@@ -27,18 +29,43 @@ def is_submitted() -> bool:
 
 
 def adopt_srun() -> None:
-    """In one of several tasks of `srun`, set the variables of a rank that other launchers set."""
+    """In one of several tasks of `srun`, set the variables of a rank that other launchers set.
+
+    Raises:
+        InputError: a variable of SLURM is not what SLURM sets.
+    """
     environ = os.environ
-    if "RANK" in environ or not environ.keys() >= STEP_VARIABLES or int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
+    if "RANK" in environ or not environ.keys() >= STEP_VARIABLES:
         return
-    environ["RANK"] = environ["SLURM_PROCID"]
-    environ["WORLD_SIZE"] = environ["SLURM_STEP_NUM_TASKS"]
-    environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    environ["LOCAL_WORLD_SIZE"] = str(
-        tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])[int(environ["SLURM_NODEID"])]
-    )
-    environ.setdefault("MASTER_ADDR", address_of(first_host(environ["SLURM_STEP_NODELIST"])))
-    environ.setdefault("MASTER_PORT", str(port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))))
+    try:
+        environ.update(_rank_variables())
+    except (ValueError, IndexError):
+        shown = " ".join(f"{name}={environ[name]!r}" for name in sorted(STEP_VARIABLES))
+        raise InputError(
+            f"the environment looks like that of a task of srun, but its variables do not fit together ({shown}); "
+            "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
+        ) from None
+
+
+def _rank_variables() -> dict[str, str]:
+    """The variables of a rank for this task; none if it is the only one of its step.
+
+    Raises:
+        ValueError, IndexError: a variable is not a number, or too large.
+    """
+    environ = os.environ
+    if int(environ["SLURM_STEP_NUM_TASKS"]) < 2:
+        return {}
+    sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    step = port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(sizes[int(environ["SLURM_NODEID"])]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or address_of(first_host(environ["SLURM_STEP_NODELIST"])),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(step),
+    }
 
 
 def rendezvous() -> str:

@@ -2,57 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from lockstep.core import network
-from lockstep.core.errors import LockstepError, RankFailed
+from lockstep.core import log, network
+from lockstep.core.errors import InputError, LockstepError, RankFailed
 from lockstep.core.launched import is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.processes import POLL_S
 from lockstep.runtime import program
 
-# Seconds to wait for main's message, which main sends after it has prepared the data, and for an agent's store, which
-# exists before its ranks.
-WAIT_S, REACHED_S = 30 * 60.0, 15.0
+# Seconds to wait for main's message, which main sends after it has prepared the data; for the other ranks; and for an
+# agent's store, which exists before its ranks.
+WAIT_S, JOIN_S, REACHED_S = 30 * 60.0, 10 * 60.0, 15.0
+SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 OK, FAILED = "ok", "failed"
+ARRIVED = "lockstep/arrived/{}/{}"  # the key in the store at which a rank of an attempt says who it is
+
+Answer = TypeVar("Answer")
 
 
 @contextmanager
-def create_on_main(make: Callable[[], AbstractContextManager[RunDir]]) -> Iterator[RunDir]:
+def create_on_main(make: Callable[[], AbstractContextManager[RunDir]], words: Sequence[str] = ()) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
     If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
     could end main because another rank left first.
 
-    `make` creates the folder, and returns the context in which it is used. Only main calls it.
+    `make` creates the folder, and returns the context in which it is used. Only main calls it. `words` are the words
+    of this rank's command that must be those of main's.
+
+    Raises:
+        InputError: this process cannot be the rank that its variables say.
+        RankFailed: the other ranks, or their store, are not there.
     """
     if not is_launched() or launched().size == 1:
         with make() as run_dir:
             yield run_dir
         return
     rank = launched().rank
-    # torchrun's agent serves a store. Without it (srun), main serves a store, which the process group uses too.
-    agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _store(serve=rank == 0 and not agent_serves, seconds=REACHED_S if agent_serves else WAIT_S)
-    if not agent_serves:
-        _find_local_ranks(store)
-    key = f"lockstep/run_dir/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = _store(serve=rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"lockstep/run_dir/{attempt}"
+    _arrive(store, attempt, words)
     if rank == 0:
         try:
+            _check_arrivals(store, attempt)
+            _find_local_ranks(store, attempt)
             context = make()
         except LockstepError as error:
             program.say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
-            if not agent_serves:
+            if not _agent_serves():
                 # The others would wait for a store again, if this one went before they have read that main leaves.
                 wait(lambda: store.add(f"{key}/read", 0) >= launched().size - 1, READ_S)
             raise SystemExit(error.exit_code) from error
@@ -60,6 +73,7 @@ def create_on_main(make: Callable[[], AbstractContextManager[RunDir]]) -> Iterat
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return
+    _find_local_ranks(store, attempt)
     status, _, text = _wait_for_value(store, key, "main has not created the run folder").partition(" ")
     if status == FAILED:
         store.add(f"{key}/read", 1)
@@ -67,14 +81,73 @@ def create_on_main(make: Callable[[], AbstractContextManager[RunDir]]) -> Iterat
     yield RunDir(Path(text))
 
 
-def _find_local_ranks(store: TCPStore) -> None:
+def _agent_serves() -> bool:
+    """Whether torchrun's agent serves the store. Without it (srun), main does, and the process group uses it too.
+
+    An agent numbers its ranks itself. It may start others in the same attempt, so what a rank says can be outdated.
+    """
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
+    """Tell the other ranks of an attempt who this rank is.
+
+    Raises:
+        InputError: another process has the RANK of this one.
+    """
+    place, key = launched(), ARRIVED.format(attempt, launched().rank)
+    own = [network.machine(), os.getpid(), place.size, [*words]]
+    first = json.loads(store.compare_set(key, "", json.dumps(own)))
+    if first[:2] != own[:2] and not _agent_serves():
+        raise InputError(
+            f"RANK={place.rank} was given to two processes, {first[1]} and {own[1]}; give each another RANK from 0 "
+            f"to {place.size - 1}"
+        )
+    store.set(key, json.dumps(own))
+
+
+def _check_arrivals(store: TCPStore, attempt: str) -> None:
+    """Wait until all ranks are there, and check that they are ranks of this job. Only main calls it.
+
+    Raises:
+        InputError: a rank was started with another WORLD_SIZE, or by another command.
+        RankFailed: a rank is missing.
+    """
+    _, _, size, words = _arrival(store, attempt, 0)
+    for rank in range(1, size):
+        _, _, its_size, its_words = _arrival(store, attempt, rank)
+        if its_size != size and not _agent_serves():
+            raise InputError(
+                f"rank {rank} was started with WORLD_SIZE={its_size}, and rank 0 with WORLD_SIZE={size}; use the "
+                "same for each"
+            )
+        if sorted(its_words) != sorted(words):
+            theirs, ours = _only_in(its_words, words), _only_in(words, its_words)
+            raise InputError(
+                f"rank {rank} was started with {theirs}, and rank 0 with {ours}; use the same command for each"
+            )
+
+
+def _only_in(words: Sequence[str], others: Sequence[str]) -> str:
+    """The words of a command that another one lacks."""
+    return " ".join(word for word in words if word not in others) or "nothing more"
+
+
+def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, list[str]]:
+    """The machine, the process, the WORLD_SIZE and the command of a rank, when it is there."""
+    key, missing = ARRIVED.format(attempt, rank), f"rank {rank} of {launched().size} has not joined"
+    machine, pid, size, words = json.loads(
+        _wait_for_value(store, key, missing, JOIN_S, show=f"waiting for rank {rank}")
+    )
+    return machine, pid, size, words
+
+
+def _find_local_ranks(store: TCPStore, attempt: str) -> None:
     """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher does not set them."""
-    place = launched()
-    key = "lockstep/machine/{}"
-    store.set(key.format(place.rank), network.machine())
-    if {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
+    if _agent_serves() or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
-    machines = [_wait_for_value(store, key.format(rank), f"rank {rank} has not joined") for rank in range(place.size)]
+    place = launched()
+    machines = [_arrival(store, attempt, rank)[0] for rank in range(place.size)]
     local_ranks = [rank for rank, machine in enumerate(machines) if machine == machines[place.rank]]
     os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(place.rank)))
     os.environ["LOCAL_WORLD_SIZE"] = str(len(local_ranks))
@@ -83,21 +156,52 @@ def _find_local_ranks(store: TCPStore) -> None:
 def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks, which must answer within `seconds`."""
     address, port = store_address()
+    where = f"MASTER_ADDR={address} MASTER_PORT={port}"
     network.addresses(address, port)  # raises for an unknown name, instead of waiting for it
     try:
-        if not wait(lambda: serve or is_listening(address, port), seconds):
+        if not wait(lambda: serve or is_listening(address, port), seconds, show=f"waiting for rank 0 at {where}"):
             raise DistNetworkError("it does not answer")
-        return TCPStore(
-            address,
-            port,
-            is_master=serve,
-            timeout=timedelta(seconds=REACHED_S),
-            wait_for_workers=False,
-            multi_tenant=True,
+        # In a thread, because torch waits without a limit for another program's answer.
+        store = in_thread(
+            lambda: TCPStore(
+                address,
+                port,
+                is_master=serve,
+                timeout=timedelta(seconds=REACHED_S),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
         )
+        if not wait(store.done, 2 * REACHED_S):
+            raise DistNetworkError("what listens there does not answer as a store")
+        return store.result()
     except (DistNetworkError, DistStoreError) as error:
         reason = str(error).splitlines()[0]
-        raise RankFailed(f"no store at MASTER_ADDR={address} MASTER_PORT={port}: {reason}") from error
+        if "EADDRINUSE" in reason:
+            raise InputError(
+                f"rank 0 cannot listen at {where}: another program does, or RANK=0 was started twice; choose a free "
+                "MASTER_PORT, the same for all ranks"
+            ) from error
+        if serve and not network.is_own(address, port):
+            raise InputError(
+                f"MASTER_ADDR={address} does not lead to this machine, where RANK=0 was started; set it to the "
+                "address of this machine, the same for all ranks"
+            ) from error
+        raise RankFailed(f"no store at {where}: {reason}") from error
+
+
+def in_thread(call: Callable[[], Answer]) -> futures.Future[Answer]:
+    """The result of a call in a thread, which does not keep this process from ending."""
+    future: futures.Future[Answer] = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def is_listening(address: str, port: int) -> bool:
@@ -109,22 +213,25 @@ def is_listening(address: str, port: int) -> bool:
     return True
 
 
-def wait(condition: Callable[[], bool], seconds: float) -> bool:
+def wait(condition: Callable[[], bool], seconds: float, *, show: str = "") -> bool:
     """Wait until the condition holds, at most so long; returns whether it does.
 
-    Polls, because signal handlers do not run while a store or a socket waits.
+    Polls, because signal handlers do not run while a store or a socket waits. A longer wait shows what it waits for.
     """
-    until = time.monotonic() + seconds
-    while not (holds := condition()) and time.monotonic() < until:
+    start = time.monotonic()
+    while not (holds := condition()) and (waited := time.monotonic() - start) < seconds:
+        if show and waited > SHOWN_S:
+            log.show(f"{show} (at most {seconds:g} s)")
+            show = ""
         time.sleep(POLL_S)
     return holds
 
 
-def _wait_for_value(store: TCPStore, key: str, otherwise: str) -> str:
+def _wait_for_value(store: TCPStore, key: str, otherwise: str, seconds: float = WAIT_S, *, show: str = "") -> str:
     """Wait until `key` is set in the store, and return its value; `otherwise` says what it means if none comes."""
     try:
-        if not wait(lambda: store.check([key]), WAIT_S):
-            raise RankFailed(f"{otherwise} within {WAIT_S:g} s; its output says why")
+        if not wait(lambda: store.check([key]), seconds, show=show):
+            raise RankFailed(f"{otherwise} within {seconds:g} s; its output says why")
         return store.get(key).decode()
     except (DistNetworkError, DistStoreError) as error:
         raise RankFailed("the launcher, or the rank that serves its store, has ended") from error

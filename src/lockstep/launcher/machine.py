@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import Any, TypeVar
 
 from torch.distributed import DistError, TCPStore
@@ -27,6 +26,7 @@ from lockstep.core.errors import RankFailed, Stopped
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.agent import Meeting, ranks_here, run_agent, send_to_ranks
+from lockstep.launcher.attach import in_thread
 from lockstep.launcher.processes import RANKS_GRACE_S, Forwarding, forwarding
 
 Answer = TypeVar("Answer")
@@ -38,20 +38,6 @@ LOOK_S = 0.25  # seconds between two looks at the store
 # and one when it has ended there.
 STATE, CONNECTED, READ, REFUSED = "state", "connected", "read", "refused"
 JOINED, REPORTS = "joined/{}", "reports/{}"
-
-
-def in_thread(call: Callable[[], Answer]) -> futures.Future[Answer]:
-    """The result of a call in a thread, which does not keep this process from ending."""
-    future: futures.Future[Answer] = futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
 
 
 class Machine(ABC):

@@ -78,6 +78,7 @@ class Ledger:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.is_new = False  # whether this object has created it
 
     @property
     def exists(self) -> bool:
@@ -100,6 +101,7 @@ class Ledger:
             ) from error
         facts = {"version": VERSION, "hash": identity.hash, **dataclasses.asdict(identity)}
         write_atomic(self.folder / SWEEP, json.dumps(facts, indent=2) + "\n")
+        self.is_new = True
 
     def identity(self) -> Identity:
         """What the sweep is.
@@ -136,7 +138,12 @@ class Ledger:
 
         `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
         job goes on in its folder.
+
+        Raises:
+            StorageError: a record cannot be written.
         """
+        with storing(records := self.folder / JOBS):
+            records.mkdir(exist_ok=True)  # it was lost
         known = {job_key(record.overrides): record for record in self.records()}
         following = 1 + max((record.number for record in known.values()), default=-1)
         entered = []

@@ -16,11 +16,12 @@ from omegaconf import DictConfig
 
 from lockstep.config.commands import program_name
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.launched import is_launched, started_by
 from lockstep.core.run_dir import relative
+from lockstep.job.run_folder import Lock
 from lockstep.runtime import program
-from lockstep.sweep.ledger import Ledger, record_of
+from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
 
 if TYPE_CHECKING:
@@ -61,18 +62,21 @@ def _refuse_as_rank() -> None:
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
 
-    with create_on_main(refuse):
+    with create_on_main(refuse, ["-m"]):
         raise AssertionError("a refusal ends every rank")
 
 
-def _remove_folders(folder: Path, new_folders: list[Path]) -> None:
-    """Remove the `new_folders` of a sweep that was refused before its first job."""
-    if any((folder / "jobs").glob("*.json")):
+def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
+    """Remove what this process has created of a sweep that was refused before its first job."""
+    folder = ledger.folder
+    if not ledger.is_new or any((folder / JOBS).glob("*.json")):
         return
-    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
-        for name in ("multirun.yaml", "sweep.json", "optuna.log"):
+    with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
+        lock.take(folder / ".lock")  # an InputError if another line goes on with this sweep already
+        for name in ("multirun.yaml", SWEEP, "optuna.log"):
             (folder / name).unlink(missing_ok=True)
-        for new_folder in (folder / "jobs", *new_folders):
+    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
+        for new_folder in (folder / JOBS, *new_folders):
             new_folder.rmdir()
 
 
@@ -82,12 +86,13 @@ class Report(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         # A caller may start a sweep while it handles an error.
         self.handled, self.began = sys.exc_info()[1], time.monotonic()
-        _refuse_as_rank()
+        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
+            _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
         new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        atexit.register(_remove_folders, folder, new_folders)
-        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
-            choose_folder(config)
+        with program.bypass_hydra_errors():
+            ledger = choose_folder(config)
+        atexit.register(_remove_sweep, ledger, new_folders)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
