@@ -6,8 +6,6 @@ have: a kernel that is fused over all parameters does not check shapes, and woul
 tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,8 +8,6 @@ lost, the second case never looks like the first.
 The sentences about a checkpoint that cannot be resumed from are all here; `lockstep.job.resume` has the others.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress

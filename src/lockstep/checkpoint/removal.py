@@ -1,7 +1,5 @@
 """Removes checkpoints, or the parts of them that are no longer needed, and says how much the rest can take."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Copies a run's state to host memory: the only part of a save that training waits for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -7,8 +7,6 @@ state both name their run, step and seed, and the hashes of the weights that wer
 the run of all checkpoints in its folder. Checkpoints of older versions name nothing, and are not compared.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Reads files of weights: what a model is used with, or starts from. They need no run and no checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open

@@ -1,7 +1,5 @@
 """Writes checkpoints in a thread of main's process while training goes on, and removes old checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The arguments of the commands other than `train`. Imports no torch, so that --help is fast."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

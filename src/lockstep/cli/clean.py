@@ -1,7 +1,5 @@
 """`lockstep clean`: show or remove the checkpoints that are not needed for a resume or for using a model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 

@@ -1,7 +1,5 @@
 """`lockstep compare`: runs side by side, and what differs between two."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence

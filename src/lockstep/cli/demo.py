@@ -1,7 +1,5 @@
 """`lockstep demo`: a page on this machine for trying a model by hand."""
 
-from __future__ import annotations
-
 from lockstep.core import log
 from lockstep.core.errors import check_installed
 from lockstep.inference.load import load

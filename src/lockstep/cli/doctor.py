@@ -1,7 +1,5 @@
 """`lockstep doctor`: says before a long run whether it would start, what to change, and how long it would take."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`lockstep evaluate`: the scores of the weights of a run, on the run's data or on other data."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

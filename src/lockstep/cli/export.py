@@ -1,7 +1,5 @@
 """`lockstep export`: a trained model as one file for other programs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

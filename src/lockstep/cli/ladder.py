@@ -4,8 +4,6 @@ A ladder is a sweep whose jobs are rungs: they run one at a time and in turns, a
 of a sweep (`lockstep.sweep.ledger`). A rung that was cut is measured again from its start.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The table of a ladder: what its rungs brought, read out of their run folders."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Smith 2017, "Cyclical Learning Rates for Training Neural Networks".
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

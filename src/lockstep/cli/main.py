@@ -1,7 +1,5 @@
 """The command `lockstep`."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

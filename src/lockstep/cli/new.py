@@ -1,7 +1,5 @@
 """`lockstep new PROJECT`: write a small project for the user, from the files in `template/`."""
 
-from __future__ import annotations
-
 import importlib.util
 import keyword
 import shutil

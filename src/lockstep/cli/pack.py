@@ -1,7 +1,5 @@
 """`lockstep pack`: decode a folder of image files once, for data that is too big to be resident."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

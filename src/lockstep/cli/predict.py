@@ -1,7 +1,5 @@
 """`lockstep predict`: the classes that a model predicts for image files."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ only, so a wrong scale, sample, mask or statistic is visible. The rest of the co
 and stochastic depth.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

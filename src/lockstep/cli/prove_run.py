@@ -1,7 +1,5 @@
 """One run of `lockstep prove`: the real command in new processes, killed and resumed if its case asks for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

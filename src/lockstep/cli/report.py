@@ -1,7 +1,5 @@
 """`lockstep report`: the page of a run or of a sweep."""
 
-from __future__ import annotations
-
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir

@@ -1,7 +1,5 @@
 """`lockstep runs`: the runs and sweeps of a folder as a table."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """`lockstep show`: the training images of a job as the model gets them, as one picture."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 `train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The command that the user typed, and commands in messages, quoted so that the user can paste them into a shell."""
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Iterable

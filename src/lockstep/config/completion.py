@@ -3,8 +3,6 @@
 After `lockstep -sc install=bash`, the shell calls Hydra's `-sc query=bash` with the line in COMP_LINE.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import sys

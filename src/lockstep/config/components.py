@@ -1,7 +1,5 @@
 """From the plain values of a config to a `Job` whose groups are built components."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 import functools

@@ -5,8 +5,6 @@ more extensions with `lockstep.main(extensions=[...])`. A config, a run folder o
 Finding an extension does not import it. It is imported when a config chooses an option that it may have.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """The flags of commands: a parser whose errors say what to type, and the flags of the training command."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

@@ -7,8 +7,6 @@ value below `hydra` must be the one that Hydra, its installed plugins or the com
 that name folders and texts.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import re

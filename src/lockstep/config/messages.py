@@ -3,8 +3,6 @@
 Keys and options come with the exceptions; `other_words` knows what other programs call them.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator

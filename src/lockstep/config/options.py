@@ -1,7 +1,5 @@
 """The options of the groups: our own, timm's models, and classes that declare themselves as options."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import inspect

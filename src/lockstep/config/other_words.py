@@ -3,8 +3,6 @@
 The words are those of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import fields

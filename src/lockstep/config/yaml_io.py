@@ -1,7 +1,5 @@
 """The config and the overrides of a run as YAML files in its folder."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of one job on this machine before a long run, besides those of every start. `lockstep doctor` makes them."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import time

@@ -1,7 +1,5 @@
 """Launching the job of a prepared run folder, and the role of this machine in a job on several machines."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 here but data and published weights that are missing.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Sequence
 

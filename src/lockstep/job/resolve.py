@@ -1,7 +1,5 @@
 """Replaces `auto` by values for this machine (device, ranks, strategy, launcher), and makes paths absolute."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ lock: the kernel releases it when its process ends, and it works between machine
 Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

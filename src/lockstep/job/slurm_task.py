@@ -3,8 +3,6 @@
 python -m lockstep.job.slurm_task RUN_FOLDER COMMAND...
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Submitting jobs to SLURM with `sbatch`: one job, or the jobs of a sweep as an array."""
 
-from __future__ import annotations
-
 import math
 import os
 import shlex

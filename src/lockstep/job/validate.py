@@ -6,8 +6,6 @@ as an option for GPUs on a machine without one) is not a mistake: the same job m
 needs of processes, threads and memory is a lower bound: a job that is refused certainly does not fit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

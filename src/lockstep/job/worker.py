@@ -4,8 +4,6 @@ The rank joins the process group and runs the experiment. It writes an error to 
 launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

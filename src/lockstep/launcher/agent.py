@@ -1,7 +1,5 @@
 """One attempt on this machine by torch's elastic agent, the agent of torchrun, and the ranks that it has started."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """One run folder for ranks that another program started: under torchrun, each rank runs all of `train.py`."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """What all launchers share, and `inline`, which starts no process."""
 
-from __future__ import annotations
-
 import signal
 from contextlib import suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The launcher that restarts the ranks when one fails, and that runs a job on several machines."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Sequence

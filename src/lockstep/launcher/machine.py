@@ -8,8 +8,6 @@ and the main thread bounds its wait: it handles signals, ends ranks whose attemp
 when the store has been silent for too long.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import socket

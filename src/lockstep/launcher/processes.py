@@ -1,7 +1,5 @@
 """For all that starts processes: the processes themselves, and their signals."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,8 +1,6 @@
 """The two roles of a machine in a job on several: main's, which numbers the attempts and decides when one follows,
 and that of the others, which follow main's attempts."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The launcher that submits the job to SLURM. `lockstep.job.submit` does the submission."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import ClassVar

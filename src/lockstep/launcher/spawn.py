@@ -4,8 +4,6 @@ The ranks are forked if this is safe, which takes milliseconds because everythin
 rank is a fresh interpreter, which takes seconds to import torch.
 """
 
-from __future__ import annotations
-
 import multiprocessing.connection
 import os
 import signal

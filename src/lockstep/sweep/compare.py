@@ -1,7 +1,5 @@
 """Compares runs as rows of figures: the seeds of a config together, and what differs between two runs."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections import Counter

@@ -1,7 +1,5 @@
 """The devices of this machine, and which of them each job of a sweep has."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """From the line of a sweep to its folder: a new one, or that of the same sweep, which then goes on."""
 
-from __future__ import annotations
-
 import fcntl
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What a sweep compares its jobs by: the score, and what it cost. Several objectives have trade-offs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 

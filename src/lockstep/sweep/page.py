@@ -1,7 +1,5 @@
 """`report.html` of a sweep: its table, what the varied keys did to the score, and links to its jobs."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

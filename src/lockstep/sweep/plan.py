@@ -1,7 +1,5 @@
 """What the pool asks about a job of ours before any job starts: whether its config is right, and what it needs."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,6 @@
 Uses no trainer and nothing of Hydra: a job is a function, and what it needs. The ledger says how each ended.
 """
 
-from __future__ import annotations
-
 import functools
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """The record of a job of a sweep: how far it is, how good, and which of several is the best."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

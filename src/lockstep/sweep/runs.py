@@ -1,7 +1,5 @@
 """Reads runs that have begun or ended: what each was, how it ended, its score. Imports no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

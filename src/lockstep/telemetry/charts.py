@@ -1,7 +1,5 @@
 """Charts for reports, ladders and `lr-find` as SVG, drawn by matplotlib, which takes 0.4 s to import."""
 
-from __future__ import annotations
-
 import base64
 import io
 import logging

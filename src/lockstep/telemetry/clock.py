@@ -1,7 +1,5 @@
 """The clock of training, without pauses: seconds at work, seconds of waiting for data, and the time that is left."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator

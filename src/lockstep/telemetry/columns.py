@@ -1,7 +1,5 @@
 """Lines of figures in aligned columns, no wider than the terminal."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Sequence

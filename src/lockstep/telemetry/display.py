@@ -1,7 +1,5 @@
 """Shows progress: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The operations of a training step, and the peak rate of the device: MFU is computed from them."""
 
-from __future__ import annotations
-
 import re
 
 import torch

@@ -3,8 +3,6 @@
 GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

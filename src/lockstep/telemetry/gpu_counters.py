@@ -4,8 +4,6 @@ GPM (GPU performance monitoring) counts what the SMs do, on Hopper and later GPU
 which anything ran at all; these figures say how much of the GPU it used.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Samples the machine once a second while a run trains: its GPUs, the processes of its ranks, and their energy."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """The loggers (`logger=`) write the figures of a run. Any number of them may be chosen."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Counts losses and hits on the device during training, and gives the figures to the observers at log points."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

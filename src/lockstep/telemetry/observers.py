@@ -1,7 +1,5 @@
 """Several observers of a run as one."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path

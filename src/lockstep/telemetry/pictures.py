@@ -1,7 +1,5 @@
 """Pictures, drawn in milliseconds: images in a grid, and a confusion matrix."""
 
-from __future__ import annotations
-
 import base64
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A profile of a few steps: a trace for Chrome's viewer, a table of operators, and what a GPU does meanwhile."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Shows the progress of a command other than training: a bar on a terminal, a line now and then elsewhere."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

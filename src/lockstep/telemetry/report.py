@@ -3,8 +3,6 @@
 Every file of the folder may be missing, of another version, or damaged. Then the page says so, and has the rest.
 """
 
-from __future__ import annotations
-
 import base64
 import functools
 import itertools

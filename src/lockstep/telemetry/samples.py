@@ -1,7 +1,5 @@
 """Records which examples a rank trained on, step by step, with a hash of the image that the network got."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

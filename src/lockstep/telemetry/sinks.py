@@ -4,8 +4,6 @@ Each file has every step once, however often a run is killed. When a run resumes
 an evaluation that it does not have, will be done again, so they are removed from the files first.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -1,7 +1,5 @@
 """What a run has cost over all its parts, in hours, energy and money, and the budget that ends it."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Finds a slow rank that the others wait for."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 

@@ -1,7 +1,5 @@
 """What one rank has counted since the last log point, and its form in a checkpoint."""
 
-from __future__ import annotations
-
 from typing import TypedDict
 
 import torch

@@ -3,8 +3,6 @@
 TensorBoard colours by folder. So in one chart a curve of training has another colour than one of evaluations.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -5,8 +5,6 @@ step of many, because the marks cost time. They come from places that every step
 gradients, so the step itself reads the same. A GPU is timed by events of its stream, so nothing waits for it.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """The experiment trackers W&B and MLflow as loggers. Both are extras: `pip install lockstep[wandb]`, `[mlflow]`."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import math

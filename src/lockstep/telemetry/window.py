@@ -3,8 +3,6 @@
 A window that has ended is read when its sums have come from the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
