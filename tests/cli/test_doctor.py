@@ -336,15 +336,6 @@ def test_a_job_for_another_machine_is_examined_without_its_devices(photos: Path)
     assert planted["devices"][0] == "warning"
 
 
-def test_ranks_of_another_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(key, value)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    with pytest.raises(InputError, match="without torchrun"):
-        doctor(JOB, multirun=False, everything=False, form="table")
-
-
 def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:
     words = (*JOB, "dataset=folder", f"dataset.path={photos}", SIZE)
     done = forked("lockstep", "doctor", "-m", *words, "seed=1,2", cwd=photos.parent)

@@ -225,6 +225,7 @@ def test_a_refused_line_removes_nothing_of_a_sweep_that_another_one_has_just_beg
             ("-m", "seed=1,2", "hydra/launcher=basic", "sweep.halving=2"),
             "sweep.halving is 2, which hydra/launcher=pool does; use hydra/launcher=pool",
         ),
+        (("-m", "seed=1,2", "sweep.retry=1,2"), "sweep.retry=1,2: all jobs of a sweep share sweep.retry; give it"),
         (("-m", "seed=range(5,1)"), "this line has no job: a range(...) or glob(...) in it has no value"),
         (("-m", "model=glob(nosuch*)"), "this line has no job: a range(...) or glob(...) in it has no value"),
         (

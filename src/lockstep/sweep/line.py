@@ -54,9 +54,10 @@ def choose_folder(config: DictConfig) -> Ledger:
         _check_needs_no_figures(config)
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    searches = config.hydra.runtime.choices["hydra/sweeper"] != "basic"
     identity = Identity(
         base=_base(config),
-        swept=_swept([*params, *words], searches=config.hydra.runtime.choices["hydra/sweeper"] != "basic"),
+        swept=_swept([*params, *config.hydra.overrides.task], searches=searches),
         words=tuple(words),
         direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
     )
@@ -161,11 +162,18 @@ def _base(config: DictConfig) -> dict[str, Any]:
 
 
 def _swept(words: list[str], *, searches: bool) -> tuple[str, ...]:
-    """The keys that a line sweeps. An interval is refused where nothing `searches` it."""
+    """The keys that a line sweeps.
+
+    Raises:
+        InputError: there is an interval, and nothing `searches` it; or a key that all jobs share has several values.
+    """
     parsed = OverridesParser.create().parse_overrides(words)
     for override in parsed:
         if not searches and isinstance(override.value(), IntervalSweep):
             raise _needs_search(override)
+        key = override.get_key_element()
+        if override.is_sweep_override() and key.partition(".")[0] in NOT_OF_SWEEP:
+            raise InputError(f"{override.input_line}: all jobs of a sweep share {key}; give it one value")
     return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
 
 
