@@ -122,7 +122,7 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         installs,
     ),
     "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && "
-    ".venv/bin/python -m pytest -n 2 --dist loadfile": (
+    ".venv/bin/python -m pytest -n 3 --dist loadfile": (
         "installs, and runs all tests",
         installs,
     ),
@@ -133,9 +133,9 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
     "ruff format --check .": ("CI's", is_in_ci),
     "mypy": ("CI's", is_in_ci),
     "sphinx-build -M html . build -c docs -W --keep-going -q": ("CI's", is_in_ci),
-    "python -m pytest -n 2 --dist loadfile": ("runs all tests", is_in_ci),
+    "python -m pytest -n 3 --dist loadfile": ("runs all tests", is_in_ci),
     "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 "
-    'python -m pytest -n 2 --dist loadfile -m "numerics and not slow"': ("CI's", is_in_ci),
+    'python -m pytest -n 3 --dist loadfile -m "numerics and not slow"': ("CI's", is_in_ci),
     "python -m pytest tests/unit": ("runs many tests", is_declared),
     'python -m pytest -m "not slow"': ("runs many tests", is_declared),
     "python -m pytest -m gpu": ("needs a GPU", is_declared),
