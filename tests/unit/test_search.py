@@ -161,15 +161,13 @@ def test_values_that_are_drawn_again_as_their_job_ends_are_answered_once(tmp_pat
     assert [trial.value for trial in study_in(tmp_path).trials] == [1.0] * 12
 
 
-@pytest.mark.parametrize("retries", [False, True])
-def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: Path, retries: bool) -> None:
-    ledger, study = Ledger(tmp_path), optuna.create_study()
-    ledger.create(Identity(base={}, swept=("x",), words=()))
-    (record,) = ledger.enter([(["x=a"], "x=a")])
-    failed = ledger.end(record, State.failed, exit_code=70, error="it is wrong")
-    search = Search(
+def of_two_trials(
+    ledger: Ledger, study: optuna.Study, values: optuna.distributions.BaseDistribution, *, retries: bool
+) -> Search:
+    """A search for the best `x`, one trial at a time."""
+    return Search(
         study=study,
-        space={"x": optuna.distributions.CategoricalDistribution(["a"])},
+        space={"x": values},
         fixed=(),
         ledger=ledger,
         objectives=["score"],
@@ -179,6 +177,15 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
         retries=retries,
         prunes=False,
     )
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: Path, retries: bool) -> None:
+    ledger, study = Ledger(tmp_path), optuna.create_study()
+    ledger.create(Identity(base={}, swept=("x",), words=()))
+    (record,) = ledger.enter([(["x=a"], "x=a")])
+    failed = ledger.end(record, State.failed, exit_code=70, error="it is wrong")
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=retries)
     assert search.ask() == [["x=a"]] * retries
     assert not retries or search.follow(failed) == []
     assert [trial.user_attrs["error"] for trial in study.trials] == ["it is wrong"] * 2
@@ -187,18 +194,7 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
 def test_a_trial_ends_when_its_job_has_failed_and_not_when_it_was_stopped(tmp_path: Path) -> None:
     ledger, study = Ledger(tmp_path), optuna.create_study()
     ledger.create(Identity(base={}, swept=("x",), words=()))
-    search = Search(
-        study=study,
-        space={"x": optuna.distributions.FloatDistribution(0.0, 1.0)},
-        fixed=(),
-        ledger=ledger,
-        objectives=["score"],
-        trials=2,
-        at_once=1,
-        sampler=lambda ended: optuna.samplers.RandomSampler(seed=ended),
-        retries=False,
-        prunes=False,
-    )
+    search = of_two_trials(ledger, study, optuna.distributions.FloatDistribution(0.0, 1.0), retries=False)
     (job,) = search.ask()
     (record,) = ledger.enter([(job, "job")])
     assert search.follow(ledger.end(record, State.stopped, exit_code=75)) == []

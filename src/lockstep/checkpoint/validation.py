@@ -47,7 +47,7 @@ def manifest_text(
     if names is None:
         names = {path.name for path in folder.iterdir()} - {MANIFEST}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
-    digests = {name: known.get(name) or sha256(folder / name) for name in sizes}
+    digests = {name: known[name] if name in known else sha256(folder / name) for name in sizes}
     return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
 
 
