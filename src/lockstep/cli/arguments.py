@@ -30,7 +30,7 @@ def arguments() -> argparse.Namespace:
     _runs(commands)
     _compare(commands)
     report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
-    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep: also pages of changed jobs")
+    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep with its changed jobs")
     _clean(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
@@ -240,7 +240,8 @@ def _clean(commands: Any) -> None:
     clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
     clean.add_argument("--yes", action="store_true", help="remove what is shown")
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
-    everything = "all of completed runs but the best of a sweep: the best weights stay, but no resume trains longer"
+    everything = "all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume "
+    everything += "can train them longer"
     clean.add_argument("--all", dest="everything", action="store_true", help=everything)
 
 
