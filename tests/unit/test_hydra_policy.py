@@ -33,9 +33,15 @@ def test_one_undocumented_name_of_hydra_is_used_and_no_private_one() -> None:
 @pytest.mark.parametrize("deep", ["x: " + "[" * 50_000, "x:\n  " + "- " * 50_000 + "1"], ids=["flow", "block"])
 def test_a_file_nested_deeply_is_refused_and_overflows_no_stack(tmp_path: Path, deep: str) -> None:
     (tmp_path / "experiment").mkdir()
-    (tmp_path / "experiment" / "sent.yaml").write_text(deep)
-    with pytest.raises(InputError, match="nested"):
+    file = tmp_path / "experiment" / "sent.yaml"
+    file.write_text(deep)
+    # From PyYAML 6.0.4 on, libyaml's scanner has a limit of its own, which brackets reach before our check.
+    with pytest.raises((InputError, yaml.YAMLError)) as raised:
         composed(f"hydra.searchpath=[{tmp_path}]", "experiment=sent")
+    error = raised.value
+    sentence = str(error if isinstance(error, InputError) else messages.translate_before_job(error))
+    assert str(file) in sentence
+    assert "nest" in sentence
 
 
 def test_a_long_flat_file_is_read_up_to_the_limit_of_omegaconf(
