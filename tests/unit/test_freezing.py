@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from helpers import FAKE, losses, train_here, weights
 from lockstep.checkpoint import load_start
@@ -105,6 +106,14 @@ def test_an_invalid_pattern_is_refused(patterns: list[str], says: str) -> None:
         frozen_names(timm.create_model("resnet18"), patterns)
 
 
+def test_a_layer_named_backbone_is_that_layer_and_what_never_trains_is_nothing_to_train() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("backbone", "neck", "head")})
+    assert frozen_names(model, ["backbone"]) == {"backbone.weight", "backbone.bias"}
+    model["neck"].requires_grad_(False)
+    with pytest.raises(InputError, match="leaves nothing to train"):
+        frozen_names(model, ["backbone", "head"])
+
+
 def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     model = timm.create_model("resnet18")
     freezing = Freezing.of(model, frozen_names(model, ["bn1", "layer1.0.bn1", "layer2.0.bn1.weight"]), until=2)
@@ -112,6 +121,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     freezing.freeze_for(2)
     assert [model.bn1.training, model.layer1[0].bn1.training, model.layer2[0].bn1.training] == [False, False, True]
     assert not model.bn1.weight.requires_grad
+    assert str(freezing) == "384 of them frozen until step 2", "single weights: 64 + 64, 64 + 64 and 128"
     freezing.freeze_for(3)
     assert model.bn1.training
     assert model.bn1.weight.requires_grad
