@@ -138,6 +138,13 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
         assert max(scales[id(parameter)] for name, parameter in model.named_parameters() if "fc" not in name) <= 1
 
 
+def test_a_rate_for_a_head_that_is_frozen_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    freeze_for_good(model, frozenset(head_parameters(model)))
+    with pytest.raises(InputError, match=r"head_lr is 0\.1, but no layer that gives the logits is trained"):
+        SGD(lr=0.01, head_lr=0.1).build(model)
+
+
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:
     frozen = (*RUN, "train.freeze=[backbone]", "train.freeze_until=2", "steps=4", "optimizer=adamw", "train.ema=0.5")
     frozen += ("batch=15", "train.eval_every=100%")

@@ -80,6 +80,13 @@ def tiff_of(levels: np.ndarray) -> Callable[[Path], None]:
     return lambda path: Image.fromarray(levels).save(path)
 
 
+def other_brand(path: Path) -> None:
+    """An AVIF whose first brand is that of all images of its family; a later one says what it is."""
+    COLOURS.save(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:8] + b"mif1" + content[12:])
+
+
 # Formats of 8 bits per channel: name, how it is written, and the largest allowed difference from Pillow's pixels.
 KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
     "jpeg": ("a.jpg", saver(COLOURS, quality=95), 4),
@@ -110,6 +117,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], None], int]] = {
     "cmyk tiff": ("a.tif", saver(COLOURS.convert("CMYK")), 0),
     "tiff with alpha": ("a.tif", saver(lambda: with_alpha("RGBA")), 0),
     "avif": ("a.avif", saver(COLOURS), 0),
+    "avif behind another brand": ("a.avif", other_brand, 0),
     "heic": ("a.heic", saver(COLOURS), 0),
     "two pages of tiff": ("a.tif", saver(COLOURS, save_all=True, append_images=[COLOURS.rotate(90)]), 0),
 }
@@ -178,6 +186,16 @@ def test_an_unsigned_tiff_of_32_bits_is_not_taken_for_a_signed_one(tmp_path: Pat
     assert signed in content
     (tmp_path / "a.tif").write_bytes(content.replace(signed, unsigned))
     assert torch.equal(read(tmp_path / "a.tif"), grey(values >> 24))
+
+
+@pytest.mark.parametrize("values", [(65535 * GREYS).astype(np.uint16), (9e5 * GREYS).astype(np.float32)], ids=str)
+def test_a_wide_tiff_whose_zero_is_white_is_no_negative(tmp_path: Path, values: np.ndarray) -> None:
+    Image.fromarray(values).save(tmp_path / "black.tif")
+    content = (tmp_path / "black.tif").read_bytes()
+    black, white = (struct.pack("<HHIHH", 262, 3, 1, zero, 0) for zero in (1, 0))
+    assert black in content
+    (tmp_path / "white.tif").write_bytes(content.replace(black, white))
+    assert torch.equal(read(tmp_path / "white.tif"), 255 - read(tmp_path / "black.tif"))
 
 
 def test_a_float_image_with_holes_is_scaled_by_what_is_finite(tmp_path: Path) -> None:
