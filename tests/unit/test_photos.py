@@ -187,7 +187,9 @@ def test_an_unsigned_tiff_of_32_bits_is_not_taken_for_a_signed_one(tmp_path: Pat
     assert torch.equal(read(tmp_path / "a.tif"), grey(values >> 24))
 
 
-@pytest.mark.parametrize("values", [(65535 * GREYS).astype(np.uint16), (9e5 * GREYS).astype(np.float32)], ids=str)
+@pytest.mark.parametrize(
+    "values", [(65535 * GREYS).astype(np.uint16), (9e5 * GREYS).astype(np.float32)], ids=["16 bits", "float"]
+)
 def test_a_wide_tiff_whose_zero_is_white_is_no_negative(tmp_path: Path, values: np.ndarray) -> None:
     Image.fromarray(values).save(tmp_path / "black.tif")
     content = (tmp_path / "black.tif").read_bytes()
