@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -141,6 +142,29 @@ def test_a_resized_crop_has_the_size_of_the_model_and_the_range_of_pixels() -> N
     crops = RandomResizedCrop().apply(images(32, 3, 40, 40), draws(32), (24, 16))
     assert crops.shape == (32, 3, 24, 16)
     assert 0 <= crops.min() < crops.max() <= 255
+
+
+def test_a_resized_crop_of_one_colour_has_that_colour_up_to_its_edges() -> None:
+    crops = RandomResizedCrop(scale=[0.5, 1.0]).apply(torch.full((32, 1, 9, 9), 200), draws(32), (12, 12))
+    torch.testing.assert_close(crops, torch.full_like(crops, 200), atol=1e-3, rtol=0)
+
+
+@dataclass(frozen=True)
+class Noted(SampleRNG):
+    """Keeps which of its numbers were drawn."""
+
+    drawn: list[int] = field(default_factory=list)
+
+    def uniform(self, n: int) -> Tensor:
+        self.drawn.append(n)
+        return super().uniform(n)
+
+
+@pytest.mark.parametrize("augment", ALL, ids=repr)
+def test_no_random_number_is_used_for_two_purposes(augment: Augment) -> None:
+    noted = Noted(3, 1, torch.arange(4))
+    augment.apply(images(4, 3, 9, 9), noted, (9, 9))
+    assert len({*noted.drawn}) == len(noted.drawn)
 
 
 def test_the_boxes_of_a_resized_crop_have_the_areas_and_ratios_that_were_asked_for() -> None:

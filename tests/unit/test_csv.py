@@ -51,7 +51,8 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
     rows = [
         ("what", "file", "more", "part"),
         ("1", "a.png", '"x, y"', "fit"),
-        ("3", str(root / "sub/b.png"), "", "fit"),
+        ("3 ", f"{root}/sub/b.png ", "", "fit "),
+        ("3", f"{root}/sub/../sub/b.png", "named once more", "fit"),
     ]
     rows += [("2", "c.png", "", "fit"), ("3", "c2.png", "", "look"), ("1", "c3.png", "", "other"), ()]
     for name in ("c2.png", "c3.png"):

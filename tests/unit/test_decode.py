@@ -67,6 +67,13 @@ def test_a_box_is_cut_from_the_whole_image_and_resized(tmp_path: Path, name: str
     assert difference(pixels, expected.numpy()) < 2
 
 
+def test_a_box_that_is_scaled_down_has_all_that_it_covers(tmp_path: Path) -> None:
+    halves = np.where(np.arange(16) < 8, 0, 255).astype(np.uint8)
+    for axis, pixels in enumerate((halves[:, None].repeat(16, 1), halves[None].repeat(16, 0))):
+        file = saved(tmp_path, Image.fromarray(pixels))
+        assert np.allclose(file.box((4, 4, 8, 8), (1, 1)), 127, rtol=0, atol=20), f"axis {axis}"
+
+
 @pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0"])
 @pytest.mark.parametrize("progressive", [False, True])
 def test_rows_below_a_box_are_not_decoded_and_change_nothing(

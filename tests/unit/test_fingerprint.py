@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from helpers import built
+from lockstep.core.errors import InputError
+from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm
-from lockstep.training.fingerprint import describe, fingerprint, plan_of, train_longer
+from lockstep.training.fingerprint import check_same_data, describe, fingerprint, plan_of, train_longer
+from thread_ranks import ThreadRanks
 
 
 def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
@@ -47,15 +51,37 @@ def test_what_a_checkpoint_depends_on_is_part_of_a_job(change: str, key: str) ->
     assert [name for name in here if here[name] != there[name]] == [key]
 
 
-def test_what_boxes_are_cut_from_is_part_of_a_job(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "1.png").touch()
-    from_file, from_square = (
-        fingerprint(built("dataset=folder", f"dataset.path={tmp_path}", f"dataset.crop_from={crop_from}"), 10)
-        for crop_from in ("file", "square")
-    )
-    assert {key for key in from_file if from_file[key] != from_square[key]} == {"crop_from"}
+def of_folder(path: Path, *files: str, crop_from: str = "square", examples: int = 10) -> dict[str, Any]:
+    """The facts of a job whose two splits have these files."""
+    for file in (path / split / file for split in ("train", "val") for file in files):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return fingerprint(built("dataset=folder", f"dataset.path={path}", f"dataset.crop_from={crop_from}"), examples)
+
+
+def test_the_examples_their_files_their_classes_and_their_boxes_are_part_of_a_job(tmp_path: Path) -> None:
+    facts = of_folder(tmp_path / "here", "a/1.png", "b/1.png")
+    others = {
+        ("examples",): of_folder(tmp_path / "here", examples=11),
+        ("crop_from",): of_folder(tmp_path / "here", crop_from="file"),
+        ("train", "val"): of_folder(tmp_path / "files", "a/1.png", "b/2.png"),
+        ("class_names", "train", "val"): of_folder(tmp_path / "classes", "a/1.png", "c/1.png"),
+    }
+    assert facts == of_folder(tmp_path / "there", "a/1.png", "b/1.png")
+    for keys, other in others.items():
+        assert {key for key in facts if facts[key] != other[key]} == {*keys}
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = ThreadRanks(3, monkeypatch)
+    ranks.run(lambda world: check_same_data({"examples": 10}, world))
+
+    def refuse(world: World) -> None:
+        with pytest.raises(InputError, match=f"data of rank {other}, here, .*examples: here 9, there 10"):
+            check_same_data({"examples": 9 if world.rank == other else 10}, world)
+
+    ranks.run(refuse)
 
 
 def test_two_optimizers_of_timm_are_two() -> None:

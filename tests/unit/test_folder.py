@@ -142,7 +142,9 @@ def test_classes_directly_in_the_path_are_a_training_folder_of_their_own(root: P
 
 def test_a_held_out_share_is_taken_from_each_class_and_nothing_is_in_both(tmp_path: Path) -> None:
     fill(tmp_path / "train", a=list(range(50)), b=list(range(10)), c=[1, 2], d=[1])
+    (tmp_path / "train" / "a" / "notes.txt").touch()
     folder = Folder(path=str(tmp_path), val_share=0.2, decode_size=8)
+    assert sum("left out 1 file" in note for note in folder.notes()) == 1
     assert torch.bincount(folder.eval().labels).tolist() == [10, 2, 1]
     assert torch.bincount(folder.train().labels).tolist() == [40, 8, 1, 1]
     train, val = names_of(folder.train()), names_of(folder.eval())

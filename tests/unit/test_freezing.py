@@ -8,6 +8,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from helpers import FAKE, losses, train_here, weights
 from lockstep.checkpoint import load_start
@@ -105,6 +106,14 @@ def test_an_invalid_pattern_is_refused(patterns: list[str], says: str) -> None:
         frozen_names(timm.create_model("resnet18"), patterns)
 
 
+def test_a_layer_named_backbone_is_that_layer_and_what_never_trains_is_nothing_to_train() -> None:
+    model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("backbone", "neck", "head")})
+    assert frozen_names(model, ["backbone"]) == {"backbone.weight", "backbone.bias"}
+    model["neck"].requires_grad_(False)
+    with pytest.raises(InputError, match="leaves nothing to train"):
+        frozen_names(model, ["backbone", "head"])
+
+
 def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     model = timm.create_model("resnet18")
     freezing = Freezing.of(model, frozen_names(model, ["bn1", "layer1.0.bn1", "layer2.0.bn1.weight"]), until=2)
@@ -112,6 +121,7 @@ def test_a_frozen_batch_norm_keeps_its_statistics_until_it_is_thawed() -> None:
     freezing.freeze_for(2)
     assert [model.bn1.training, model.layer1[0].bn1.training, model.layer2[0].bn1.training] == [False, False, True]
     assert not model.bn1.weight.requires_grad
+    assert str(freezing) == "384 of them frozen until step 2", "single weights: 64 + 64, 64 + 64 and 128"
     freezing.freeze_for(3)
     assert model.bn1.training
     assert model.bn1.weight.requires_grad
@@ -126,6 +136,13 @@ def test_the_head_has_its_own_rate_also_under_layer_decay() -> None:
         assert len(scales) == len(list(model.parameters()))
         assert scales[id(model.fc.weight)] == scales[id(model.fc.bias)] == pytest.approx(10)
         assert max(scales[id(parameter)] for name, parameter in model.named_parameters() if "fc" not in name) <= 1
+
+
+def test_a_rate_for_a_head_that_is_frozen_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    freeze_for_good(model, frozenset(head_parameters(model)))
+    with pytest.raises(InputError, match=r"head_lr is 0\.1, but no layer that gives the logits is trained"):
+        SGD(lr=0.01, head_lr=0.1).build(model)
 
 
 def test_a_resume_thaws_when_the_run_would_have(tmp_path: Path) -> None:

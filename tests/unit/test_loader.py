@@ -26,7 +26,7 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
-from lockstep.data.loading.prefetch import read_images, sample, workers_needed
+from lockstep.data.loading.prefetch import read_images, reading_rate, sample, workers_needed
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.loading.shared_memory import decode_all
@@ -145,6 +145,7 @@ def test_examples_are_looked_at_one_by_one_as_their_epoch_has_them(
     for example, group in decoded.items():
         (piece,) = group.shards(group.images)
         assert equal(piece, expected[example])
+        assert piece.labels.tolist() == [folder.train().labels[example]]
         assert (piece.number, piece.pieces) == (expected[example].number, expected[example].pieces)
 
 
@@ -338,6 +339,24 @@ def test_light_images_get_one_worker_where_others_get_a_core_each(
     assert reason.startswith(
         "model not tried, one worker " if model is None else "model 1,000,000,000 img/s, one worker "
     )
+
+
+def test_the_rate_of_reading_is_that_of_the_images_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        """Ten images, each of which takes a hundredth of a second."""
+
+        seconds, skip = 0.0, 0
+
+        def __len__(self) -> int:
+            return 10
+
+        def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+            self.seconds += len(indices) / 100
+            return torch.zeros((len(indices), 1, 1, 1), dtype=torch.uint8)
+
+    slow = Slow()
+    monkeypatch.setattr("lockstep.data.loading.prefetch.time.perf_counter", lambda: slow.seconds)
+    assert reading_rate(slow) == pytest.approx(100)
 
 
 def test_a_configured_number_of_workers_costs_no_dry_run(folder: Folder) -> None:

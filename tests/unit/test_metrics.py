@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers import records, train_here
+from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -387,7 +388,10 @@ def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: 
     request.getfixturevalue("late")
     late_run = train_here(tmp_path / "late", *JOB)
     assert lines(late_run.path) == lines(expected.path)
-    train_here(tmp_path / "resumed", *JOB, stop_at=7)
+    for steps in (7, 3):  # the tenth step is evaluated
+        train_here(tmp_path / "resumed", *JOB, stop_at=steps)
+    with pytest.raises(InputError, match="seed"):
+        train_here(tmp_path / "resumed", *JOB, "seed=1")
     resumed = train_here(tmp_path / "resumed", *JOB)
     assert lines(resumed.path) == lines(expected.path)
 

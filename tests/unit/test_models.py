@@ -6,6 +6,7 @@ import inspect
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -93,6 +94,7 @@ def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
     assert small.conv1.weight.shape == (64, 3, 3, 3)
     assert isinstance(small.maxpool, nn.Identity)
     assert small.forward_features(torch.zeros(1, 3, 32, 32)).shape == (1, 512, 4, 4)
+    assert small.conv1.weight.std().item() == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1), "He et al. 2015"
     assert parameters(large) == 21_289_802
     assert logits(small, 3, 32, 32).shape == (2, 10)
 
@@ -193,6 +195,14 @@ def test_a_model_of_any_depth_width_and_image_is_refused_before_it_is_built(
     with pytest.raises(InputError, match=r"take more than 0\.2 s to list|parameters and the buffers need .* GB"):
         check_size(sketch(Timm(name=name, options=options), 1000, shape))
     assert time.process_time() - began < 5
+
+
+def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 3 * 8 * 4 + 2 * 4 * 4 + 8  # bytes: three times a weight and a bias of four channels; buffers once
+    for size in (room, room - 1):
+        monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda size=size: size)
+        with nullcontext() if size == room else pytest.raises(InputError, match="3 x 8 parameters and the buffers"):
+            check_size(nn.BatchNorm1d(4), copies=3)
 
 
 def test_a_time_limit_ends_a_loop_of_calls_of_torch_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:

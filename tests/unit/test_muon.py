@@ -122,6 +122,19 @@ def test_what_is_no_matrix_steps_as_torchs_nesterov_sgd() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
+def test_a_matrix_steps_with_its_own_momentum_and_as_many_iterations_as_asked_for() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)).double()
+    optimizer = Muon(lr=0.1, momentum=0.6, sgd_momentum=0.9, iterations=2).build(model)
+    matrix = model[0].weight
+    expected, buffer = matrix.detach().clone(), torch.zeros(4, 6, dtype=torch.float64)
+    for gradient in torch.randn((3, 4, 6), dtype=torch.float64):
+        matrix.grad = gradient.clone()
+        optimizer.step()
+        buffer = 0.6 * buffer + gradient
+        expected -= 0.1 * orthogonalised([gradient + 0.6 * buffer], 2)[0]
+    torch.testing.assert_close(matrix.detach(), expected, rtol=1e-11, atol=1e-11)
+
+
 def test_a_step_moves_every_singular_value_of_a_matrix_by_the_rate() -> None:
     model = network()
     before = model[3].weight.detach().clone()

@@ -134,6 +134,8 @@ def test_an_optimizer_of_timm_answers_to_its_name(opt: str) -> None:
 def test_the_options_of_an_optimizer_of_timm_reach_it() -> None:
     optimizer = Timm(opt="lamb", options={"trust_clip": True}).build(network())
     assert all(group["trust_clip"] for group in optimizer.param_groups)
+    optimizer = Timm(opt="sgdw", momentum=0.5).build(network())
+    assert all(group["momentum"] == 0.5 for group in optimizer.param_groups)
 
 
 def test_an_unknown_name_is_refused_with_the_names_close_to_it() -> None:

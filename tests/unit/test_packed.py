@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 import signal
@@ -108,6 +109,14 @@ def test_the_source_is_what_the_folder_is(folder: Folder, target: Path) -> None:
         assert getattr(source, name) == getattr(folder, name)
     assert (source.input_shape, source.eval_crop) == ((3, 6, 6), 0.5)
     assert Packed(path=str(target)).input_shape == (3, 8, 8)
+    sums = {
+        split: {
+            kind: hashlib.sha256((target / f"{split}.{kind}").read_bytes()).hexdigest()
+            for kind in ("images", "labels")
+        }
+        for split in ("train", "val")
+    }
+    assert source.fingerprint() == sums
 
 
 def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(

@@ -135,6 +135,13 @@ def test_a_file_holds_the_pixels_that_pillow_finds_in_it(tmp_path: Path, kind: s
     assert (read(path).int() - by_pillow(path).int()).abs().max() <= KINDS[kind][2]
 
 
+def test_an_avif_may_name_its_whole_family_before_itself(tmp_path: Path) -> None:
+    usual = write("avif", tmp_path)
+    content = usual.read_bytes()
+    (tmp_path / "family.avif").write_bytes(content[:8] + b"mif1" + content[12:])
+    assert torch.equal(read(tmp_path / "family.avif"), read(usual))
+
+
 WIDE: dict[str, tuple[str, Callable[[Path], object], np.ndarray]] = {
     "tiff of 12 bits": ("a.tif", lambda path: path.write_bytes(twelve_bits()), (4095 * GREYS).astype(int) >> 4),
     "12 bits in 16": ("a.tif", tiff_of((4095 * GREYS).astype(np.uint16)), (4095 * GREYS).astype(int) >> 4),
@@ -178,6 +185,18 @@ def test_an_unsigned_tiff_of_32_bits_is_not_taken_for_a_signed_one(tmp_path: Pat
     assert signed in content
     (tmp_path / "a.tif").write_bytes(content.replace(signed, unsigned))
     assert torch.equal(read(tmp_path / "a.tif"), grey(values >> 24))
+
+
+@pytest.mark.parametrize(
+    "values", [(65535 * GREYS).astype(np.uint16), (9e5 * GREYS).astype(np.float32)], ids=["16 bits", "float"]
+)
+def test_a_wide_tiff_whose_zero_is_white_is_no_negative(tmp_path: Path, values: np.ndarray) -> None:
+    Image.fromarray(values).save(tmp_path / "black.tif")
+    content = (tmp_path / "black.tif").read_bytes()
+    black, white = (struct.pack("<HHIHH", 262, 3, 1, zero, 0) for zero in (1, 0))
+    assert black in content
+    (tmp_path / "white.tif").write_bytes(content.replace(black, white))
+    assert torch.equal(read(tmp_path / "white.tif"), 255 - read(tmp_path / "black.tif"))
 
 
 def test_a_float_image_with_holes_is_scaled_by_what_is_finite(tmp_path: Path) -> None:

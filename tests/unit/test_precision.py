@@ -69,6 +69,9 @@ def test_products_and_parameters_have_the_formats_of_the_precision(
     with precision.autocast(CPU):
         assert layer(torch.ones(2, 4, dtype=storage)).dtype == products
     assert layer.weight.dtype == storage
+    norm = precision.convert(nn.BatchNorm2d(2))
+    wide = torch.float64 if storage == torch.float64 else torch.float32
+    assert (norm.weight.dtype, norm.running_mean.dtype) == (wide, wide), "statistics change by little"
 
 
 @pytest.mark.parametrize("precision", [FP32(), FP64(), TF32(), BF16()], ids=repr)

@@ -54,6 +54,13 @@ def attention(tokens: Tensor, training: bool, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 * training, **options)
 
 
+def grouped(tokens: Tensor, p: float, **options: Any) -> Tensor:
+    """Attention of four heads, of which two share a key and a value."""
+    rows = tokens.flatten(2).transpose(1, 2)
+    query, shared = (part.unflatten(2, (-1, 2)).transpose(1, 2) for part in (rows, rows[..., 2:6]))
+    return F.scaled_dot_product_attention(query, shared, shared, dropout_p=p, enable_gqa=True, **options)
+
+
 MASK = torch.ones(64, 64, dtype=torch.bool).triu(-3)
 FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "dropout": lambda x, on: F.dropout(x, 0.3, on),
@@ -69,6 +76,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "causal attention": lambda x, on: attention(x, on, is_causal=True),
     "masked attention": lambda x, on: attention(x, on, attn_mask=MASK),
     "biased attention": lambda x, on: attention(x, on, attn_mask=MASK.to(x.dtype), scale=0.2),
+    "grouped attention": lambda x, on: grouped(x, 0.3 * on),
     "bernoulli_": lambda x, on: x * x.new_empty(len(x), 1, 1, 1).bernoulli_(0.7) if on else x,
     "bernoulli": lambda x, on: x * torch.bernoulli(torch.full_like(x, 0.7)) if on else x,
     "rand": lambda x, on: x + torch.rand(x.shape, dtype=x.dtype) if on else x,
@@ -82,6 +90,16 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 }
 
 
+# Calls of these functions that draw nothing, while the model is in training.
+STILL: list[Callable[[Tensor], Tensor]] = [
+    lambda x: F.rrelu(x),
+    lambda x: F.dropout(x, 0.3, training=False),
+    lambda x: F.alpha_dropout(x, 0.3, training=False),
+    lambda x: grouped(x, 0.0, attn_mask=MASK, scale=0.2),
+    lambda x: grouped(x, 0.0, is_causal=True),
+]
+
+
 def keyed(model: nn.Module, seed: int = 0) -> tuple[nn.Module, ForwardDraws]:
     model = model.double().train()
     draws = key_draws(model, torch.zeros(1, *SHAPE, dtype=torch.float64), seed)
@@ -90,7 +108,8 @@ def keyed(model: nn.Module, seed: int = 0) -> tuple[nn.Module, ForwardDraws]:
 
 def images(indices: Tensor) -> Tensor:
     """An image for each example, which depends on its index only."""
-    return torch.stack([torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices])
+    rows = [torch.linspace(-1, 1 + int(i), 3 * 64 * 64).double().sin().view(SHAPE) for i in indices]
+    return torch.stack(rows) if rows else torch.zeros(0, *SHAPE, dtype=torch.float64)
 
 
 def outputs(model: nn.Module, draws: ForwardDraws, micro: Micro) -> Tensor:
@@ -113,6 +132,7 @@ def test_a_function_that_draws_gives_an_example_the_same_numbers_in_any_batch(na
     before = torch.get_rng_state()
     whole = outputs(model, draws, Micro(INDICES))
     torch.testing.assert_close(in_pieces(model, draws), whole, rtol=1e-12, atol=1e-12)
+    assert len(outputs(model, draws, Micro(INDICES[:0]))) == 0
     changed = {"step": 2} if name == "one for the batch" else {"epoch": 1}
     assert not torch.equal(outputs(model, draws, Micro(INDICES, **changed)), whole)
     assert torch.equal(outputs(model, draws, Micro(INDICES)), whole)
@@ -133,6 +153,19 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
         # Both means have a standard error of std / sqrt(n). No element of some thousands is 6.5 of them off.
         error = ((expected.var(0) + actual.var(0)) / 600).sqrt()
         assert ((expected.mean(0) - actual.mean(0)).abs() <= 6.5 * error + 1e-12).all()
+
+
+def test_a_call_that_draws_nothing_is_torchs_own() -> None:
+    def function(x: Tensor, training: bool) -> Tensor:
+        still = [call(x).flatten(1) for call in STILL]
+        return torch.cat([*still, F.dropout(x, 0.3, training).flatten(1)], 1)
+
+    torch.manual_seed(0)
+    plain = Calls(function)
+    model, draws = keyed(copy.deepcopy(plain))
+    assert draws.keys.draws == 1, "only the last call draws"
+    expected = plain.double()(images(INDICES))[:, : -8 * 8 * 8]
+    torch.testing.assert_close(outputs(model, draws, Micro(INDICES))[:, : -8 * 8 * 8], expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -179,27 +212,48 @@ def test_a_transformer_of_torch_draws_by_example_wherever_the_batch_is(batch_fir
     torch.testing.assert_close(in_pieces(model, draws), whole, rtol=1e-12, atol=1e-12)
 
 
-def test_drop_block_scales_each_example_by_what_it_keeps() -> None:
+def drop_block(**options: Any) -> tuple[nn.Module, ForwardDraws, Tensor, Tensor]:
+    """A model that drops blocks of ones, with its draws, its outputs for 500 examples, and those of timm's own."""
     from timm.layers import DropBlock2d
 
-    block = DropBlock2d(0.3, 3)
+    block = DropBlock2d(0.3, **options)
     calls = Calls(lambda x, _: block(torch.ones_like(x)))
     calls.block = block
+    torch.manual_seed(0)
+    theirs = block(torch.ones(500, 8, 8, 8, dtype=torch.float64))
     model, draws = keyed(calls)
-    whole = outputs(model, draws, Micro(torch.arange(500)))
+    return model, draws, outputs(model, draws, Micro(torch.arange(500))), theirs
+
+
+@pytest.mark.parametrize("coupled", [True, False])
+@pytest.mark.parametrize(("size", "scale"), [(3, 1.0), (4, 1.0), (3, 0.5)])
+def test_drop_block_scales_each_example_by_what_it_keeps(size: int, scale: float, coupled: bool) -> None:
+    model, draws, whole, theirs = drop_block(block_size=size, gamma_scale=scale, couple_channels=coupled)
     assert torch.equal(whole[3:6], outputs(model, draws, Micro(torch.arange(3, 6))))
     torch.testing.assert_close(whole.mean((1, 2, 3)), torch.ones(500, dtype=torch.float64))
-    assert (whole[:, 0] == 0).double().mean().item() == pytest.approx(0.3, abs=0.07)
+    dropped = (theirs == 0).double().mean().item()
+    assert (whole == 0).double().mean().item() == pytest.approx(dropped, abs=0.03)
+    assert torch.equal(whole == 0, (whole[:, :1] == 0).expand_as(whole)) == coupled
+    assert (model.eval()(images(INDICES), draws.of(Micro(INDICES))) == 1).all(), "an evaluation drops nothing"
+
+
+def test_drop_block_fills_its_blocks_with_noise_where_it_is_asked_to() -> None:
+    noise, theirs = (values[values != 1] for values in drop_block(block_size=3, with_noise=True)[2:])
+    assert noise.numel() == pytest.approx(theirs.numel(), rel=0.1)
+    assert (noise.mean().item(), noise.std().item()) == (pytest.approx(0, abs=0.03), pytest.approx(1, abs=0.03))
 
 
 def test_a_layer_that_is_called_twice_and_two_layers_draw_different_numbers() -> None:
     drop = nn.Dropout(0.5)
-    calls = Calls(lambda x, _: torch.stack([drop(torch.ones_like(x)) for _ in range(2)], 1))
-    calls.drop = drop
+    calls = Calls(lambda x, _: torch.stack([drop(torch.ones_like(x)) for _ in range(calls.number)], 1))
+    calls.drop, calls.number = drop, 2
     model, draws = keyed(calls)
-    for _ in range(2):  # the second pass must draw the same again
-        first, second = outputs(model, draws, Micro(INDICES)).unbind(1)
-        assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.05)
+    whole = outputs(model, draws, Micro(INDICES))
+    for calls.number in (1, 2, 2):  # the first pass breaks off before the second draw
+        passed = outputs(model, draws, Micro(INDICES))
+        assert torch.equal(passed, whole[:, : calls.number])
+    first, second = passed.unbind(1)
+    assert (first == second).double().mean().item() == pytest.approx(0.5, abs=0.05)
     torch.testing.assert_close(in_pieces(model, draws), torch.stack([first, second], 1))
 
 
@@ -332,6 +386,8 @@ def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     first = outputs(model, draws, Micro(INDICES, step=3, number=1))
     torch.rand(5)
     assert torch.equal(outputs(model, draws, Micro(INDICES, step=3, number=1)), first)
+    for other in ({"step": 4, "number": 1}, {"step": 3, "number": 2}):
+        assert not torch.equal(outputs(model, draws, Micro(INDICES, **other)), first)
 
 
 def test_the_tutorials_network_is_keyed_in_both_its_layers() -> None:

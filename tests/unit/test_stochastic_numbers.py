@@ -47,6 +47,16 @@ def test_masks_are_uncorrelated_between_elements_and_between_examples(probabilit
         assert scores.std().item() == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.parametrize("equal", [0, 1])
+def test_examples_that_share_one_of_their_words_are_uncorrelated_too(equal: int) -> None:
+    shared = words(256)
+    shared[:, equal] = shared[0, equal]
+    mask = standardised(random_bits(shared, ELEMENTS), 0.5)
+    scores = mask @ mask.T / math.sqrt(ELEMENTS)
+    scores.fill_diagonal_(0)
+    assert scores.abs().max() < 8
+
+
 def test_masks_are_uncorrelated_between_layers() -> None:
     layers = torch.stack([standardised(random_bits(words(64, draw), ELEMENTS), 0.5).flatten() for draw in range(64)])
     scores = layers @ layers.T / math.sqrt(layers.shape[1])

@@ -247,14 +247,14 @@ def test_an_overflow_skips_its_step_and_halves_the_loss_scale_which_grows_again(
     assert not torch.equal(model[3].weight, before[3].weight)
 
 
-def fitted(trainer: Trainer) -> tuple[list[Any], int, bool]:
-    """What a rank did, the last step that it saved, and whether it was stopped."""
+def fitted(trainer: Trainer) -> tuple[list[Any], int, str]:
+    """What a rank did, the last step that it saved, and how it was stopped, or "" if it was not."""
+    message = ""
     try:
         trainer.fit()
-        stopped = False
-    except Stopped:
-        stopped = True
-    return trainer.telemetry.events, trainer.progress.step, stopped
+    except Stopped as stop:
+        message = str(stop)
+    return trainer.telemetry.events, trainer.progress.step, message
 
 
 class Asked(StopRequest):
@@ -277,28 +277,30 @@ def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
 ) -> None:
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
 
-    def run(world: World) -> tuple[list[Any], int, bool]:
+    def run(world: World) -> tuple[list[Any], int, str]:
         stop = Asked(2 if world.rank == asker else None)
+        stop.reason = "main says why" * (world.rank == 0)
         every = {"save_every": 100, "eval_every": 100}
         options = {"strategy": AllReduce(), "steps": 9, "every": every, "stop": stop}
         return fitted(trainer_of(models[world.rank], world, **options))
 
     events = [*(("log", step, 0.5) for step in (1, 2, 3)), ("save", 3, False)]
-    assert ranks.run(run) == [(events, 3, True)] * 3
+    assert ranks.run(run) == [(events, 3, "stopped at step 3 of 9 and saved: main says why")] * 3
 
 
 @pytest.mark.parametrize("asker", range(3))
 def test_all_ranks_stop_at_the_end_of_a_round_that_one_knows_of(asker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
 
-    def run(world: World) -> tuple[list[Any], int, bool]:
+    def run(world: World) -> tuple[list[Any], int, str]:
         stop = StopRequest()
         stop.rung_end = 0.25 if world.rank == asker else float("inf")
         every = {"log_every": 100, "save_every": 100, "eval_every": 2}  # of eight steps the second is its end
         options = {"strategy": AllReduce(), "steps": 8, "every": every, "stop": stop}
         return fitted(trainer_of(models[world.rank], world, **options))
 
-    assert ranks.run(run) == [([("eval", 2, True), ("save", 2, True)], 2, True)] * 3
+    message = "stopped at step 2 of 8 and saved"
+    assert ranks.run(run) == [([("eval", 2, True), ("save", 2, True)], 2, message)] * 3
 
 
 def test_a_stop_after_the_last_evaluation_changes_nothing() -> None:
@@ -421,7 +423,8 @@ class Ordered(Silent):
 def test_a_stop_saves_what_was_counted_and_leaves_when_all_of_it_is_written() -> None:
     trainer = trainer_of(network(), World.solo(), every=dict.fromkeys(RARELY, 9), stop=StopAfter(2))
     trainer.telemetry = trainer.checkpointer = Ordered()  # type: ignore[assignment]
-    assert fitted(trainer) == (["flush", ("save", "the counts of this step"), "wait"], 2, True)
+    order = ["flush", ("save", "the counts of this step"), "wait"]
+    assert fitted(trainer) == (order, 2, "stopped at step 2 of 4 and saved")
 
 
 def test_a_stop_before_the_first_step_saves_nothing() -> None:

@@ -76,9 +76,26 @@ def test_from_three_convolutions_on_a_shortcut_leads_around_those_behind_the_fir
     torch.testing.assert_close(residual(features), F.gelu(features), rtol=1e-12, atol=1e-12)
 
 
-def test_images_that_cannot_be_halved_three_times_are_refused() -> None:
-    with pytest.raises(InputError, match=r"the data set gives 8x8; use dataset\.input_size=32"):
-        WhiteNet().build(10, (1, 8, 8))
+def test_it_starts_as_the_identity_with_small_logits_and_norms_that_follow_the_last_batches() -> None:
+    model, features = WhiteNet(widths=[24, 24, 24]).build(10, (3, 32, 32)), 5 + torch.randn(2, 24, 6, 6)
+    for module in model[1:].modules():
+        if isinstance(module, nn.Conv2d):
+            torch.testing.assert_close(module(features), features)
+        if isinstance(module, nn.BatchNorm2d):
+            module(features)
+            torch.testing.assert_close(module.running_mean, 0.4 * features.mean((0, 2, 3)))
+    pixels = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(9 * model.eval()(pixels), model[:-1](pixels))
+
+
+def test_images_of_one_colour_have_filters_too() -> None:
+    assert whitening_filters(torch.zeros(2, 3, 4, 4)).abs().max() < 100
+
+
+@pytest.mark.parametrize("sides", [(8, 8), (32, 8), (8, 32)])
+def test_images_that_cannot_be_halved_three_times_are_refused(sides: tuple[int, int]) -> None:
+    with pytest.raises(InputError, match=rf"the data set gives {sides[0]}x{sides[1]}; use dataset\.input_size=32"):
+        WhiteNet().build(10, (1, *sides))
 
 
 def test_another_number_of_blocks_is_refused() -> None:
