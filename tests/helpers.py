@@ -214,7 +214,9 @@ def forks() -> Forks:
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
-    return Forks(*commands, "timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image", *written)
+    plugins = ("hydra._internal.core_plugins.importlib_resources_config_source", "lockstep.sweep.search")
+    libraries = ("timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image")
+    return Forks(*commands, *plugins, *libraries, *written)
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
