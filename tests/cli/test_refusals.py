@@ -96,7 +96,10 @@ OPTIONS = [
         "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits",
     ),
     ("strategy=dpp", "strategy=dpp: there is no strategy of that name. Did you mean 'dp', 'ddp'?"),
-    ("experiment=zzzz", "experiment=zzzz: there is no experiment of that name."),
+    (
+        "experiment=zzzz",
+        "experiment=zzzz: there is no experiment of that name. It is one of cifar10_resnet34, cifar10",
+    ),
     ("model=null", "a config group takes the name of one of its options: GROUP=NAME"),
     (
         "model=resnet18 model.name=resnet5o",

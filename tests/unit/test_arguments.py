@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.api import compose
 from lockstep.cli.arguments import ONE_PROCESS, arguments
 from lockstep.cli.doctor import doctor
 from lockstep.cli.ladder import OF_RUNGS, ladder
@@ -25,9 +26,10 @@ OF_JOBS: dict[str, tuple[Callable[[list[str]], None], Collection[str]]] = {
         {*OF_RUNGS, *RUN_FOLDERS},
     ),
     "prove": (lambda words: prove(words, steps=2, ranks=None), OF_RUNS),
-    "lr-find": (lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None), OF_TEST),
-    "show": (lambda words: show(words, images=1, epochs=1, out=None), ()),
+    "lr-find": (lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None), {*OF_TEST, *RUN_FOLDERS}),
+    "show": (lambda words: show(words, images=1, epochs=1, out=None), RUN_FOLDERS),
     "doctor": (lambda words: doctor(words, multirun=False, everything=False, form="table"), ()),
+    "lockstep.compose": (compose, RUN_FOLDERS),
     "doctor -m": (lambda words: doctor(words, multirun=True, everything=False, form="table"), ["hydra.run."]),
 }
 

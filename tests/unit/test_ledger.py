@@ -34,6 +34,7 @@ from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
 from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
+from lockstep.sweep.runs import read_jobs
 from lockstep.sweep.view import SweepView, progress_of, seeds_together, show_table, swept_keys
 
 GPUS = [f"GPU-{number}" for number in range(8)]
@@ -298,6 +299,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    (tmp_path / record.folder).mkdir()
 
     def seen() -> float:
         running = ledger.read(record)
@@ -464,6 +466,23 @@ def test_a_line_finds_its_sweep_and_says_which_it_cannot_read(
     assert sentence in capsys.readouterr().out
 
 
+def test_a_job_that_is_done_and_whose_folder_is_gone_waits_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(ONE)
+    better, other = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
+    for record, score in ((better, 90.0), (other, 80.0)):
+        (tmp_path / record.folder).mkdir()
+        ledger.end(record, State.done, objective=score)
+    assert to_run(ledger.records(), retry=False) == []
+    (tmp_path / better.folder).rmdir()
+    gone = ledger.read(better)
+    assert (gone.state, gone.score) == (State.waiting, None)
+    assert to_run(ledger.records(), retry=False) == [gone]
+    assert [run.state for run in read_jobs(ledger)] == ["waiting", "done"]
+    ledger.mark_best(ledger.records())
+    assert ledger.best == other.folder
+
+
 def test_a_sweep_is_its_base_config_and_the_keys_that_it_varies() -> None:
     more = dataclasses.replace(ONE, words=("seed=1,2,3",))
     assert ONE.hash == more.hash
@@ -495,6 +514,7 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         ledger.create(dataclasses.replace(ONE, direction=direction))
         records = ledger.enter([([word], word) for word in scores])
         for record, score in zip(records, scores.values(), strict=True):
+            (ledger.folder / record.folder).mkdir()
             ledger.end(record, State.done, objective=score)
         assert ledger.best == records[best].folder
         show_table(ledger, ledger.records())

@@ -148,6 +148,8 @@ class LatePool(FakePool):
     def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
         while jobs:
             records = self.ledger.enter([(job, "job") for job in jobs])
+            for record in records:
+                (self.ledger.folder / record.folder).mkdir()
             ended = [self.ledger.end(record, State.done, objective=1.0) for record in records]
             assert not any(map(self.search.has_enough, ended))
             jobs = [job for record in ended for job in self.search.follow(record)]

@@ -62,10 +62,14 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     return declare
 
 
+def _files(group: str) -> list[Path]:
+    """The files of Lockstep's options of a group, sorted; none for no group."""
+    return sorted(file for file in CONF.glob("*/*.yaml") if file.parent.name == group)
+
+
 def is_own(group: str, name: str) -> bool:
     """Whether Lockstep itself has an option of this name."""
-    files = {(file.parent.name, file.stem) for file in CONF.glob("*/*.yaml")}
-    return (group, name) in files or (group == "model" and is_timm_model(name))
+    return name in {file.stem for file in _files(group)} or (group == "model" and is_timm_model(name))
 
 
 @functools.cache
@@ -95,14 +99,13 @@ def is_timm_model(name: str) -> bool:
 
 def options_with(group: str, key: str) -> list[str]:
     """The names of Lockstep's options of a group that have a key."""
-    files = sorted((CONF / group).glob("*.yaml")) if group in GROUPS else []
-    return [file.stem for file in files if re.search(rf"^{re.escape(key)}:", file.read_text(), re.MULTILINE)]
+    pattern = re.compile(rf"^{re.escape(key)}:", re.MULTILINE)
+    return [file.stem for file in _files(group) if pattern.search(file.read_text())]
 
 
 def options_of(group: str) -> list[str]:
     """The names of the options of a group, Lockstep's own and declared ones; empty for no group."""
-    files = (CONF / group).glob("*.yaml") if group in GROUPS else []
-    return sorted({*(file.stem for file in files), *declared(group)})
+    return sorted({*(file.stem for file in _files(group)), *declared(group)})
 
 
 def known(group: str, groups: Iterable[str]) -> str:

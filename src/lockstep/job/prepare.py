@@ -10,6 +10,7 @@ import torch
 
 from lockstep.config import components, composition
 from lockstep.config.invocation import Invocation
+from lockstep.config.messages import RUN_FOLDERS, refuse_keys
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job.resolve import resolve
@@ -37,7 +38,8 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
 
 
 def job_of(overrides: Sequence[str]) -> ResolvedJob:
-    """The job of the words of a command, resolved and checked without its data. Nothing is written."""
+    """The job of the words of a command that makes no run folder, resolved and checked without its data."""
+    refuse_keys(overrides, RUN_FOLDERS, "names the folder of a run, and no run is made here")
     values = composition.composed(list(overrides))
     with composition.composing():
         return checked_job(decide_resume(values, Invocation.current()))

@@ -216,10 +216,15 @@ class Ledger:
         return self.record(record.number)
 
     def record(self, number: int) -> Record:
-        """The record of a job by its number; a damaged one has what the job's folder says, and the error."""
+        """The record of a job by its number; a damaged one has what the job's folder says, and the error.
+
+        A job that is done and whose folder is gone waits again: nobody can use its score without the weights.
+        """
         path = self.path_of(number)
         try:
-            return _record(number, safe_read.read_json(path))
+            record = _record(number, safe_read.read_json(path))
+            is_gone = record.state is State.done and not (self.folder / record.folder).exists()
+            return replace(record, state=State.waiting, objective=None) if is_gone else record
         except (InputError, LookupError, TypeError, ValueError) as error:
             reason = error if isinstance(error, UnreadableFile) else f"{path} is not the record of a job"
             folder = min((path.name for path in self.folder.glob(f"{path.stem}-*")), default=path.stem)
