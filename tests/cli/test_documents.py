@@ -143,6 +143,14 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         "imports torch three times; test_launchers.py types it",
         composes,
     ),
+    "torchrun --standalone --nproc-per-node 2 train.py epochs=2": (
+        "imports torch three times; test_launchers.py types one",
+        composes,
+    ),
+    "python train.py epochs=2 resume=outputs/whole/checkpoints/step-00000030": (
+        "needs 30 steps; test_course.py types it",
+        lambda text: None,
+    ),
     "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
