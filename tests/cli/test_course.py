@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -57,6 +58,22 @@ def test_the_table_of_the_pitfalls_has_the_numbers_of_the_pages() -> None:
     for script, rows in table.items():
         assert [row[0] for row in rows] == printed[script][0]
         assert {row[1] for row in rows} == set(printed[script][1])
+
+
+@pytest.mark.slow
+def test_the_resume_of_page_1_ends_as_the_run_that_was_not_stopped(tmp_path: Path) -> None:
+    """It starts in the middle of an epoch; the losses of that epoch are equal to the bit."""
+    commands = re.findall(r"^python (train\.py .*outputs/whole.*)$", PAGES[0].read_text(), re.MULTILINE)
+    assert len(commands) == 2
+    ends = []
+    for line in commands:
+        done = forked(str(ROOT / "train.py"), *line.split()[1:], cwd=tmp_path)
+        assert done.code == 0, done.err
+        folder = tmp_path / "outputs" / (tmp_path / "outputs" / "latest").read_text().strip()
+        ends.append(json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]))
+    whole, resumed = ({key: end[key] for key in ("step", "loss/train_epoch", "loss/val")} for end in ends)
+    assert folder.name != "whole"
+    assert whole == resumed
 
 
 def test_every_experiment_is_on_a_page_and_every_page_has_a_figure() -> None:

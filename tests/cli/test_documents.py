@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from helpers import ROOT, Done, built, command, forked, forks
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
@@ -105,8 +104,8 @@ def is_executable(text: str) -> None:
     assert os.access(ROOT / text, os.X_OK)
 
 
-def is_in_the_course(text: str) -> None:
-    """The script that the command runs exists; test_course.py runs all of them."""
+def is_a_script(text: str) -> None:
+    """The script that the command runs exists; test_course.py runs those of the course."""
     assert (ROOT / text.split()[1]).is_file()
 
 
@@ -143,6 +142,14 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         "imports torch three times; test_launchers.py types it",
         composes,
     ),
+    "torchrun --standalone --nproc-per-node 2 train.py epochs=2": (
+        "imports torch three times; test_launchers.py types one",
+        composes,
+    ),
+    "python train.py epochs=2 resume=outputs/whole/checkpoints/step-00000030": (
+        "needs 30 steps; test_course.py types it",
+        lambda text: None,
+    ),
     "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
     "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
     "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
@@ -170,10 +177,11 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
         for number in range(2)
     },
     **{
-        f"python docs/course/{path.name}": ("test_course.py runs it", is_in_the_course)
+        f"python docs/course/{path.name}": ("test_course.py runs it", is_a_script)
         for path in (ROOT / "docs" / "course").glob("pitfall_*.py")
     },
-    "python docs/course/figures.py": ("test_course.py runs it", is_in_the_course),
+    "python docs/photos.py": ("the photos are there before the first command", is_a_script),
+    "python docs/course/figures.py": ("test_course.py runs it", is_a_script),
     "python train.py launcher=slurm launcher.nodes=2 launcher.gpus=8 launcher.partition=gpu launcher.time=4h": (
         "needs SLURM; test_slurm.py has one",
         composes,
@@ -193,12 +201,8 @@ ELSEWHERE: dict[str, tuple[str, Check]] = {
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything of this one but its outputs and data, and some photos."""
     folder = tmp_path_factory.mktemp("checkout")
-    brightness = {"cat": 60, "dog": 190}  # `lockstep lr-find` refuses a job whose loss falls at no rate
-    for split, number, label in itertools.product(("train", "val"), range(40), brightness):
-        path = folder / "photos" / split / label / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        noise = Image.effect_noise((32, 24), 50).convert("RGB")
-        Image.blend(noise, Image.new("RGB", noise.size, (brightness[label],) * 3), 0.5).save(path)
+    done = forked(str(ROOT / "docs" / "photos.py"), cwd=folder)
+    assert done.code == 0, done.err
     (folder / "flowers").symlink_to(folder / "photos" / "train")
     for name in ("train.py", "conf", "src", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)

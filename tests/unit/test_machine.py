@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import MainMachine, OtherMachine, machine, roles
 from lockstep.launcher.agent import Meeting
+from lockstep.launcher.attach import REACHED_S
 from lockstep.launcher.machine import JOINED, READ, REFUSED, REPORTS, STATE
 from lockstep.launcher.roles import CLAIMED
 
@@ -45,6 +47,30 @@ def test_a_machine_with_the_number_of_another_is_refused_and_main_is_told(
         OtherMachine(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
     assert store.get(REFUSED).decode().startswith(f"machine {socket.gethostname()}: ")
     assert (store.check([JOINED.format(3)]), store.add(READ, 0)) == (False, 1)
+
+
+def test_a_machine_says_that_it_waits_for_main_before_a_silent_network_gives_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Main's address answers nothing: it is a socket that accepts nobody, and whose queue is full."""
+    shown: list[float] = []
+    silent = socket.create_server(("127.0.0.1", 0), backlog=0)
+    address = silent.getsockname()
+
+    def show(text: str) -> None:
+        assert text == f"waiting for main at 127.0.0.1:{address[1]}"
+        shown.append(time.monotonic() - start)
+        silent.close()
+
+    monkeypatch.setattr(roles, "ANSWER_S", 0.2)
+    monkeypatch.setattr(roles, "FIRST_S", 0.0)
+    monkeypatch.setattr(roles.log, "show", show)
+    meeting = Meeting(host=address[0], port=address[1], least=2, most=2, timeout=0.0)
+    with socket.create_connection(address):
+        start = time.monotonic()
+        with pytest.raises(RankFailed, match="nobody has listened at"):
+            OtherMachine(meeting, node_rank=1, overrides=[]).run_attempts(never_started)
+    assert shown[0] < REACHED_S
 
 
 @pytest.mark.parametrize(("failed", "is_over"), [({}, False), ({1: 70}, True)], ids=["not needed", "failed"])

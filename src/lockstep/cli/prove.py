@@ -107,14 +107,14 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
     print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
     failed = []
-    with progress("proving", sum(1 + case.killed for case in planned)) as advance:
+    with progress("proving", len(planned)) as advance:
         for case in planned:
             reference = "" if case.reference == case.name else case.reference
             words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
             # What is compared with a refused run was refused with it.
             comparable = not reference or reference in results
             result = _run_unless_refused(case, folder, words, steps) if comparable else None
-            advance(1 + case.killed)
+            advance(1)
             if result is None:
                 print_row(case.name, reference, "", "", "", "refused")
                 continue

@@ -202,10 +202,10 @@ def in_thread(call: Callable[[], Answer]) -> futures.Future[Answer]:
     return future
 
 
-def is_listening(address: str, port: int) -> bool:
-    """Whether anybody listens at a port."""
+def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
+    """Whether anybody listens at a port, and answers within so many seconds."""
     try:
-        socket.create_connection((address, port), timeout=REACHED_S).close()
+        socket.create_connection((address, port), timeout=seconds).close()
     except OSError:
         return False
     return True

@@ -158,7 +158,7 @@ class OtherMachine(Machine):
     def _await_main(self) -> None:
         """Wait until main's machine serves the store."""
         meeting, patience = self.meeting, max(self.meeting.timeout, FIRST_S)
-        if is_listening(meeting.host, meeting.port):
+        if is_listening(meeting.host, meeting.port, ANSWER_S):  # a network can swallow what it cannot deliver
             return
         log.show(f"waiting for main at {meeting.endpoint}")
         if not wait(lambda: is_listening(meeting.host, meeting.port), patience):
