@@ -300,7 +300,8 @@ def build_wheel(folder: Path) -> Path:
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    done = command(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder), str(source))
+    words = ("--no-build-isolation", "--check-build-dependencies")  # nothing is downloaded
+    done = command(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *words, "-w", str(folder), str(source))
     assert done.code == 0, done.err
     (wheel,) = folder.glob("*.whl")
     return wheel

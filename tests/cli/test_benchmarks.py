@@ -87,7 +87,7 @@ def test_the_gpu_benchmark_compares_lockstep_with_a_raw_loop(tmp_path: Path) -> 
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:
     json_path = tmp_path / "photos.json"
     small = ("--models", "resnet10t", "--precisions", "fp32", "--batch", "2", "--files", "400", "--device", "cpu")
-    done = benchmark("photos", *small, "--every", "1", "--seconds", "1", "--repeats", "1", "--json", str(json_path))
+    done = benchmark("photos", *small, "--every", "1", "--seconds", "0.1", "--repeats", "1", "--json", str(json_path))
     assert done.code == 0, done.err
     printed = " ".join(done.out.split())
     assert "80 photos of" in printed
