@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -103,3 +106,11 @@ def test_a_network_that_is_initialised_from_data_gets_the_normalised_images_of_t
     network = build_network(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
     images = (data.train.fetch(list(range(30))) / 255 - 0.5) / 0.25
     torch.testing.assert_close(network.model[0].weight, whitening_filters(images).float())  # type: ignore[index]
+
+
+def test_a_clock_that_is_set_back_while_a_run_lasts_is_not_in_its_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = itertools.count(time.time(), -86_400)
+    monkeypatch.setattr(time, "time", lambda: next(days))
+    assert 0 < train_here(tmp_path, *JOB).read_summary()["seconds"] < 3600

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -329,6 +331,8 @@ def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
     assert drawn() == [False, True]
     sweep.start(sweep.records()[0])
     assert drawn() == drawn() == [True, False], "its process may end without a word"
+    os.utime(pages[1], (tomorrow := time.time() + 86_400, tomorrow))
+    assert drawn() == [True, True], "it was written before the clock was set back"
 
 
 @pytest.mark.parametrize("rates", [(1e-6, 1e-3, 10.0), (0.002, 0.003, 0.005), (0.001, 0.01)])

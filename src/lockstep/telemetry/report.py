@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,10 +106,13 @@ def write_report(run_dir: RunDir, state: str = "") -> Path:
 
 
 def is_current(run_dir: RunDir, record: Path) -> bool:
-    """Whether the page of a run is newer than the files of its folder, its record in a ledger, and Lockstep."""
+    """Whether the page of a run is newer than the files of its folder, its record in a ledger, and Lockstep.
+
+    A page with a time in the future is not: it was written before the clock was set back.
+    """
     sources = (*run_dir.path.iterdir(), *run_dir.hydra.glob("*"), *Path(__file__).parent.rglob("*.*"), record)
     times = [path.stat().st_mtime_ns for path in sources if path.is_file() and path != run_dir.report]
-    return run_dir.report.is_file() and run_dir.report.stat().st_mtime_ns > max(times)
+    return run_dir.report.is_file() and max(times) < run_dir.report.stat().st_mtime_ns <= time.time_ns()
 
 
 def is_due(when: str, seconds: float) -> bool:

@@ -68,7 +68,7 @@ class RunRecord(NoRecord):
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world
-        self.started = time.time()
+        self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
     def announce(
         self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
@@ -132,7 +132,7 @@ class RunRecord(NoRecord):
             shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
-        seconds = time.time() - self.started
+        seconds = time.monotonic() - self.began
         progress, telemetry = trainer.progress, trainer.telemetry
         figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()
         of_gpu: dict[str, Any] = {}
