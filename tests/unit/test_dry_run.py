@@ -85,6 +85,12 @@ def test_another_error_of_a_trial_is_not_taken_for_a_lack_of_memory() -> None:
         unless_out_of_memory(fails(RuntimeError("the shapes do not fit")))
 
 
+def test_a_trial_leaves_the_threads_as_they_were() -> None:
+    with dry_run.trial(torch.device("cpu")):
+        torch.set_num_threads(2)
+    assert torch.get_num_threads() == 1
+
+
 def test_a_model_that_is_compiled_is_not_tried() -> None:
     assert training_rate(resolved("model.compile=true"), World.solo()) is None
 

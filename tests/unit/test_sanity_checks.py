@@ -54,6 +54,14 @@ def test_one_rank_agrees_with_itself() -> None:
     check_replicas(nn.Linear(2, 2), World.solo(), 1)
 
 
+def test_parameters_that_exist_once_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(world: World) -> None:
+        model = nn.ModuleList(nn.Linear(2, 2, device="cpu" if world.rank == stage else "meta") for stage in range(3))
+        check_replicas(model, world, 1)
+
+    ThreadRanks(3, monkeypatch).run(check)
+
+
 def replica() -> nn.Module:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     for number, parameter in enumerate(model.parameters(), start=1):
