@@ -214,7 +214,11 @@ def forks() -> Forks:
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
-    return Forks(*commands, "timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image", *written)
+    # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
+    plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "pool", "ray_launcher", "search")]
+    plugins += [f"hydra._internal.core_plugins.basic_{name}" for name in ("launcher", "sweeper")]
+    images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
+    return Forks(*commands, "timm", "torch._dynamo", "torchmetrics", *images, *written, *plugins, "pytest")
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
