@@ -214,8 +214,11 @@ def forks() -> Forks:
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.job.launch", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
-    plugins = ("hydra._internal.core_plugins.importlib_resources_config_source", "lockstep.sweep.search")
-    libraries = ("timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image")
+    # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
+    plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "pool", "ray_launcher", "search")]
+    hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
+    plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
+    libraries = ("timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image", "PIL.JpegImagePlugin", "pytest")
     return Forks(*commands, *plugins, *libraries, *written)
 
 

@@ -83,7 +83,7 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
         "dataset.channels=1",
         "batch=auto",
         "steps=1",
-        "dataset.examples=256",
+        "dataset.examples=128",
         f"output_root={tmp_path}",
     )
     assert done.code == 0, done.err
