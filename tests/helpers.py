@@ -218,8 +218,8 @@ def forks() -> Forks:
     plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "pool", "ray_launcher", "search")]
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
-    libraries = ("timm", "torch._dynamo", "torchmetrics", "torchvision.io", "PIL.Image", "PIL.JpegImagePlugin", "pytest")
-    return Forks(*commands, *plugins, *libraries, *written)
+    images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
+    return Forks(*commands, *plugins, "timm", "torch._dynamo", "torchmetrics", *images, *written, "pytest")
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
