@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import InputError
+from lockstep.core.launched import check_launched, is_launched, launched
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
@@ -57,13 +58,19 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
         extensions: import names of packages, which need not be installed.
 
     Raises:
-        InputError: the config, the data or the machine does not fit the job.
+        InputError: the config, the data or the machine does not fit the job, or this process is one of several ranks.
         LockstepError: the job ended early: by a stop (Ctrl-C), a loss that is not finite, or a rank that failed.
     """
     if threading.current_thread() is not threading.main_thread():
         raise InputError(
             "lockstep.train was called in a thread, where Python hears no signal that stops a run; call it in the "
             "program's main thread, or start the command lockstep train"
+        )
+    check_launched()
+    if is_launched() and (size := launched().size) > 1:
+        raise InputError(
+            f"lockstep.train was called in one of {size} ranks, and each would train alone; start "
+            "the script once and give ranks=N, or start the command lockstep train in each rank"
         )
     from lockstep.config import composition
     from lockstep.config import extensions as known

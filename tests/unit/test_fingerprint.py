@@ -61,14 +61,14 @@ def of_folder(path: Path, *files: str, crop_from: str = "square", examples: int 
 
 def test_the_examples_their_files_their_classes_and_their_boxes_are_part_of_a_job(tmp_path: Path) -> None:
     facts = of_folder(tmp_path / "here", "a/1.png", "b/1.png")
-    others = {
+    by_changed_keys = {
         ("examples",): of_folder(tmp_path / "here", examples=11),
         ("crop_from",): of_folder(tmp_path / "here", crop_from="file"),
         ("train", "val"): of_folder(tmp_path / "files", "a/1.png", "b/2.png"),
         ("class_names", "train", "val"): of_folder(tmp_path / "classes", "a/1.png", "c/1.png"),
     }
     assert facts == of_folder(tmp_path / "there", "a/1.png", "b/1.png")
-    for keys, other in others.items():
+    for keys, other in by_changed_keys.items():
         assert {key for key in facts if facts[key] != other[key]} == {*keys}
 
 
