@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from PIL import Image
 
 from helpers import records, resolved, train_here
+from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.data.transforms.mixup import Mix
 from lockstep.models.whitenet import whitening_filters
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_network
+from thread_ranks import ThreadRanks
 
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
 # Options that change the steps, but not the first loss, which is that of the initial weights.
@@ -87,6 +90,20 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     assert (split.crop.seed, data.pipeline.seed) == (7, 7)
     assert {part.interpolation for part in (data.train, data.val, data.pipeline)} == {"bicubic"}  # type: ignore[union-attr]
     assert data.pipeline.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
+
+
+def test_two_machines_with_other_files_share_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = []
+    for number, name in enumerate("ab"):
+        folder_of_noise(tmp_path / name)
+        jobs.append(resolved("dataset=folder", f"dataset.path={tmp_path / name}", "dataset.decode_size=8", "batch=1"))
+        (tmp_path / name / "train" / "a" / "1.png").rename(tmp_path / name / "train" / "a" / f"{number}.png")
+
+    def refuse(world: World) -> None:
+        with pytest.raises(InputError, match="the data of rank 1, here, is not that of rank 0, there"):
+            build_data(jobs[world.rank], replace(world, local_rank=0, local_size=1))
+
+    ThreadRanks(2, monkeypatch).run(refuse)
 
 
 def test_the_marks_of_broken_images_end_with_their_run(tmp_path: Path) -> None:
