@@ -24,7 +24,7 @@ from lockstep.core.errors import InputError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training import experiment, graph_trainer, trainer
-from lockstep.training.graph_trainer import GraphTrainer
+from lockstep.training.graph_trainer import GraphTrainer, reading_rates
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -137,6 +137,14 @@ def test_a_recorded_step_of_muon_is_the_step_to_rounding(tmp_path: Path, graphs:
     assert Tape.replays == [3]
     for name, value in weights(recorded).items():
         torch.testing.assert_close(value, weights(expected)[name], rtol=1e-6, atol=1e-6)
+
+
+def test_an_optimizer_is_capturable_in_a_recording_alone() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    before = [dict(group) for group in optimizer.param_groups]
+    with reading_rates(optimizer, [torch.tensor(0.25)]):
+        assert (optimizer.param_groups[0]["capturable"], float(optimizer.param_groups[0]["lr"])) == (True, 0.25)
+    assert optimizer.param_groups == before
 
 
 def test_a_resume_has_the_bits_of_the_whole_run(tmp_path: Path, graphs: Callable[[bool], None]) -> None:

@@ -133,6 +133,12 @@ def test_a_broken_image_counts_nothing(name: str, targets: Tensor) -> None:
     close(loss.detach(), losses(LOGITS[whole], targets[whole], LABELS[whole]).sum())
 
 
+@pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
+def test_fewer_logits_are_those_of_the_first_examples(targets: Tensor) -> None:
+    losses = MaskedLoss(CrossEntropy().build(CLASSES, LABELS), tolerates_broken=True)
+    close(losses(LOGITS[:5], targets, LABELS), losses(LOGITS, targets, LABELS)[:5])
+
+
 @pytest.mark.parametrize(
     ("loss", "sentence"),
     [
@@ -159,6 +165,7 @@ def test_values_out_of_range_are_refused(word: str) -> None:
     [
         (nn.CrossEntropyLoss(), r"shape \(\) for 3 examples, expected \(3,\), .* reduction=\"none\""),
         (nn.Linear(10, 1), "has parameters, which no optimizer trains"),
+        (nn.BCEWithLogitsLoss(reduction="none"), r"shape \(3, 10\) for 3 examples"),  # of mixed images: shares
     ],
 )
 def test_a_loss_without_a_value_per_example_is_refused_before_the_first_step(
@@ -166,4 +173,4 @@ def test_a_loss_without_a_value_per_example_is_refused_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(CrossEntropy, "build", lambda self, classes, labels: module)
     with pytest.raises(InputError, match=sentence):
-        train_here(tmp_path / "run", "steps=1")
+        train_here(tmp_path / "run", "steps=1", f"train.mixup={float(isinstance(module, nn.BCEWithLogitsLoss))}")

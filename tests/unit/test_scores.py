@@ -15,6 +15,7 @@ from helpers import built, records, train_here
 from lockstep import metrics
 from lockstep.core.world import World
 from lockstep.metrics import build_scores
+from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
 
@@ -59,10 +60,10 @@ EXPECTED: dict[str, tuple[Any, float]] = {
 
 
 def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[str, float]:
-    """The scores after evaluating in blocks of these sizes, twice with the same object."""
+    """The scores of an evaluation in blocks of these sizes, behind one of other logits with the same object."""
     scores = build_scores({"it": metric}, CLASSES, names, World.solo())
-    for _ in range(2):
-        for logits, labels in zip(LOGITS.split(blocks), LABELS.split(blocks), strict=True):
+    for of_pass in (LOGITS.flip(0), LOGITS):
+        for logits, labels in zip(of_pass.split(blocks), LABELS.split(blocks), strict=True):
             scores.update(logits, labels)
         values = scores.compute()
     return values
@@ -115,6 +116,16 @@ def test_broken_images_do_not_count() -> None:
     usable = labels >= 0
     expected = reference.f1_score(LABELS[usable], PREDICTED[usable], average="macro")
     assert scores.compute() == {"metric/f1": pytest.approx(expected, rel=1e-6)}
+
+
+def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scores_of_rank(world: World) -> dict[str, float]:
+        scores = build_scores({"f1": metrics.F1()}, CLASSES, (), world)
+        scores.update(LOGITS[world.rank :: 2], LABELS[world.rank :: 2])
+        return scores.compute()
+
+    expected = reference.f1_score(LABELS, PREDICTED, average="macro")
+    assert ThreadRanks(2, monkeypatch).run(scores_of_rank) == [{"metric/f1": pytest.approx(expected, rel=1e-6)}, {}]
 
 
 def test_the_options_are_the_classes() -> None:

@@ -72,6 +72,7 @@ def test_a_block_of_evaluation_has_a_number_of_pixels(words: str, block: int) ->
         ("optimizer=timm optimizer.opt=sgdw batch=256", 0.1),
         ("optimizer=timm optimizer.opt=adafactor", 1e-3),
         ("model=resnet18 model.pretrained=true", 1e-4),
+        ("model=resnet18 model.pretrained=true optimizer.lr=0.5", 0.5),
     ],
 )
 def test_the_usual_rate_fits_the_optimizer_and_the_batch(words: str, rate: float) -> None:
