@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,12 +17,17 @@ from PIL import Image
 
 from helpers import records, resolved, train_here
 from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.data.transforms.mixup import Mix
 from lockstep.models.whitenet import whitening_filters
+from lockstep.runtime.signals import StopRequest
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_network
+from lockstep.training.build_observers import build_observers
+from lockstep.training.network import Progress
 from thread_ranks import ThreadRanks
 
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
@@ -92,6 +99,16 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     assert data.pipeline.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
 
 
+def test_images_that_a_job_reads_once_are_not_decoded_in_advance(tmp_path: Path) -> None:
+    folder_of_noise(tmp_path)
+    shutil.copy(tmp_path / "train" / "a" / "1.png", tmp_path / "train" / "a" / "2.png")
+    words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "batch=1", "model=linear")
+    _, once = build_data(resolved(*words, "epochs=1"), World.solo())
+    assert once.loader_reason.startswith("3 images to read, 3 to decode in advance")
+    job, _ = build_data(resolved(*words, "epochs=2"), World.solo())
+    assert isinstance(job.loader, Resident)
+
+
 def test_two_machines_with_other_files_share_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = []
     for number, name in enumerate("ab"):
@@ -123,6 +140,43 @@ def test_a_network_that_is_initialised_from_data_gets_the_normalised_images_of_t
     network = build_network(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
     images = (data.train.fetch(list(range(30))) / 255 - 0.5) / 0.25
     torch.testing.assert_close(network.model[0].weight, whitening_filters(images).float())  # type: ignore[index]
+
+
+def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.training.build_model.peak_flops", lambda *args, **options: 1e12)
+    job, data = build_data(resolved("model=linear"), World.solo())
+    ranks = replace(World.solo(), size=2)
+    assert build_network(job, ranks, data.plan, lambda number: data.normalised(number, ranks)).peak == 2e12
+
+
+def test_a_resume_cuts_the_samples_of_ranks_that_are_gone(tmp_path: Path) -> None:
+    words = (*JOB, "telemetry.samples=true", "checkpoint.every=1")
+    run = train_here(tmp_path / "run", *words, stop_at=2)
+    own, *gone = (run.rank_samples(rank) for rank in range(3))
+    for file in gone:
+        file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
+    train_here(run.path, *words)
+    assert [file.read_text() for file in gone] == ['{"step": 1}\n{"step": 2}\n'] * 2
+    assert len(own.read_text().splitlines()) == 3 * 8
+
+
+def test_the_energy_of_a_job_on_several_machines_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "lockstep.training.build_observers.Monitor", lambda **options: SimpleNamespace(joules=1.0, **options)
+    )
+    job, data = build_data(resolved("model=linear"), World.solo())
+    network = build_network(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
+
+    one, two = (RunDir.at(tmp_path / name) for name in ("one", "two"))
+
+    def end_at_once(run: RunDir, world: World) -> None:
+        build_observers(job, run, world, data, network, Progress(), StopRequest())[0].close()
+
+    end_at_once(one, World.solo())
+    ThreadRanks(2, monkeypatch).run(lambda world: end_at_once(two, replace(world, local_rank=0, local_size=1)))
+    assert one.spent().keys() - two.spent().keys() == {"kwh"}
 
 
 def test_a_clock_that_is_set_back_while_a_run_lasts_is_not_in_its_duration(

@@ -120,6 +120,15 @@ def test_a_shard_holds_the_images_and_labels_of_its_indices(source: Source) -> N
         assert shard.images.dtype == torch.uint8
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_streamed_image_is_the_box_of_its_epoch(folder: Folder, workers: int) -> None:
+    split = replace(folder.train(), crop=Crop(RandomResizedCrop().boxes, seed=0, size=(6, 6)))
+    indices = torch.arange(4)
+    (first, _), (second, _) = Streaming(workers=workers).feed(split, world())([(0, indices), (1, indices)])
+    assert not torch.equal(first, second)
+    assert torch.equal(second, split.fetch(indices.tolist(), 1))
+
+
 def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> None:
     whole = loader(folder, Resident())
     for shard in shards(whole):

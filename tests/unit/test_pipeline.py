@@ -12,6 +12,7 @@ from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
+from lockstep.data.datasets.files import CropFrom
 from lockstep.data.loading.shards import Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
@@ -73,6 +74,25 @@ def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(actual, train(path, batch, torch.arange(3), 0))
+
+
+def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -> None:
+    batch, mean, std = images(2, 3, 32, 32), [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
+    path = pipeline(CIFAR10(), precision=FP64(), mean=mean, std=std)
+    expected = T.normalize(batch.double() / 255, mean, std)
+    torch.testing.assert_close(path.eval(batch), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_boxes_of_files_are_flipped_and_not_cut_once_more() -> None:
+    source = Folder(path="nowhere", decode_size=32, input_size=32, crop=1.0, crop_from=CropFrom.file)
+    batch = images(8, 3, 32, 32)
+    path = pipeline(source, RandomResizedCrop())
+    seen, whole = train(path, batch, torch.arange(8)), path.eval(batch)
+    flipped = [torch.equal(one, other.flip(-1)) for one, other in zip(seen, whole, strict=True)]
+    same = [torch.equal(one, other) for one, other in zip(seen, whole, strict=True)]
+    assert [a or b for a, b in zip(same, flipped, strict=True)] == [True] * 8
+    assert any(same)
+    assert any(flipped)
 
 
 def test_evaluation_sees_the_centre() -> None:
