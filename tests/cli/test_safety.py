@@ -21,7 +21,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from helpers import ROOT, records, train, train_here
+from helpers import ROOT, composed, records, train, train_here
 from lockstep import checkpoint
 from lockstep.config import composition, messages, schema
 from lockstep.config.invocation import Invocation
@@ -39,13 +39,19 @@ from processes import Process, background, close, wait_for
 SECRET = "correct-horse-battery-staple"
 
 
-def refusal(root: Path, *overrides: str) -> str:
-    """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
-    with pytest.raises(Exception) as raised, initialize_config_dir(str(ROOT / "conf")):  # noqa: PT011, PT012
+def created(root: Path, *overrides: str) -> None:
+    """Make the run folder that `python train.py OVERRIDES` would make."""
+    job = composed(f"output_root={root}", *overrides)
+    with initialize_config_dir(str(ROOT / "conf")):
         called = Invocation(overrides=overrides, command="", sweep=False, folder=None, hydra="")
-        job = composition.to_dict(compose("config", overrides=["name=test", f"output_root={root}", *overrides]))
         with job_lock(called) as lock:
             create_run(decide_resume(job, called), called, lock)
+
+
+def refusal(root: Path, *overrides: str) -> str:
+    """The sentence that `python train.py OVERRIDES` is refused with; nothing is made below `root`."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
+        created(root, *overrides)
     error = messages.translate(raised.value)
     assert isinstance(error, InputError), repr(raised.value)
     assert not root.exists()
@@ -146,8 +152,8 @@ def test_no_key_of_any_option_can_read_the_environment() -> None:
     assert len(keys) > 150
     assert {"epochs", "launcher.partition", "metric.f1.average", "dataset.path", "logger.wandb.project"} <= {*keys}
     for key, config in keys.items():
+        changed = copy.deepcopy(config)
         for reference in ("${oc.env:LOCKSTEP_TEST_SECRET}", "x${oc.decode:${oc.env:LOCKSTEP_TEST_SECRET}}"):
-            changed = copy.deepcopy(config)
             OmegaConf.update(changed, key, reference)
             with pytest.raises(InputError, match=f"{re.escape(key)} asks for .*, which is not allowed") as raised:
                 composition.to_dict(changed)
