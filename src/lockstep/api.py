@@ -69,8 +69,8 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     check_launched()
     if is_launched() and (size := launched().size) > 1:
         raise InputError(
-            f"lockstep.train was called in one of {size} ranks, and each would train alone; start "
-            "the script once and give ranks=N, or start the command lockstep train in each rank"
+            f"lockstep.train was called in one of {size} ranks, and each would train alone; start the script once "
+            "and give ranks=N, or start the command lockstep train in each rank"
         )
     from lockstep.config import composition
     from lockstep.config import extensions as known

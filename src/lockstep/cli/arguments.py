@@ -240,8 +240,10 @@ def _clean(commands: Any) -> None:
     clean.add_argument("folders", nargs="*", default=["outputs"], metavar="FOLDER", help="with runs in it [outputs]")
     clean.add_argument("--yes", action="store_true", help="remove what is shown")
     clean.add_argument("--keep", type=int, default=1, metavar="N", help="how many of the newest stay in each run [1]")
-    everything = "all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume "
-    everything += "can train them longer"
+    everything = (
+        "all checkpoints of completed runs but the best of a sweep: their best weights stay, but no resume can train "
+        "them longer"
+    )
     clean.add_argument("--all", dest="everything", action="store_true", help=everything)
 
 
