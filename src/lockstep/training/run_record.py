@@ -95,6 +95,10 @@ class RunRecord(NoRecord):
                 f"{'2 to 47' if longer is None else f'{longer:.1f}'} times as long as in float32; precision=fp32 is "
                 "faster"
             )
+        if job.train.sampling == "balanced" and getattr(job.loss, "class_weights", None):
+            notes.append(
+                "train.sampling=balanced shows every class equally often already, and loss.class_weights apply on top"
+            )
         if self._composed().get("batch") == "auto":
             notes.append(advice_on_batch(job, self.world, data.plan.examples))
         if self.world.device.type == "cuda" and job.repro != "strict":
