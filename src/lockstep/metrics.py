@@ -1,13 +1,19 @@
-"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics."""
+"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics.
+
+A score without a value, such as the AUROC of a class without examples, is NaN; files have null in its place.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lockstep.core.fields import ranged
 from lockstep.core.model import probabilities
@@ -40,11 +46,61 @@ class ClassAverage(Enum):
     none = "none"
 
 
-def _make(name: str, **options: Any) -> torchmetrics.Metric:
-    from torchmetrics import classification  # takes a second to import
+class PresentClasses:
+    """A score of torchmetrics over the classes that have examples in the split, like scikit-learn's.
 
-    metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
-    return metric
+    torchmetrics counts a class without examples as 0, and refuses a model of one class. So it computes the score of
+    each class, and they are averaged here. Its warnings of classes without examples are not shown.
+
+    Args:
+        name: the name in torchmetrics, without `Multiclass`.
+        average: how the scores of the classes are averaged; None if there is one score for all.
+        least: the least columns of probabilities; empty ones are added.
+        needs_others: whether a class that all examples are of has no score.
+        options: further options of torchmetrics.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        classes: int,
+        average: Average | ClassAverage | None = None,
+        *,
+        least: int = 2,
+        needs_others: bool = False,
+        **options: Any,
+    ) -> None:
+        from torchmetrics import classification  # takes a second to import
+
+        self.classes, self.columns, self.needs_others = classes, max(least, classes), needs_others
+        self.average = None if average is None else average.value
+        if self.average is not None:
+            options["average"] = "micro" if self.average == "micro" else "none"
+        self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(
+            num_classes=self.columns, sync_on_compute=False, **options
+        )
+        self.examples = torch.zeros(self.columns, dtype=torch.int64)
+
+    def update(self, probabilities: Tensor, labels: Tensor) -> None:
+        self.metric.update(F.pad(probabilities, (0, self.columns - self.classes)), labels)
+        self.examples += torch.bincount(labels, minlength=self.columns)
+
+    def compute(self) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            scores: Tensor = self.metric.compute()
+        if scores.ndim == 0:
+            return scores
+        scores, examples = scores[: self.classes].double(), self.examples[: self.classes]
+        present = (examples > 0) & ~(self.needs_others & (examples == examples.sum()))
+        if self.average == "none":
+            return scores.masked_fill(~present, math.nan)
+        weights = (examples[present] if self.average == "weighted" else present[present]).double()
+        return (scores[present] * weights).sum() / weights.sum()
+
+    def reset(self) -> None:
+        self.metric.reset()
+        self.examples.zero_()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +115,7 @@ class Accuracy:
     top_k: int = ranged(1, least=1, most=1_000_000)
 
     def build(self, classes: int) -> Score:
-        return _make("Accuracy", num_classes=classes, average=self.average.value, top_k=min(self.top_k, classes))
+        return PresentClasses("Accuracy", classes, self.average, top_k=min(self.top_k, classes))
 
 
 class _Averaged:
@@ -68,7 +124,7 @@ class _Averaged:
     average: Average | ClassAverage
 
     def build(self, classes: int) -> Score:
-        return _make(type(self).__name__, num_classes=classes, average=self.average.value)
+        return PresentClasses(type(self).__name__, classes, self.average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +148,17 @@ class F1:
     average: Average = Average.macro
 
     def build(self, classes: int) -> Score:
-        return _make("F1Score", num_classes=classes, average=self.average.value)
+        return PresentClasses("F1Score", classes, self.average)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AUROC(_Averaged):
+class AUROC:
     """The area under the ROC curve of each class against the others."""
 
     average: ClassAverage = ClassAverage.macro
+
+    def build(self, classes: int) -> Score:
+        return PresentClasses("AUROC", classes, self.average, needs_others=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +188,7 @@ class Calibration:
     norm: Norm = Norm.l1
 
     def build(self, classes: int) -> Score:
-        return _make("CalibrationError", num_classes=classes, n_bins=self.bins, norm=self.norm.value)
+        return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm.value)
 
 
 class KappaWeights(Enum):
@@ -147,7 +206,7 @@ class Kappa:
     weights: KappaWeights = KappaWeights.none
 
     def build(self, classes: int) -> Score:
-        return _make("CohenKappa", num_classes=classes, weights=self.weights.value)
+        return PresentClasses("CohenKappa", classes, weights=self.weights.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +214,8 @@ class Matthews:
     """The correlation coefficient of Matthews, between predictions and labels."""
 
     def build(self, classes: int) -> Score:
-        return _make("MatthewsCorrCoef", num_classes=classes)
+        # Of two classes torchmetrics says 1 or -1 where the coefficient is 0/0, and scikit-learn 0 of any number.
+        return PresentClasses("MatthewsCorrCoef", classes, least=3)
 
 
 class NoScores:

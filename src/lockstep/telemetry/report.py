@@ -148,7 +148,7 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
 
     facts = notes.trying(run_dir.summary, run_dir.read_summary, {})
     environment = read(safe_read.read_json, run_dir.environment, {})
-    figures: Figures = read(read_figures, run_dir.metrics, [])
+    figures: Figures = read(functools.partial(read_figures, nulls=True), run_dir.metrics, [])
     gpu: Figures = read(read_samples, run_dir.gpu, [])
     composed = read(safe_read.read_yaml, run_dir.composed, {})
     hydra = read(safe_read.read_yaml, run_dir.hydra / "hydra.yaml", {})
@@ -194,7 +194,7 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
         "last validation loss": number(last.get("loss/val"), ".4f"),
-        **{tag[7:]: number(last[tag], ".4g") for tag in last if re.fullmatch("metric/[^/]*", tag)},
+        **{tag[7:]: number(last[tag], ".4g") or "–" for tag in last if re.fullmatch("metric/[^/]*", tag)},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": moment(started or 0),
         "duration": clock(seconds) if seconds else "",
@@ -223,9 +223,10 @@ def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]
         lines: list[charts.Curve] = []
         for tag, (pattern, (label, colour)) in itertools.product(tags, patterns.items()):
             if re.match(pattern, tag):
-                points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
+                points = [(float(step), scalars[tag]) for step, scalars in figures if is_number(scalars.get(tag))]
                 colour = colour or COLOURS[len(lines) % len(COLOURS)]
-                lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
+                if points:
+                    lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if lines:
             yield title, charts.curves(lines)
 
