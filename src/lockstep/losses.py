@@ -166,10 +166,8 @@ def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
 
     The row of a negative label, of a broken image, is zero.
     """
-    shares = (
-        targets[:, None] == torch.arange(logits.shape[1], device=targets.device) if targets.ndim == 1 else targets
-    )
-    return shares.to(logits.dtype)
+    labels = torch.arange(logits.shape[1], device=targets.device)
+    return (targets[:, None] == labels if targets.ndim == 1 else targets).to(logits.dtype)
 
 
 @dataclass(frozen=True)

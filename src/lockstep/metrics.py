@@ -47,38 +47,30 @@ class ClassAverage(Enum):
 
 
 class PresentClasses:
-    """A score of torchmetrics over the classes that have examples in the split, like scikit-learn's.
+    """A score of torchmetrics over the classes with examples in the split, with the values of scikit-learn.
 
-    torchmetrics counts a class without examples as 0, and refuses a model of one class. So it computes the score of
-    each class, and they are averaged here. Its warnings of classes without examples are not shown.
+    torchmetrics counts a class without examples as 0, with a warning, and rejects a model of one class. So a small
+    model gets columns of zeros, and the scores of the classes are averaged here.
 
     Args:
         name: the name in torchmetrics, without `Multiclass`.
-        average: how the scores of the classes are averaged; None if there is one score for all.
-        least: the least columns of probabilities; empty ones are added.
-        needs_others: whether a class that all examples are of has no score.
-        options: further options of torchmetrics.
+        average: how the scores of the classes are averaged; None for a score of all examples.
     """
 
     def __init__(
-        self,
-        name: str,
-        classes: int,
-        average: Average | ClassAverage | None = None,
-        *,
-        least: int = 2,
-        needs_others: bool = False,
-        **options: Any,
+        self, name: str, classes: int, average: Average | ClassAverage | None = None, **options: Any
     ) -> None:
         from torchmetrics import classification  # takes a second to import
 
-        self.classes, self.columns, self.needs_others = classes, max(least, classes), needs_others
-        self.average = None if average is None else average.value
-        if self.average is not None:
+        self.classes, self.needs_others = classes, name == "AUROC"
+        # Of two classes, torchmetrics' coefficient is 1 or -1 where it is 0/0; of more it is 0, as in scikit-learn.
+        self.columns = max(3 if name == "MatthewsCorrCoef" else 2, classes)
+        self.average = "" if average is None else average.value
+        if self.average:
             options["average"] = "micro" if self.average == "micro" else "none"
-        self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(
-            num_classes=self.columns, sync_on_compute=False, **options
-        )
+        # Only main has scores, so they must not be added up over the ranks.
+        options |= {"num_classes": self.columns, "sync_on_compute": False}
+        self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
         self.examples = torch.zeros(self.columns, dtype=torch.int64)
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
@@ -95,7 +87,7 @@ class PresentClasses:
         present = (examples > 0) & ~(self.needs_others & (examples == examples.sum()))
         if self.average == "none":
             return scores.masked_fill(~present, math.nan)
-        weights = (examples[present] if self.average == "weighted" else present[present]).double()
+        weights = examples[present] if self.average == "weighted" else torch.ones(int(present.sum()))
         return (scores[present] * weights).sum() / weights.sum()
 
     def reset(self) -> None:
@@ -152,13 +144,10 @@ class F1:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AUROC:
+class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
     average: ClassAverage = ClassAverage.macro
-
-    def build(self, classes: int) -> Score:
-        return PresentClasses("AUROC", classes, self.average, needs_others=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,8 +203,7 @@ class Matthews:
     """The correlation coefficient of Matthews, between predictions and labels."""
 
     def build(self, classes: int) -> Score:
-        # Of two classes torchmetrics says 1 or -1 where the coefficient is 0/0, and scikit-learn 0 of any number.
-        return PresentClasses("MatthewsCorrCoef", classes, least=3)
+        return PresentClasses("MatthewsCorrCoef", classes)
 
 
 class NoScores:

@@ -198,8 +198,11 @@ def _is_window(parsed: Any) -> bool:
 def _is_tally(parsed: Any) -> bool:
     """Whether parsed JSON is the `TallyState` of telemetry. A loss may be infinite if a scaler tolerates it."""
     match parsed:
-        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(parsed) == 4:
+        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int(), **rest}:
             integers = all(isinstance(value, int) for value in [*steps, *examples])
             floats = all(isinstance(loss, float) for loss in losses)
-            return integers and floats and len(losses) == len(steps) == len(examples)
+            same = len(losses) == len(steps) == len(examples)
+            return (
+                integers and floats and same and all(key == "broken" and isinstance(rest[key], int) for key in rest)
+            )
     return False
