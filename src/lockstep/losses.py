@@ -138,10 +138,6 @@ class ExampleLoss(nn.Module):
     A weight multiplies the whole loss of an example, also the part that label smoothing gives to the other classes.
     The loss of a mixed image is a sum over its classes: share times weight times the loss of that class. So balanced
     classes stay balanced under label smoothing, Mixup and CutMix.
-
-    Args:
-        losses: logits (b, classes), targets and whether it is training, to losses (b,).
-        weights: of the classes, (classes,); None if all weigh the same.
     """
 
     weights: Tensor | None
@@ -162,10 +158,7 @@ class ExampleLoss(nn.Module):
 
 
 def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
-    """Targets as shares of the classes, like `logits` (b, classes): labels, int64 (b,), become one-hot rows.
-
-    The row of a negative label, of a broken image, is zero.
-    """
+    """Targets as shares of the classes, like `logits` (b, classes). A label becomes one-hot, a negative one zeros."""
     labels = torch.arange(logits.shape[1], device=targets.device)
     return (targets[:, None] == labels if targets.ndim == 1 else targets).to(logits.dtype)
 

@@ -50,26 +50,18 @@ class PresentClasses:
     """A score of torchmetrics over the classes with examples in the split, with the values of scikit-learn.
 
     torchmetrics counts a class without examples as 0, with a warning, and rejects a model of one class. So a small
-    model gets columns of zeros, and the scores of the classes are averaged here.
-
-    Args:
-        name: the name in torchmetrics, without `Multiclass`.
-        average: how the scores of the classes are averaged; None for a score of all examples.
+    model gets columns of zeros, and the scores of the classes are averaged here. `name` is without `Multiclass`.
     """
 
-    def __init__(
-        self, name: str, classes: int, average: Average | ClassAverage | None = None, **options: Any
-    ) -> None:
+    def __init__(self, name: str, classes: int, average: Enum | None = None, **options: Any) -> None:
         from torchmetrics import classification  # takes a second to import
 
-        self.classes, self.needs_others = classes, name == "AUROC"
+        self.name, self.classes, self.average = name, classes, None if average is None else average.value
         # Of two classes, torchmetrics' coefficient is 1 or -1 where it is 0/0; of more it is 0, as in scikit-learn.
         self.columns = max(3 if name == "MatthewsCorrCoef" else 2, classes)
-        self.average = "" if average is None else average.value
-        if self.average:
+        if average is not None:
             options["average"] = "micro" if self.average == "micro" else "none"
-        # Only main has scores, so they must not be added up over the ranks.
-        options |= {"num_classes": self.columns, "sync_on_compute": False}
+        options |= {"num_classes": self.columns, "sync_on_compute": False}  # other ranks have no scores
         self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
         self.examples = torch.zeros(self.columns, dtype=torch.int64)
 
@@ -84,11 +76,11 @@ class PresentClasses:
         if scores.ndim == 0:
             return scores
         scores, examples = scores[: self.classes].double(), self.examples[: self.classes]
-        present = (examples > 0) & ~(self.needs_others & (examples == examples.sum()))
+        absent = (examples == 0) | ((examples == examples.sum()) & (self.name == "AUROC"))
         if self.average == "none":
-            return scores.masked_fill(~present, math.nan)
-        weights = examples[present] if self.average == "weighted" else torch.ones(int(present.sum()))
-        return (scores[present] * weights).sum() / weights.sum()
+            return scores.masked_fill(absent, math.nan)
+        weights = (examples if self.average == "weighted" else torch.ones_like(examples)).masked_fill(absent, 0)
+        return scores.masked_fill(absent, 0) @ weights.double() / weights.sum()
 
     def reset(self) -> None:
         self.metric.reset()

@@ -234,3 +234,21 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
     assert line["loss/train"] == pytest.approx(float(expected[loss].mean()), rel=1e-9)
     if loop == "lockstep":
         assert line["acc/train_top1"] == pytest.approx(100 * float((logits.argmax(1) == targets).double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("ema", "says"),
+    [("train.ema=0.9999 train.ema_warmup=false", "use train.ema_warmup=true"), ("train.ema=null", "")],
+)
+def test_a_run_ends_with_a_line_about_an_average_that_is_worse_than_the_weights(
+    ema: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_here(tmp_path / "run", "model.width=8", "steps=60", "train.eval_every=60", *ema.split())
+    last = records(run)[-1]
+    printed = " ".join(capsys.readouterr().out.split())
+    scores = (
+        f"average {last.get('acc/val_ema_top1', 0):.2f} % top-1 at the last step, "
+        f"and the raw weights {last['acc/val_top1']:.2f} %"
+    )
+    assert (scores in printed) == bool(says)
+    assert says in printed

@@ -27,7 +27,7 @@ from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
 from lockstep.telemetry.columns import clock, moment
 from lockstep.telemetry.gpu import read_samples
-from lockstep.telemetry.sinks import read_figures
+from lockstep.telemetry.sinks import finite, read_figures
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 Figures = Sequence[tuple[int, Mapping[str, float]]]
@@ -218,15 +218,15 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
 
 def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]]) -> Iterator[tuple[str, str]]:
     """The titles and addresses of the charts that have a figure."""
+    figures = [(step, finite(scalars)) for step, scalars in figures]
     tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
     for title, patterns in titles.items():
         lines: list[charts.Curve] = []
         for tag, (pattern, (label, colour)) in itertools.product(tags, patterns.items()):
             if re.match(pattern, tag):
-                points = [(float(step), scalars[tag]) for step, scalars in figures if is_number(scalars.get(tag))]
+                points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
                 colour = colour or COLOURS[len(lines) % len(COLOURS)]
-                if points:
-                    lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
+                lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if lines:
             yield title, charts.curves(lines)
 

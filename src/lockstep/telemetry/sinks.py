@@ -135,13 +135,8 @@ COLUMNS = {
 }
 
 
-def read_figures(
-    path: Path, after: float = math.inf, *, nulls: bool = False
-) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps in a `metrics.jsonl`, if there is one, with their scalars, up to `RunInfo.after`.
-
-    Scalars that are null, because they were not finite, are left out, or NaN with `nulls`.
-    """
+def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
+    """The steps up to `RunInfo.after` in a `metrics.jsonl`, if there is one: finite scalars, and NaN for `nulls`."""
     for line in read_lines(path) if path.exists() else ():
         try:
             step, scalars = _parsed(line or "")

@@ -7,16 +7,13 @@ from torch import Tensor
 
 
 class TallyState(TypedDict):
-    """A tally in a checkpoint. For each micro-batch: its summed loss, its step and its number of examples.
-
-    `broken` examples do not count; older checkpoints lack their number.
-    """
+    """A tally in a checkpoint. For each micro-batch: its summed loss, its step and its number of examples."""
 
     losses: list[float]
     steps: list[int]
     examples: list[int]
     hits: int
-    broken: NotRequired[int]
+    broken: NotRequired[int]  # older checkpoints lack it
 
 
 class EpochState(TypedDict):

@@ -90,8 +90,8 @@ class WandBRun(Observer):
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         if best:
-            figures = {f"best/{tag}": value for tag, value in finite(scores).items()}
-            self.run.summary.update({"best/step": step, **figures})
+            figures = {"step": step, **finite(scores)}
+            self.run.summary.update({f"best/{tag}": value for tag, value in figures.items()})
 
     def end(self, outcome: Outcome) -> None:
         self.run.finish(exit_code=EXIT_CODES[outcome])

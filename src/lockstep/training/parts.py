@@ -60,10 +60,7 @@ class Parts:
             yield shard.step, images, targets
 
     def update(self, shard: Shard) -> float:
-        """Forward, backward and the optimizer's step on a global batch of `pipeline.train`; returns its mean loss.
-
-        Broken images do not count.
-        """
+        """Forward, backward and optimizer step on a global batch; returns the mean loss of its unbroken images."""
         loss, criterion = 0.0, MaskedLoss(self.criterion, tolerates_broken=True)
         for micro, _ in shard.micro_batches(self.plan.micro_batches):
             if not len(micro.labels):  # not every model takes an empty one
