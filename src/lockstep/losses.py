@@ -2,7 +2,7 @@
 
 A loss gives one number for each example. The step adds these numbers and divides by the number of examples in the
 global batch, so the weight of an example never depends on its shard or its micro-batch. For the same reason class
-weights multiply these numbers, and nothing is divided by the sum of the weights.
+weights multiply these numbers (see `ExampleLoss`), and nothing is divided by the sum of the weights.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class _Weighted:
     """The base class of losses with class weights.
 
     Fields:
-        class_weights: a factor for the loss of each class, by label; null is 1 for all.
+        class_weights: a factor for the loss of the examples of each class, by label; null is 1 for all.
         balanced: weigh each class by N / (classes * n), for n of N training examples (King and Zeng 2001), so that
-            all classes count alike and the mean weight of an example is 1.
+            all classes with examples count alike and the mean weight of an example is 1.
     """
 
     class_weights: list[float] | None = ranged(None, least=0.0, most=MOST_WEIGHT)
@@ -48,7 +48,7 @@ class _Weighted:
                     "loss.balanced=true and loss.class_weights both weigh the classes; leave out one of them"
                 )
             counts = torch.bincount(labels[labels >= 0].cpu(), minlength=classes)
-            return (counts.sum() / (classes * counts.clamp(min=1))).float()
+            return (counts.sum() / (counts.count_nonzero() * counts.clamp(min=1))).float()
         if self.class_weights is None:
             return None
         if len(self.class_weights) != classes:
@@ -72,9 +72,9 @@ class CrossEntropy(_Weighted):
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, self.weights(classes, labels))
 
-    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         smoothing = self.label_smoothing if training else 0.0
-        return F.cross_entropy(logits, targets, weight=weights, reduction="none", label_smoothing=smoothing)
+        return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class BCE:
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, None)
 
-    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         shares = class_shares(targets, logits)
         if training:
             shares = shares * (1 - self.label_smoothing) + self.label_smoothing / logits.shape[1]
@@ -119,10 +119,8 @@ class Focal(_Weighted):
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, self.weights(classes, labels))
 
-    def losses(self, logits: Tensor, targets: Tensor, weights: Tensor | None, training: bool) -> Tensor:
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         shares = class_shares(targets, logits)
-        if weights is not None:
-            shares = shares * weights
         log_probs = F.log_softmax(logits, 1)
         error = (1 - log_probs.exp()).clamp(min=torch.finfo(logits.dtype).eps)  # a root has no derivative at 0
         return -(shares * error**self.gamma * log_probs).sum(1)
@@ -135,26 +133,34 @@ def probabilities_of(loss: Loss) -> str:
 
 
 class ExampleLoss(nn.Module):
-    """The loss of each example: `losses` of an option; in evaluation mode without smoothing and weights."""
+    """The loss of each example: `losses` of an option, times the weight of its class; without weights in evaluation.
+
+    A weight multiplies the whole loss of an example, also the part that label smoothing gives to the other classes.
+    The loss of a mixed image is a sum over its classes: share times weight times the loss of that class. So balanced
+    classes stay balanced under label smoothing, Mixup and CutMix.
+    """
 
     weights: Tensor | None
 
-    def __init__(
-        self, losses: Callable[[Tensor, Tensor, Tensor | None, bool], Tensor], weights: Tensor | None
-    ) -> None:
+    def __init__(self, losses: Callable[[Tensor, Tensor, bool], Tensor], weights: Tensor | None) -> None:
         super().__init__()
         self.losses = losses
         self.register_buffer("weights", weights)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        weights = self.weights.to(logits.dtype) if self.training and self.weights is not None else None
-        return self.losses(logits, targets, weights, self.training)
+        if self.weights is None or not self.training:
+            return self.losses(logits, targets, self.training)
+        weighted = class_shares(targets, logits) * self.weights.to(logits.dtype)
+        total = weighted.sum(1)
+        # The losses are linear in the shares, so the weights may be applied to them and to their sum.
+        shares = weighted / total.clamp(min=torch.finfo(logits.dtype).tiny)[:, None]
+        return total * self.losses(logits, shares, self.training)
 
 
 def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
-    """Targets as shares of the classes, like `logits` (b, classes): labels, int64 (b,), become one-hot rows."""
-    shares = F.one_hot(targets, logits.shape[1]) if targets.ndim == 1 else targets
-    return shares.to(logits.dtype)
+    """Targets as shares of the classes, like `logits` (b, classes). A label becomes one-hot, a negative one zeros."""
+    labels = torch.arange(logits.shape[1], device=targets.device)
+    return (targets[:, None] == labels if targets.ndim == 1 else targets).to(logits.dtype)
 
 
 @dataclass(frozen=True)

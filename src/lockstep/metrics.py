@@ -1,13 +1,19 @@
-"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics."""
+"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics.
+
+A score without a value, such as the AUROC of a class without examples, is NaN; files have null in its place.
+"""
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lockstep.core.fields import ranged
 from lockstep.core.model import probabilities
@@ -40,11 +46,45 @@ class ClassAverage(Enum):
     none = "none"
 
 
-def _make(name: str, **options: Any) -> torchmetrics.Metric:
-    from torchmetrics import classification  # takes a second to import
+class PresentClasses:
+    """A score of torchmetrics over the classes with examples in the split, with the values of scikit-learn.
 
-    metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
-    return metric
+    torchmetrics counts a class without examples as 0, with a warning, and rejects a model of one class. So a small
+    model gets columns of zeros, and the scores of the classes are averaged here. `name` is without `Multiclass`.
+    """
+
+    def __init__(self, name: str, classes: int, average: Enum | None = None, **options: Any) -> None:
+        from torchmetrics import classification  # takes a second to import
+
+        self.name, self.classes, self.average = name, classes, None if average is None else average.value
+        # Of two classes, torchmetrics' coefficient is 1 or -1 where it is 0/0; of more it is 0, as in scikit-learn.
+        self.columns = max(3 if name == "MatthewsCorrCoef" else 2, classes)
+        if average is not None:
+            options["average"] = "micro" if self.average == "micro" else "none"
+        options |= {"num_classes": self.columns, "sync_on_compute": False}  # other ranks have no scores
+        self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
+        self.examples = torch.zeros(self.columns, dtype=torch.int64)
+
+    def update(self, probabilities: Tensor, labels: Tensor) -> None:
+        self.metric.update(F.pad(probabilities, (0, self.columns - self.classes)), labels)
+        self.examples += torch.bincount(labels, minlength=self.columns)
+
+    def compute(self) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            scores: Tensor = self.metric.compute()
+        if scores.ndim == 0:
+            return scores
+        scores, examples = scores[: self.classes].double(), self.examples[: self.classes]
+        absent = (examples == 0) | ((examples == examples.sum()) & (self.name == "AUROC"))
+        if self.average == "none":
+            return scores.masked_fill(absent, math.nan)
+        weights = (examples if self.average == "weighted" else torch.ones_like(examples)).masked_fill(absent, 0)
+        return scores.masked_fill(absent, 0) @ weights.double() / weights.sum()
+
+    def reset(self) -> None:
+        self.metric.reset()
+        self.examples.zero_()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +99,7 @@ class Accuracy:
     top_k: int = ranged(1, least=1, most=1_000_000)
 
     def build(self, classes: int) -> Score:
-        return _make("Accuracy", num_classes=classes, average=self.average.value, top_k=min(self.top_k, classes))
+        return PresentClasses("Accuracy", classes, self.average, top_k=min(self.top_k, classes))
 
 
 class _Averaged:
@@ -68,7 +108,7 @@ class _Averaged:
     average: Average | ClassAverage
 
     def build(self, classes: int) -> Score:
-        return _make(type(self).__name__, num_classes=classes, average=self.average.value)
+        return PresentClasses(type(self).__name__, classes, self.average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +132,7 @@ class F1:
     average: Average = Average.macro
 
     def build(self, classes: int) -> Score:
-        return _make("F1Score", num_classes=classes, average=self.average.value)
+        return PresentClasses("F1Score", classes, self.average)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +169,7 @@ class Calibration:
     norm: Norm = Norm.l1
 
     def build(self, classes: int) -> Score:
-        return _make("CalibrationError", num_classes=classes, n_bins=self.bins, norm=self.norm.value)
+        return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm.value)
 
 
 class KappaWeights(Enum):
@@ -147,7 +187,7 @@ class Kappa:
     weights: KappaWeights = KappaWeights.none
 
     def build(self, classes: int) -> Score:
-        return _make("CohenKappa", num_classes=classes, weights=self.weights.value)
+        return PresentClasses("CohenKappa", classes, weights=self.weights.value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +195,7 @@ class Matthews:
     """The correlation coefficient of Matthews, between predictions and labels."""
 
     def build(self, classes: int) -> Score:
-        return _make("MatthewsCorrCoef", num_classes=classes)
+        return PresentClasses("MatthewsCorrCoef", classes)
 
 
 class NoScores:

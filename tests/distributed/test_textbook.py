@@ -141,8 +141,9 @@ def test_a_run_is_the_plain_loop_over_the_same_batches(
         if norms[-1] > CLIP:
             gradients = [gradient * CLIP / (norms[-1] + 1e-6) for gradient in gradients]
         rule.step(parameters, gradients, rate(step))
+        decay = min(EMA, (1 + step) / (10 + step))
         average = [
-            EMA * old + (1 - EMA) * new if step > 1 else new.clone()
+            decay * old + (1 - decay) * new if step > 1 else new.clone()
             for old, new in zip(average or parameters, parameters, strict=True)
         ]
     assert min(norms) < CLIP < max(norms), "the clipping bites in some steps, and not in others"

@@ -929,6 +929,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_pat
         {"window": {"flushed": 0, "trails": [{**TRAIL, "steps": []}], "epoch": EPOCH}},
         {"window": {"flushed": 0, "trails": [{**TRAIL, "losses": ["0.5"]}], "epoch": EPOCH}},
         {"window": {"flushed": 0, "trails": [{**TRAIL, "more": 1}], "epoch": EPOCH}},
+        {"window": {"flushed": 0, "trails": [{**TRAIL, "broken": "1"}], "epoch": EPOCH}},
         {"window": {"flushed": "0", "trails": [TRAIL], "epoch": EPOCH}},
         {"more": 1},
     ],

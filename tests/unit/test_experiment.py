@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from helpers import records, resolved, train_here
 from lockstep.core.errors import InputError
@@ -28,6 +30,7 @@ from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_network
 from lockstep.training.build_observers import build_observers
 from lockstep.training.network import Progress
+from lockstep.training.parts import build_parts
 from thread_ranks import ThreadRanks
 
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
@@ -185,3 +188,67 @@ def test_a_clock_that_is_set_back_while_a_run_lasts_is_not_in_its_duration(
     days = itertools.count(time.time(), -86_400)
     monkeypatch.setattr(time, "time", lambda: next(days))
     assert 0 < train_here(tmp_path, *JOB).read_summary()["seconds"] < 3600
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "bce", "focal", "cross_entropy loss.class_weights=[2,2]"])
+@pytest.mark.parametrize("loop", ["lockstep", "own"])
+def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
+    loop: str, loss: str, tmp_path: Path
+) -> None:
+    rng, images, labels = np.random.default_rng(0), [], []
+    for split in ("train", "val"):
+        for label, name in enumerate("ab"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(6):
+                path = tmp_path / split / name / f"{number}.png"
+                pixels = rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(path)
+                if split == "train" and number % 2:
+                    path.write_bytes(b"broken")
+                elif split == "train":
+                    images.append(torch.from_numpy(pixels).double().permute(2, 0, 1).flatten() / 255)
+                    labels.append(label)
+    job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.skip=6", "augment=none")
+    job += ("model=linear", "batch=12", "precision=fp64", "input.mean=[0,0,0]", "input.std=[1,1,1]")
+    job += ("optimizer=sgd", "optimizer.lr=1e-30", "optimizer.weight_decay=0", f"loss={loss.split()[0]}")
+    job += (*loss.split()[1:], "steps=1", "train.micro_batches=5", "device=cpu", "loader=streaming")
+    if loop == "own":
+        parts = build_parts(resolved(*job, "loader.workers=0"))
+        (shard,) = parts.pipeline.train(parts.loader.train(after=0))
+        weight, bias = (parameter.detach().clone() for parameter in parts.model.parameters())
+        line = {"loss/train": parts.update(shard)}
+    else:
+        run = train_here(tmp_path / "run", *job, "telemetry.interval=1")
+        (line,) = [line for line in records(run) if "loss/train" in line]
+        weight, bias = load_file(run.checkpoints / "step-00000001" / "model.safetensors").values()
+        weight, bias = (weight, bias) if weight.ndim == 2 else (bias, weight)
+    logits, targets = torch.stack(images) @ weight.T + bias, torch.tensor(labels)
+    expected = {
+        "cross_entropy": F.cross_entropy(logits, targets),
+        "bce": F.binary_cross_entropy_with_logits(logits, F.one_hot(targets).double()),
+        "focal": (
+            (1 - logits.softmax(1)[range(6), labels]) ** 2 * F.cross_entropy(logits, targets, reduction="none")
+        ),
+        "cross_entropy loss.class_weights=[2,2]": 2 * F.cross_entropy(logits, targets),
+    }
+    assert line["loss/train"] == pytest.approx(float(expected[loss].mean()), rel=1e-9)
+    if loop == "lockstep":
+        assert line["acc/train_top1"] == pytest.approx(100 * float((logits.argmax(1) == targets).double().mean()))
+
+
+@pytest.mark.parametrize(
+    ("ema", "says"),
+    [("train.ema=0.9999 train.ema_warmup=false", "use train.ema_warmup=true"), ("train.ema=null", "")],
+)
+def test_a_run_ends_with_a_line_about_an_average_that_is_worse_than_the_weights(
+    ema: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_here(tmp_path / "run", "model.width=8", "steps=60", "train.eval_every=60", *ema.split())
+    last = records(run)[-1]
+    printed = " ".join(capsys.readouterr().out.split())
+    scores = (
+        f"average {last.get('acc/val_ema_top1', 0):.2f} % top-1 at the last step, "
+        f"and the raw weights {last['acc/val_top1']:.2f} %"
+    )
+    assert (scores in printed) == bool(says)
+    assert says in printed

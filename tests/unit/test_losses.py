@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from sklearn.utils.class_weight import compute_class_weight
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -89,10 +91,54 @@ def test_the_focal_loss_of_a_certain_prediction_has_a_gradient() -> None:
     assert logits.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", [CrossEntropy, Focal])
-def test_weights_multiply_the_losses_of_their_classes(kind: Callable[..., Any]) -> None:
-    plain, weighted = (kind(class_weights=weights).build(CLASSES, LABELS) for weights in (None, WEIGHTS))
-    close(weighted(LOGITS, LABELS), plain(LOGITS, LABELS) * torch.tensor(WEIGHTS)[LABELS])
+WEIGHTED: dict[str, tuple[Callable[..., Any], dict[str, float], float]] = {
+    "cross_entropy": (CrossEntropy, {}, 0.0),
+    "smoothed": (CrossEntropy, {"label_smoothing": 0.1}, 0.1),
+    "smoothed more": (CrossEntropy, {"label_smoothing": 0.3}, 0.3),
+    "focal": (Focal, {"gamma": 2.0}, 0.0),
+}
+
+
+@pytest.mark.parametrize("targets", [LABELS, SHARES], ids=["labels", "shares"])
+@pytest.mark.parametrize("weights", [None, WEIGHTS, [0.0, 1.0, 5.0, 0.0, 1e6]])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_a_mixed_loss_is_share_times_weight_times_the_loss_of_each_class(
+    name: str, weights: list[float] | None, targets: Tensor
+) -> None:
+    kind, options, smoothing = WEIGHTED[name]
+    gamma = options.get("gamma", 0.0)
+    expected = torch.zeros(8, dtype=torch.float64)
+    for label in range(CLASSES):
+        share = targets[:, label] if targets.ndim == 2 else (targets == label).double()
+        of_class = torch.zeros(8, dtype=torch.float64)
+        for other in range(CLASSES):  # the target of the class, smoothed
+            log_p = -F.cross_entropy(LOGITS, torch.full((8,), other), reduction="none")
+            target = (1 - smoothing) * (other == label) + smoothing / CLASSES
+            of_class -= target * (1 - log_p.exp()) ** gamma * log_p
+        expected += share * (1.0 if weights is None else weights[label]) * of_class
+    close(kind(class_weights=weights, **options).build(CLASSES, LABELS)(LOGITS, targets), expected)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_on_equal_images_balanced_classes_are_equally_probable(name: str, mixed: bool) -> None:
+    kind, options, _ = WEIGHTED[name]
+    labels = torch.tensor([0] * 9 + [1])
+    targets = F.one_hot(labels).double()
+    if mixed:
+        targets = (0.8 * targets[:, None] + 0.2 * targets).flatten(0, 1)  # every example with every partner
+    loss = kind(balanced=True, **options).build(2, labels)
+    logits = torch.tensor([1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    solver = torch.optim.LBFGS([logits], max_iter=100, tolerance_grad=1e-12, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        solver.zero_grad()
+        value: Tensor = loss(logits.expand(len(targets), 2), targets).mean()
+        value.backward()
+        return value
+
+    solver.step(closure)
+    assert logits.softmax(0)[1].item() == pytest.approx(0.5, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", [CrossEntropy, Focal])
@@ -103,10 +149,14 @@ def test_balanced_classes_count_alike_and_an_example_one(kind: Callable[..., Any
     assert weights[LABELS].mean().item() == pytest.approx(1)
 
 
-def test_a_class_without_examples_has_a_finite_weight() -> None:
-    weights = CrossEntropy(balanced=True).weights(3, torch.tensor([0, 0, 1]))
+@pytest.mark.parametrize("labels", [[0, 0, 1], [2, 2, 2, 0], [1]])
+def test_balanced_weights_are_those_of_scikit_learn_for_the_classes_with_examples(labels: list[int]) -> None:
+    weights = CrossEntropy(balanced=True).weights(3, torch.tensor(labels))
     assert weights is not None
     assert weights.isfinite().all()
+    present = np.unique(labels)
+    expected = compute_class_weight("balanced", classes=present, y=labels)
+    torch.testing.assert_close(weights[present], torch.from_numpy(expected).float())
 
 
 @pytest.mark.parametrize("name", LOSSES)

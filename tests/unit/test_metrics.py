@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, Window, WindowState
+from lockstep.telemetry.columns import figures
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.samples import NoSamples
 from lockstep.telemetry.time_spent import TimeSpent
@@ -101,9 +103,9 @@ def recorder(
     )
 
 
-def count(telemetry: Telemetry, losses: list[float], hits: list[bool]) -> None:
-    """Record one micro-batch with these losses and hits."""
-    labels = torch.zeros(len(hits), dtype=torch.int64)
+def count(telemetry: Telemetry, losses: list[float], hits: list[bool | None]) -> None:
+    """Record one micro-batch with these losses and hits; None is a broken image, which has no loss."""
+    labels = torch.tensor([-100 if hit is None else 0 for hit in hits], dtype=torch.int64)
     logits = torch.tensor([[1.0, 0.0] if hit else [0.0, 1.0] for hit in hits])
     micro = Step(telemetry.step, labels=labels, indices=torch.arange(len(hits)))
     telemetry.record(torch.tensor(sum(losses)), logits, micro, torch.zeros(0))
@@ -235,6 +237,47 @@ def test_a_window_of_three_ranks_goes_on_on_any_number_of_them(ranks: int, monke
         assert of_window["loss/train"] == 106  # the mean of 90 to 122
         assert of_epoch["loss/train_epoch"] == 116
         assert of_epoch["acc/train_epoch_top1"] == of_window["acc/train_top1"] == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_broken_images_count_in_no_training_score(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, three steps of an epoch of two micro-batches, a stop after the second step, a resume on others."""
+
+    def begun(world: World) -> WindowState:
+        telemetry = recorder(Collector(), world=world)
+        for telemetry.step in (1, 2):
+            count(telemetry, [3.0], [True, None, None])
+            count(telemetry, [5.0], [False] if world.rank else [None, False])
+        return telemetry.open_window()
+
+    state = json.loads(json.dumps(ThreadRanks(2, monkeypatch).run(begun)[0]))
+
+    def resumed(world: World) -> list[tuple[int, dict[str, float]]]:
+        sink = Collector()
+        telemetry = recorder(sink, world=world, step=2, window=state)
+        telemetry.step = 3
+        count(telemetry, [14.0] if world.rank == 0 else [], [True, None] if world.rank == 0 else [None])
+        assert ended(telemetry, 3).examples == 1  # of this process
+        telemetry.evaluated(3, {}, best=True)
+        return sink.lines
+
+    for (_, of_window), (_, of_epoch) in ThreadRanks(ranks, monkeypatch).run(resumed):
+        assert of_window["loss/train"] == of_epoch["loss/train_epoch"] == (2 * 2 * (3 + 5) + 14) / 9
+        assert of_window["acc/train_top1"] == of_epoch["acc/train_epoch_top1"] == pytest.approx(100 * 5 / 9)
+
+
+def test_a_window_of_broken_images_has_no_score_and_is_no_divergence() -> None:
+    sink = Collector()
+    telemetry = recorder(sink)
+    telemetry.loss_limit = 2000
+    count(telemetry, [0.0], [None, None])
+    window = ended(telemetry, 1)
+    assert window.first_bad_step is None
+    assert isnan(window.loss)
+    assert isnan(window.top1)
+    assert "nan" not in " ".join(column.figure for column in figures(window))
+    count(telemetry, [1.0], [True, None])
+    assert ended(telemetry, 2).loss == 1
 
 
 def test_forgotten_steps_leave_no_trace_in_a_window() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
@@ -191,6 +191,25 @@ def test_a_model_without_counters_is_averaged_too() -> None:
     torch.testing.assert_close(ema.module.weight.detach(), before + 1)
 
 
+@pytest.mark.parametrize(
+    ("decay", "weights"), [(0.9, [0.0, 1 - 3 / 12, 1 - 4 / 13, 1 - 5 / 14]), (0.3, [0.0, 0.75, 0.7, 0.7])]
+)
+def test_the_warm_up_of_an_average_goes_by_its_step_and_goes_on_after_a_resume(
+    decay: float, weights: list[float]
+) -> None:
+    model = nn.Linear(1, 1, bias=False).double()
+    expected, ema = 0.0, EMA(model, decay, warmup=True)
+    for step, value in enumerate([3.0, 5.0, -2.0, 7.0], start=1):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        if step == 3:  # a checkpoint has the average and the number of its updates
+            state, ema = ema.state_dict(), EMA(model, decay, warmup=True)
+            ema.load_state_dict(state)
+        ema.update_parameters(model)
+        expected = value if step == 1 else (1 - weights[step - 1]) * expected + weights[step - 1] * value
+        assert ema.module.weight.item() == pytest.approx(expected, rel=1e-12)
+
+
 def test_the_average_of_a_buffer_that_is_infinite_is_infinite() -> None:
     model = network()
     model.register_buffer("bound", torch.tensor(-float("inf")))
@@ -200,15 +219,25 @@ def test_the_average_of_a_buffer_that_is_infinite_is_infinite() -> None:
     assert torch.equal(ema.module.state_dict()["bound"], model.state_dict()["bound"])
 
 
-def test_the_average_is_that_of_torch() -> None:
+def warmed_up(averages: list[Tensor], values: list[Tensor], averaged: Tensor) -> None:
+    """torch's hook of an average, with TensorFlow's rule; `averaged` updates came before."""
+    step = int(averaged) + 1
+    for average, value in zip(averages, values, strict=True):
+        decay = min(0.5, (1 + step) / (10 + step))
+        average.copy_(average.lerp(value, 1 - decay) if average.is_floating_point() else value)
+
+
+@pytest.mark.parametrize("warmup", [False, True])
+def test_the_average_is_that_of_torch(warmup: bool) -> None:
     model = network()
-    ours, theirs = (EMA(model, 0.9), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True))
+    rule = warmed_up if warmup else get_ema_multi_avg_fn(0.5)
+    ours, theirs = EMA(model, 0.5, warmup=warmup), AveragedModel(model, multi_avg_fn=rule, use_buffers=True)
     optimizer = SGD(lr=0.01).build(model)
-    for _ in range(3):
+    for _ in range(12):  # the warm-up ends at step 8
         one_step(model, optimizer)
         ours.update_parameters(model)
         theirs.update_parameters(model)
-    assert ours.n_averaged == theirs.n_averaged == 3
+    assert ours.n_averaged == theirs.n_averaged == 12
     for mine, reference in zip(ours.module.parameters(), theirs.module.parameters(), strict=True):
         assert torch.equal(mine, reference)
     assert torch.equal(ours.module[1].running_var, theirs.module[1].running_var)

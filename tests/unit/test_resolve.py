@@ -83,7 +83,13 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
             r"choose by time .* use model\.compile_mode=default, or",
         ),
         (["precision=bf16_pure", "train.ema=0.9"], r"train\.ema is 0\.9, but under precision=bf16_pure"),
+        (["train.ema_warmup=false"], r"train\.ema_warmup is false, but train\.ema is null"),
         (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
+        (["train.sampling=balanced", "loss.balanced=true"], r"train\.sampling=balanced and loss\.balanced=true both"),
+        (
+            ["train.sampling=balanced", "loss=focal", "loss.balanced=true"],
+            r"sampling=balanced and loss\.balanced=true",
+        ),
         (["model.compile_mode=max_autotune"], r"but model\.compile is false, so nothing is compiled"),
         (
             ["launcher=elastic", "launcher.nodes=1:2", "repro=strict", "launcher.ranks=2"],
@@ -97,7 +103,14 @@ def test_a_key_without_the_effect_that_it_asks_for_is_refused(words: list[str], 
 
 
 @pytest.mark.parametrize(
-    "words", [["precision=bf16_pure"], ["precision=bf16", "train.ema=0.9"], ["train.cudnn_benchmark=true"]]
+    "words",
+    [
+        ["precision=bf16_pure"],
+        ["precision=bf16", "train.ema=0.9"],
+        ["train.cudnn_benchmark=true"],
+        ["train.sampling=balanced", "loss=bce"],
+        ["loss=focal", "loss.balanced=true"],
+    ],
 )
 def test_a_key_that_has_its_effect_is_allowed(words: list[str]) -> None:
     check_job(resolved("device=cpu", *words))

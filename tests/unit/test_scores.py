@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from sklearn import metrics as reference
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers import built, records, train_here
 from lockstep import metrics
 from lockstep.core.world import World
 from lockstep.metrics import build_scores
+from lockstep.telemetry.report import write_report
+from lockstep.telemetry.sinks import JsonLines, finite, read_figures
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -25,54 +34,122 @@ LABELS = torch.randint(0, CLASSES, (203,), generator=GENERATOR)
 LOGITS = 2 * torch.randn(203, CLASSES, dtype=torch.float64, generator=GENERATOR)
 LOGITS[torch.arange(203), LABELS] += 1
 SHARES, PREDICTED = LOGITS.softmax(1), LOGITS.argmax(1)
-EXPECTED: dict[str, tuple[Any, float]] = {
-    "accuracy": (metrics.Accuracy(), reference.balanced_accuracy_score(LABELS, PREDICTED)),
-    "top2": (
-        metrics.Accuracy(average=metrics.Average.micro, top_k=2),
-        reference.top_k_accuracy_score(LABELS, SHARES, k=2),
-    ),
-    "precision": (metrics.Precision(), reference.precision_score(LABELS, PREDICTED, average="macro")),
-    "recall": (
-        metrics.Recall(average=metrics.Average.weighted),
-        reference.recall_score(LABELS, PREDICTED, average="weighted"),
-    ),
-    "f1": (metrics.F1(), reference.f1_score(LABELS, PREDICTED, average="macro")),
-    "auroc": (metrics.AUROC(), reference.roc_auc_score(LABELS, SHARES, multi_class="ovr")),
-    "average_precision": (metrics.AveragePrecision(), reference.average_precision_score(LABELS, SHARES)),
-    "weighted f1": (
-        metrics.F1(average=metrics.Average.weighted),
-        reference.f1_score(LABELS, PREDICTED, average="weighted"),
-    ),
-    "weighted auroc": (
-        metrics.AUROC(average=metrics.ClassAverage.weighted),
-        reference.roc_auc_score(LABELS, SHARES, multi_class="ovr", average="weighted"),
-    ),
-    "kappa": (metrics.Kappa(), reference.cohen_kappa_score(LABELS, PREDICTED)),
-    **{
-        f"{weights} kappa": (
-            metrics.Kappa(weights=metrics.KappaWeights(weights)),
-            reference.cohen_kappa_score(LABELS, PREDICTED, weights=weights),
-        )
-        for weights in ("linear", "quadratic")
-    },
-    "matthews": (metrics.Matthews(), reference.matthews_corrcoef(LABELS, PREDICTED)),
+AVERAGES = ("macro", "weighted", "micro", "none")
+
+
+# Logits and labels: a model of four classes, of two and of one; splits that lack classes; predictions that do.
+SPLITS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
+    "all": (LOGITS, LABELS),
+    "without a class": (LOGITS[LABELS != 2], LABELS[LABELS != 2]),
+    "of two of four classes": (LOGITS[LABELS > 1], LABELS[LABELS > 1]),
+    "a class is never predicted": (LOGITS - 100 * torch.eye(CLASSES)[1], LABELS),
+    "of one class": (LOGITS[LABELS == 1], LABELS[LABELS == 1]),
+    "of one class, all right": (LOGITS + 100 * torch.eye(CLASSES)[3], LABELS * 0 + 3),
+    "two classes": (LOGITS[:, :2], LABELS % 2),
+    "two classes, one there, all right": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS * 0),
+    "two classes, one there, all wrong": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS * 0 + 1),
+    "two classes, one predicted": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS % 2),
+    "a model of one class": (LOGITS[:, :1], LABELS * 0),
 }
 
 
+def averaged(average: str, of_class: Callable[[int], float], labels: torch.Tensor, classes: int) -> Any:
+    """The average of scikit-learn's scores of the classes that have examples and a score; NaN if none has one."""
+    values = [of_class(label) if (labels == label).any() else math.nan for label in range(classes)]
+    if average == "none":
+        return values
+    weights = np.bincount(labels, minlength=classes) if average == "weighted" else np.ones(classes)
+    there = ~np.isnan(values)
+    return np.average(np.array(values)[there], weights=weights[there]) if there.any() else math.nan
+
+
+def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+    """What scikit-learn says of a metric; a list with a number for each class for the average `none`."""
+    shares, predicted, classes = logits.softmax(1), logits.argmax(1), logits.shape[1]
+    scores = {
+        "accuracy": reference.recall_score,
+        "recall": reference.recall_score,
+        "precision": reference.precision_score,
+        "f1": reference.f1_score,
+    }
+    if name in scores:
+        if average == "micro":
+            return reference.accuracy_score(labels, predicted)
+
+        def score(label: int) -> float:
+            return scores[name](labels, predicted, labels=[label], average="macro", zero_division=0)
+
+        return averaged(average, score, labels, classes)
+    curves = {"auroc": reference.roc_auc_score, "average_precision": reference.average_precision_score}
+    if name in curves:
+        return averaged(average, lambda label: curves[name](labels == label, shares[:, label]), labels, classes)
+    if name == "matthews":
+        return reference.matthews_corrcoef(labels, predicted)
+    weights = None if average == "none" else average
+    return reference.cohen_kappa_score(labels, predicted, labels=range(max(2, classes)), weights=weights)
+
+
+WALK = [
+    *((metric, average) for metric in ("accuracy", "precision", "recall", "f1") for average in AVERAGES),
+    *((metric, average) for metric in ("auroc", "average_precision") for average in ("macro", "weighted", "none")),
+    *(("kappa", weights) for weights in ("none", "linear", "quadratic")),
+    ("matthews", ""),
+]
+
+
+@pytest.mark.parametrize("case", SPLITS)
+def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(case: str) -> None:
+    logits, labels = SPLITS[case]
+    key = {"kappa": "weights", "matthews": None}
+    for name, option in WALK:
+        words = [f"metric={name}"]
+        if (field := key.get(name, "average")) is not None:
+            words.append(f"metric.{name}.{field}={option}")
+        (metric,) = built(*words).metric.values()
+        scores = build_scores({"it": metric}, logits.shape[1], (), World.solo())
+        scores.update(logits, logits.shape[1] - 1 - labels)  # an earlier evaluation
+        scores.compute()
+        for half in (slice(None, None, 2), slice(1, None, 2)):
+            scores.update(logits[half], labels[half])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of scikit-learn, where there is no score
+            values = expected(name, option, logits, labels)
+        named = {f"metric/it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {}
+        assert scores.compute() == pytest.approx(named or {"metric/it": values}, rel=1e-5, nan_ok=True), (
+            name,
+            option,
+        )
+
+
+def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:
+    top2 = metrics.Accuracy(average=metrics.Average.micro, top_k=2)
+    assert scores_of(metrics.Accuracy(), 203)["metric/it"] == pytest.approx(
+        reference.balanced_accuracy_score(LABELS, PREDICTED), rel=1e-6
+    )
+    assert scores_of(top2, 100, 100, 3)["metric/it"] == pytest.approx(
+        reference.top_k_accuracy_score(LABELS, SHARES, k=2), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("labels", [LABELS, LABELS.clamp(max=2)])
+def test_the_top_k_accuracy_of_classes_is_their_share_of_hits_among_those_that_are_there(
+    labels: torch.Tensor,
+) -> None:
+    hits = (LOGITS.topk(2).indices == labels[:, None]).any(1).double()
+    shares = [float(hits[labels == label].mean()) for label in labels.unique()]
+    scores = build_scores({"it": metrics.Accuracy(top_k=2)}, CLASSES, (), World.solo())
+    scores.update(LOGITS, labels)
+    assert scores.compute() == {"metric/it": pytest.approx(np.mean(shares), rel=1e-6)}
+
+
 def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[str, float]:
-    """The scores of an evaluation in blocks of these sizes, behind one of other logits with the same object."""
+    """The scores of an evaluation in blocks of these sizes, after one of other logits with the same object."""
     scores = build_scores({"it": metric}, CLASSES, names, World.solo())
     for of_pass in (LOGITS.flip(0), LOGITS):
         for logits, labels in zip(of_pass.split(blocks), LABELS.split(blocks), strict=True):
             scores.update(logits, labels)
         values = scores.compute()
     return values
-
-
-@pytest.mark.parametrize("name", EXPECTED)
-def test_a_metric_is_that_of_scikit_learn(name: str) -> None:
-    metric, expected = EXPECTED[name]
-    assert scores_of(metric, 100, 100, 3) == {"metric/it": pytest.approx(expected, rel=1e-6)}
 
 
 @pytest.mark.parametrize("norm", metrics.Norm)
@@ -151,3 +228,40 @@ def test_a_run_writes_the_metrics_of_the_weights_that_decide(tmp_path: Path) -> 
             assert line["metric/accuracy"] == pytest.approx(sum(recalls) / 10)
             assert line["metric/accuracy"] == pytest.approx(line[tag] / 100, abs=0.05)
     assert lines[0][0]["metric/accuracy"] != lines[1][0]["metric/accuracy"]
+
+
+def test_a_score_without_a_value_is_null_in_every_file(tmp_path: Path) -> None:
+    for place, names in (("train", "abc"), ("val", "a")):
+        for name in names:
+            (tmp_path / "images" / place / name).mkdir(parents=True)
+            for level in (10, 200):
+                Image.new("L", (8, 8), level).save(tmp_path / "images" / place / name / f"{level}.png")
+    words = ("dataset=folder", f"dataset.path={tmp_path / 'images'}", "dataset.decode_size=8", "model=linear")
+    chosen = ("metric=[auroc,average_precision,kappa]", "metric.average_precision.average=none")
+    run = train_here(tmp_path / "run", *words, *chosen, "batch=4", "steps=2", "logger=[jsonl,tensorboard]")
+    (line,) = [line for line in records(run) if "metric/auroc" in line]
+    tags = {tag: value for tag, value in line.items() if tag.startswith("metric/")}
+    precision = {
+        f"metric/average_precision/{name}": value for name, value in zip("abc", (1.0, None, None), strict=True)
+    }
+    assert tags == {"metric/auroc": None, **precision, "metric/kappa": tags["metric/kappa"]}
+    assert tags["metric/kappa"] in (0.0, None)  # 0/0 if all are right
+    events = EventAccumulator(str(run.path / "val"))
+    events.Reload()
+    assert {tag for tag in events.Tags()["scalars"] if tag in tags} == {tag for tag in tags if tags[tag] is not None}
+    assert "auroc –" in re.sub(r"(<[^>]*>|\s)+", " ", write_report(run).read_text())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path) -> None:
+    score = SimpleNamespace(
+        update=lambda probabilities, labels: None, compute=lambda: torch.tensor([0.5, value]), reset=lambda: None
+    )
+    scores = build_scores({"it": SimpleNamespace(build=lambda classes: score)}, 2, (), World.solo())
+    figures = scores.compute()
+    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
+    sink.write(1, figures)
+    sink.end("completed")
+    assert '"metric/it/0": 0.5, "metric/it/1": null' in (tmp_path / "metrics.jsonl").read_text()
+    assert [*read_figures(tmp_path / "metrics.jsonl")] == [(1, {"metric/it/0": 0.5})]
+    assert finite(figures) == {"metric/it/0": 0.5}

@@ -175,7 +175,7 @@ def plain_loop(steps: int, clip_norm: float | None) -> tuple[nn.Module, list[flo
         batch = permutation(0, epoch, 10)[8 * position : 8 * position + 8]
         logits, labels = model(pixels[batch]), split.labels[batch]
         weights = torch.tensor(LOSS.class_weights, dtype=torch.float64)
-        losses = F.cross_entropy(logits, labels, weights, label_smoothing=0.1, reduction="none")
+        losses = weights[labels] * F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
         gradients = torch.autograd.grad(losses.mean(), list(model.parameters()))
         norm = sum(gradient.square().sum() for gradient in gradients).sqrt().item()
         norms.append(norm)

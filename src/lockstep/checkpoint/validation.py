@@ -198,8 +198,9 @@ def _is_window(parsed: Any) -> bool:
 def _is_tally(parsed: Any) -> bool:
     """Whether parsed JSON is the `TallyState` of telemetry. A loss may be infinite if a scaler tolerates it."""
     match parsed:
-        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int()} if len(parsed) == 4:
-            integers = all(isinstance(value, int) for value in [*steps, *examples])
+        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int(), **rest}:
+            integers = all(isinstance(value, int) for value in [*steps, *examples, *rest.values()])
             floats = all(isinstance(loss, float) for loss in losses)
-            return integers and floats and len(losses) == len(steps) == len(examples)
+            known = rest.keys() <= {"broken"}
+            return known and integers and floats and len(losses) == len(steps) == len(examples)
     return False

@@ -52,6 +52,7 @@ class TrainBlock:
     cutout: int = ranged(0, least=0, most=16_384)
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
+    ema_warmup: bool = True
     sampling: str = choice("shuffled", "shuffled", "balanced")
     freeze: list[str] = ruled([], Text())
     freeze_until: int | str | None = duration(None)

@@ -63,7 +63,7 @@ class Observer:
     """
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take the figures of a log point or of an evaluation, by tag."""
+        """Take the figures of a log point or of an evaluation, by tag. A figure without a value is NaN."""
 
     def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
         """Take the images (b, C, H, W) of a micro-batch of the first step, as the model gets them."""

@@ -294,7 +294,7 @@ class Score(Protocol):
         """Take examples: probabilities (n, classes) as the loss has them, and labels, int64 (n,), both on the CPU."""
 
     def compute(self) -> Tensor:
-        """The score: a scalar, or one for each class, (classes,)."""
+        """The score: a scalar, or one for each class, (classes,); NaN where it has no value."""
 
     def reset(self) -> None:
         """Forget all examples."""

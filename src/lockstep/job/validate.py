@@ -52,6 +52,10 @@ def check_effects(job: ResolvedJob) -> None:
             f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
             + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
         )
+    if not job.train.ema_warmup and job.train.ema is None:
+        raise InputError("train.ema_warmup is false, but train.ema is null, so nothing is averaged; leave it out")
+    if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
+        raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
     if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
         raise InputError(
             f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "

@@ -10,7 +10,8 @@ from lockstep.core.sharding import own_parts
 class EMA(AveragedModel):
     """An exponential moving average of a model's parameters and buffers; the first update copies them.
 
-    The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`.
+    The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`. With
+    `warmup`, the decay of update n is at most (1 + n) / (10 + n), as in TensorFlow, so that the first weights fade.
 
     Only the update differs from torch's class: one kernel averages all floats, and one copies all counters. torch's
     class collects the tensors again at each step. It also copies its counter to the device, which waits for the
@@ -18,11 +19,11 @@ class EMA(AveragedModel):
     they are copied.
     """
 
-    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None, warmup: bool = False) -> None:
         super().__init__(model if copy is None else nn.Identity(), use_buffers=True)
         if copy is not None:
             self.module = copy
-        self.decay = decay
+        self.decay, self.warmup = decay, warmup
         averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
         self.averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
         self.copied: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -33,8 +34,9 @@ class EMA(AveragedModel):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        weight = 1 - self.decay if self.n_averaged > 0 else 1.0
-        torch._foreach_lerp_(*self.averaged, weight)
+        step = int(self.n_averaged) + 1
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        torch._foreach_lerp_(*self.averaged, 1 - decay if step > 1 else 1.0)
         if self.copied[0]:  # torch refuses empty lists
             torch._foreach_copy_(*self.copied)
         self.n_averaged += 1

@@ -51,8 +51,8 @@ class Columns:
 def figures(window: Window) -> list[FigureColumn]:
     """The columns for a window."""
     return [
-        FigureColumn("loss", f"{window.loss:.4f}", "", 4),
-        FigureColumn("top-1", f"{window.top1:5.1f}", " %", 2),
+        FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
+        FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2),
         FigureColumn("", f"{window.rate:6,.0f}", " img/s", 4),
         FigureColumn("wait", f"{window.wait_share:3.0f}", " %", 0),
     ]

@@ -105,7 +105,7 @@ class Telemetry:
             steps = trail["steps"]
             tallies.append(Tally(self.plan.epoch(steps[-1]) if steps else number, self.world.device))
             tallies[-1].restore(trail)
-        examples = [(tally.epoch, sum(tally.counts)) for tally in tallies]
+        examples = [(tally.epoch, sum(tally.counts) - int(tally.broken)) for tally in tallies]
         self.window = Span(first=state["flushed"] + 1, carried=sum(count for _, count in examples))
         self.epoch = Span(
             first=number * self.plan.steps_per_epoch + 1,
@@ -165,7 +165,9 @@ class Telemetry:
             tally.steps += steps
             tally.counts += [micro_labels.shape[0] for micro_labels in labels]
             tally.losses = torch.cat([tally.losses, torch.stack(losses).double()])
-            tally.hits += (torch.cat(logits).argmax(1) == torch.cat(labels)).sum()
+            all_labels = torch.cat(labels)
+            tally.hits += (torch.cat(logits).argmax(1) == all_labels).sum()
+            tally.broken += (all_labels < 0).sum()
 
     def end_window(
         self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None = None
@@ -204,7 +206,7 @@ class Telemetry:
 
     def _write(self, ended: EndedWindow) -> Window:
         window = ended.read()
-        if not window.loss <= self.loss_limit:
+        if not ended.window.loss <= self.loss_limit * max(1, ended.window.examples):
             window = replace(window, first_bad_step=self._first_bad_step(ended))
         self.examples += window.examples
         figures = window.figures(ended.steps)

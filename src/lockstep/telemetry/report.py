@@ -27,7 +27,7 @@ from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
 from lockstep.telemetry.columns import clock, moment
 from lockstep.telemetry.gpu import read_samples
-from lockstep.telemetry.sinks import read_figures
+from lockstep.telemetry.sinks import finite, read_figures
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 Figures = Sequence[tuple[int, Mapping[str, float]]]
@@ -148,7 +148,7 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
 
     facts = notes.trying(run_dir.summary, run_dir.read_summary, {})
     environment = read(safe_read.read_json, run_dir.environment, {})
-    figures: Figures = read(read_figures, run_dir.metrics, [])
+    figures: Figures = read(functools.partial(read_figures, nulls=True), run_dir.metrics, [])
     gpu: Figures = read(read_samples, run_dir.gpu, [])
     composed = read(safe_read.read_yaml, run_dir.composed, {})
     hydra = read(safe_read.read_yaml, run_dir.hydra / "hydra.yaml", {})
@@ -194,7 +194,7 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
         "last validation loss": number(last.get("loss/val"), ".4f"),
-        **{tag[7:]: number(last[tag], ".4g") for tag in last if re.fullmatch("metric/[^/]*", tag)},
+        **{tag[7:]: number(last[tag], ".4g") or "–" for tag in last if re.fullmatch("metric/[^/]*", tag)},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": moment(started or 0),
         "duration": clock(seconds) if seconds else "",
@@ -218,6 +218,7 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
 
 def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]]) -> Iterator[tuple[str, str]]:
     """The titles and addresses of the charts that have a figure."""
+    figures = [(step, finite(scalars)) for step, scalars in figures]
     tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
     for title, patterns in titles.items():
         lines: list[charts.Curve] = []

@@ -23,6 +23,11 @@ from lockstep.telemetry.events import place_of
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 
 
+def finite(scalars: Mapping[str, float]) -> dict[str, float]:
+    """The scalars that have a value, for what has no other way to say that there is none."""
+    return {tag: value for tag, value in scalars.items() if math.isfinite(value)}
+
+
 class _TextSink(Observer):
     """The base class of `JsonLines` and `CsvTable`: a text file whose errors name its path."""
 
@@ -56,9 +61,9 @@ class JsonLines(_TextSink):
             )
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        finite = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
+        figures = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
         with storing(self.path):
-            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **finite}) + "\n")
+            self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **figures}) + "\n")
 
 
 def _parsed(line: str) -> tuple[int, dict[Any, Any]]:
@@ -130,15 +135,16 @@ COLUMNS = {
 }
 
 
-def read_figures(path: Path, after: float = math.inf) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps in a `metrics.jsonl`, if there is one, with their scalars that are finite; up to `RunInfo.after`."""
+def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
+    """The steps up to `RunInfo.after` in a `metrics.jsonl`, if there is one: finite scalars, and NaN for `nulls`."""
     for line in read_lines(path) if path.exists() else ():
         try:
             step, scalars = _parsed(line or "")
         except (ValueError, RecursionError):
             continue
         if place_of(step, scalars) <= after:
-            yield step, {tag: value for tag, value in scalars.items() if tag != STAMP and value is not None}
+            figures = {tag: math.nan if value is None else value for tag, value in scalars.items() if tag != STAMP}
+            yield step, figures if nulls else finite(figures)
 
 
 class CsvTable(_TextSink):
@@ -160,8 +166,8 @@ class CsvTable(_TextSink):
         self.latest.update(scalars)
         if "acc/val_top1" in scalars:
             epoch = step / self.plan.steps_per_epoch
-            values = (self.latest.get(key) for key in COLUMNS)
-            figures = ["" if value is None else f"{value:.6g}" for value in values]
+            known = finite(self.latest)
+            figures = [f"{known[key]:.6g}" if key in known else "" for key in COLUMNS]
             with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 

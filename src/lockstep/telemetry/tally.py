@@ -1,6 +1,6 @@
 """What one rank has counted since the last log point, and its form in a checkpoint."""
 
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ class TallyState(TypedDict):
     steps: list[int]
     examples: list[int]
     hits: int
+    broken: NotRequired[int]  # older checkpoints lack it
 
 
 class EpochState(TypedDict):
@@ -42,15 +43,16 @@ class Tally:
     def __init__(self, epoch: int, device: torch.device) -> None:
         self.epoch = epoch
         self.steps: list[int] = []
-        self.counts: list[int] = []  # of examples
+        self.counts: list[int] = []  # of examples, also broken ones
         self.losses = torch.zeros(0, dtype=torch.float64, device=device)
-        self.hits = torch.zeros((), dtype=torch.int64, device=device)
+        self.hits, self.broken = torch.zeros((2,), dtype=torch.int64, device=device)
 
     def restore(self, state: TallyState) -> None:
         """Take what an earlier process has counted."""
         self.steps, self.counts = state["steps"][:], state["examples"][:]
         self.losses = self.losses.new_tensor(state["losses"])
         self.hits += state["hits"]
+        self.broken += state.get("broken", 0)
 
     def state(self) -> TallyState:
         """The tally for a checkpoint. Waits for the device."""
@@ -59,13 +61,14 @@ class Tally:
             "steps": self.steps[:],
             "examples": self.counts[:],
             "hits": int(self.hits),
+            "broken": int(self.broken),
         }
 
     def sums(self) -> Tensor:
-        """The summed loss, the hits and the examples, float64 (3,)."""
+        """The summed loss, the hits and the examples that are not broken, float64 (3,)."""
         # `torch.tensor` would wait for the device.
         examples = torch.full((), sum(self.counts), dtype=torch.float64, device=self.hits.device)
-        return torch.stack([self.losses.sum(), self.hits.double(), examples])
+        return torch.stack([self.losses.sum(), self.hits.double(), examples - self.broken])
 
     def bad_steps(self, limit: float) -> list[int]:
         """The steps whose loss is not finite or above `limit`. Waits for the device."""

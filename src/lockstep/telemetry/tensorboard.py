@@ -24,6 +24,7 @@ from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import storing
 from lockstep.telemetry import pictures
 from lockstep.telemetry.events import EVENTS, SESSION, trim_events
+from lockstep.telemetry.sinks import finite
 
 # The charts of each category of the page of custom scalars, with the tags of their curves.
 LAYOUT: dict[str, dict[str, list[str]]] = {
@@ -140,7 +141,7 @@ class TensorBoard(Observer):
         if self.failed:
             return
         values: tuple[list[Any], list[Any]] = [], []
-        for tag, value in scalars.items():
+        for tag, value in finite(scalars).items():
             values[tag.startswith(OF_EVALUATIONS)].append(self.summary.Value(tag=tag, simple_value=value))
         with self._tolerating_errors():
             for file, of_file in zip(self.files, values, strict=True):

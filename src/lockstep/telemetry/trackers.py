@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from lockstep.core.fields import pathname, ruled
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.rules import Text
 from lockstep.core.safe_write import storing
-from lockstep.telemetry.sinks import read_figures
+from lockstep.telemetry.sinks import finite, read_figures
 
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
@@ -85,13 +84,14 @@ class WandBRun(Observer):
                 self.write(step, scalars)
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.run.log(dict(scalars), step=step)
+        self.run.log(finite(scalars), step=step)
 
     write_gpu = write
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         if best:
-            self.run.summary.update({"best/step": step, **{f"best/{tag}": value for tag, value in scores.items()}})
+            figures = {"step": step, **finite(scores)}
+            self.run.summary.update({f"best/{tag}": value for tag, value in figures.items()})
 
     def end(self, outcome: Outcome) -> None:
         self.run.finish(exit_code=EXIT_CODES[outcome])
@@ -156,8 +156,8 @@ class MLflowRun(Observer):
         now = round(1000 * time.time())
         points = [
             Metric(tag, value, now, step)
-            for tag, value in scalars.items()
-            if step > self.last_steps.get(tag, -1) and math.isfinite(value)
+            for tag, value in finite(scalars).items()
+            if step > self.last_steps.get(tag, -1)
         ]
         if points:
             self.client.log_batch(self.id, metrics=points)

@@ -3,6 +3,7 @@
 A window that has ended is read when its sums have come from the device.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,8 @@ class Window:
 
     Fields:
         first, last: the first and the last step.
-        loss: the mean over examples.
-        top1: the training accuracy in percent.
+        loss: the mean over examples; NaN if all of them are broken images, which do not count.
+        top1: the training accuracy in percent; NaN as `loss` is.
         examples: the number of examples of this process; after a resume inside a window, only those since the resume.
         seconds: the time without evaluations and saves.
         waited: the part of `seconds` in which main's loop waited for data.
@@ -94,8 +95,8 @@ class Span:
         return Window(
             first=self.first,
             last=last,
-            loss=self.loss / self.examples,
-            top1=100 * self.hits / self.examples,
+            loss=self.loss / (self.examples or math.nan),
+            top1=100 * self.hits / (self.examples or math.nan),
             examples=self.examples - self.carried,
             seconds=max(now.busy - self.began.busy, 1e-9),
             waited=now.waited - self.began.waited,

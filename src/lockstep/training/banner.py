@@ -217,8 +217,9 @@ def closing(
     figures: Mapping[str, Any],
     shares: Mapping[str, float],
     verdict: str,
+    raw_top1: float,
 ) -> None:
-    """Show how the run went, where its time went, and what to type next."""
+    """Show how the run went (`raw_top1`: the last of the raw weights), where its time went, and what to type next."""
     average = " of the averaged weights" if job.train.ema is not None else ""
     best = (
         f"{progress.best:.2f} % top-1{average} at step {progress.best_step}" if progress.best is not None else "none"
@@ -234,6 +235,10 @@ def closing(
     parts = (f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
     log.say_row("time", ", ".join(parts), indent=16)
     log.say_row("verdict", verdict, indent=16)
+    if progress.score is not None and raw_top1 > progress.score:
+        remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"
+        scores = f"{progress.score:.2f} % top-1 at the last step, and the raw weights {raw_top1:.2f} %"
+        log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say_command("look at it", typed(["tensorboard", "--logdir", relative(run_dir.path)]))
     log.say_command("train longer", resume_command(run_dir, train_longer(job)))

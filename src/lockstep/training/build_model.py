@@ -70,7 +70,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     ema = None
     if average is not None and job.train.ema is not None:
         strategy.shard(average, world, precision, blank)
-        ema = EMA(model, job.train.ema, average)
+        ema = EMA(model, job.train.ema, average, warmup=job.train.ema_warmup)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)
     freezing.freeze_for(step=1)

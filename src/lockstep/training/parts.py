@@ -11,6 +11,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
+from lockstep.losses import MaskedLoss
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_loss, build_network
@@ -59,8 +60,8 @@ class Parts:
             yield shard.step, images, targets
 
     def update(self, shard: Shard) -> float:
-        """Forward, backward and the optimizer's step on a global batch of `pipeline.train`; returns its mean loss."""
-        loss = 0.0
+        """Forward, backward and optimizer step on a global batch; returns the mean loss of its unbroken images."""
+        loss, criterion = 0.0, MaskedLoss(self.criterion, tolerates_broken=True)
         for micro, _ in shard.micro_batches(self.plan.micro_batches):
             if not len(micro.labels):  # not every model takes an empty one
                 continue
@@ -68,7 +69,7 @@ class Parts:
             self.set_keys(micro)
             with self.job.precision.autocast(images.device):
                 logits = self.model(images).to(self.job.precision.sums)
-                part = self.criterion(logits, targets).sum() / shard.count
+                part = criterion(logits, targets, micro.labels).sum() / shard.count
             self.scaler.scale(part).backward()
             loss += float(part.detach())
         self.scaler.unscale_(self.optimizer)
@@ -77,7 +78,7 @@ class Parts:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        return loss * shard.count / max(1, int((shard.labels >= 0).sum()))
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""

@@ -95,6 +95,8 @@ class RunRecord(NoRecord):
                 f"{'2 to 47' if longer is None else f'{longer:.1f}'} times as long as in float32; precision=fp32 is "
                 "faster"
             )
+        if job.train.sampling == "balanced" and getattr(job.loss, "class_weights", None):
+            notes.append("train.sampling=balanced balances the classes already, and loss.class_weights apply on top")
         if self._composed().get("batch") == "auto":
             notes.append(advice_on_batch(job, self.world, data.plan.examples))
         if self.world.device.type == "cuda" and job.repro != "strict":
@@ -163,7 +165,7 @@ class RunRecord(NoRecord):
             **sight,
             **of_gpu,
         )
-        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(verdict))
+        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(verdict), trainer.raw_top1)
         append_verdict(self.run_dir, progress.step)
         report = typed(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):

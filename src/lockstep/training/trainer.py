@@ -55,6 +55,7 @@ class Trainer:
     cuts_steps: bool = False
     predictions: NoPredictions = NO_PREDICTIONS
     progress: Progress = field(default_factory=Progress)
+    raw_top1: float = field(init=False, default=0.0)  # of the last evaluation, of the weights that are not averaged
     consensus: StopConsensus = field(init=False)
     autocast: AbstractContextManager[None] = field(init=False)
     grad_divisor: int = field(init=False)
@@ -193,7 +194,7 @@ class Trainer:
             ema = self.network.ema
             model = self._evaluate(self.network.model, decides=ema is None)
             scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
-            top1 = model["top1"]
+            top1 = self.raw_top1 = model["top1"]
             if ema is not None:
                 top1 = scalars["acc/val_ema_top1"] = self._evaluate(ema.module, decides=True)["top1"]
             scalars |= self.scores.compute()
