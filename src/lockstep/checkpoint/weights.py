@@ -10,6 +10,7 @@ from torch import nn
 
 from lockstep.checkpoint.validation import MODEL, manifest, sha256
 from lockstep.config.commands import typed
+from lockstep.config.other_words import WEIGHTS
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 from lockstep.core.model import head_parameters
@@ -80,7 +81,7 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
     file = next((place for place in places if place.is_file()), None)
     if file is None:
         fix = _conversion(path) if key == "init_from" else "; init_from= takes weights of other programs"
-        fix *= path.is_file()
+        fix *= path.is_file() and not set(WEIGHTS).isdisjoint(path.suffixes)
         raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder{fix}")
     return file
 

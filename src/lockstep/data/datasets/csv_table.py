@@ -94,11 +94,11 @@ class CSV(FileSource):
             if earlier is row and not file.is_file():
                 raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images")
             if row.name != earlier.name:
-                renamed.append(f"{row.name!r} in line {row.line:,}, {earlier.name!r} in line {earlier.line:,}")
+                renamed.append(f"{row.name!r} in line {row.line:,} for {earlier.name!r} in line {earlier.line:,}")
             rows.append(row._replace(name=earlier.name))
         if not rows:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        note = f"{self.path}: lines that name an earlier image in another way, and count: {len(renamed):,}, such as "
+        note = f"{self.path}: images repeated under another name (each line counts): {len(renamed):,}, such as "
         return rows, tuple(note + example for example in renamed[:1])
 
     def _rows(self) -> Iterator[Row]:

@@ -87,12 +87,13 @@ def list_split(folder: Path, train: Path) -> Listing:
     left_out, suffixes = Counter(other_kinds), Counter[str]()
     for name, spellings in class_folders.items():
         if name not in names:
+            first = folder / spellings[0]
             raise InputError(
-                f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
+                f"dataset.path: {first} is a class that {train} does not have; remove it, or add it there"
             )
         images = [f"{of}/{image}" for of in spellings for image in sorted(image_files(folder / of, left_out))]
         if not images:
-            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
+            raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({', '.join(sorted(SUFFIXES))})")
         suffixes.update(map(kind_of, images))
         names[name] = as_names(images)
     for kind in (photos.AVIF, photos.HEIC):

@@ -75,7 +75,7 @@ class WebDataset(FileSource):
 
     def _shards(self, pattern: str) -> list[Path]:
         try:
-            return sorted(Path(self.path).glob(pattern))
+            return sorted(shard for shard in Path(self.path).glob(pattern) if kind_of(shard.name) != HIDDEN)
         except (NotImplementedError, ValueError):  # a whole path, or ** within a name: no name here matches
             return []
 
