@@ -124,6 +124,63 @@ def test_a_file_of_weights_alone_is_evaluated_on_data_that_is_named(place: Path,
     assert {path.name for path in tmp_path.iterdir()} == {"pets.safetensors", "evaluation.json", "predictions.csv"}
 
 
+@pytest.mark.parametrize(
+    ("names", "labels"), [(("dog",), ("dog",)), (("cat", "dog"), ("cat", "dog"))], ids=["a class is missing", "all"]
+)
+def test_a_file_of_weights_alone_is_evaluated_on_some_of_its_classes(
+    place: Path, tmp_path: Path, names: tuple[str, ...], labels: tuple[str, ...]
+) -> None:
+    shutil.copy(place / "outputs" / "pets" / "model.safetensors", tmp_path / "pets.safetensors")
+    for name in names:
+        shutil.copytree(place / "photos" / "val" / name, tmp_path / "test" / name)
+    table = [f"{file.relative_to(tmp_path)},{file.parent.name},test" for file in (tmp_path / "test").rglob("*.*")]
+    (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *table]))
+    predicted = {
+        line["file"]: line["class"]
+        for line in rows(used(tmp_path, "predict", "pets.safetensors", "test", "--format", "csv", "--top", "1").out)
+    }
+    right = 100 * sum(Path(file).parent.name == name for file, name in predicted.items()) / len(predicted)
+    for data in (
+        ("dataset=folder", "dataset.path=.", "dataset.train_folder=test", "dataset.val_folder=test"),
+        ("dataset=csv", "dataset.path=list.csv", "dataset.train_split=test", "dataset.val_split=test"),
+    ):
+        done = used(tmp_path, "evaluate", "pets.safetensors", *data)
+        assert done.code == 0, done.err
+        evaluation = json.loads((tmp_path / "evaluation.json").read_text())
+        lines = rows((tmp_path / "predictions.csv").read_text())
+        assert evaluation["top1"] == pytest.approx(right)
+        assert {str(Path(line["sample"])): line["predicted"] for line in lines} == predicted
+        assert all(Path(line["sample"]).parent.name == line["label"] for line in lines)
+        assert [(score["name"], score["images"]) for score in evaluation["classes"]] == [
+            (name, 6 * (name in labels)) for name in ("cat", "dog")
+        ]
+    (tmp_path / "test" / "dog").rename(tmp_path / "test" / "wolf")
+    done = used(
+        tmp_path,
+        "evaluate",
+        "pets.safetensors",
+        "dataset=folder",
+        "dataset.path=.",
+        "dataset.train_folder=test",
+        "dataset.val_folder=test",
+    )
+    assert "which are not the 2 of the model ('wolf' is none of them)" in done.err
+
+
+def test_classes_in_another_order_are_evaluated_by_name(place: Path, tmp_path: Path) -> None:
+    weights = place / "outputs" / "pets" / "model.safetensors"
+    tensors = {name: value.flip(0) if len(value) == 2 else value for name, value in load_file(weights).items()}
+    card = dataclasses.replace(read_card(weights), class_names=("dog", "cat"))
+    save_file(tensors, tmp_path / "turned.safetensors", card.metadata())
+    data = ("dataset=folder", f"dataset.path={place / 'photos'}", "--device", "cpu")
+    tables = []
+    for file in (weights, tmp_path / "turned.safetensors"):
+        done = used(tmp_path, "evaluate", str(file), *data, "--out", str(tmp_path))
+        assert done.code == 0, done.err
+        tables.append((tmp_path / "predictions.csv").read_text())
+    assert tables[0] == tables[1]
+
+
 def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path: Path) -> None:
     shutil.copytree(place / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "val" / "cat" / "3.png").write_bytes(b"torn")

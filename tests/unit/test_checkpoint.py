@@ -812,7 +812,7 @@ def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, 
     (path,) = saved(run, 1)
     source = {"run folder": run.path, "checkpoint": path, "file": path / "model.safetensors"}[place]
     model = parts(3).model
-    checkpoint.load_weights(model, source)
+    checkpoint.load_start(model, source)
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
@@ -820,7 +820,7 @@ def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run:
     saved(run, 1)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     with pytest.raises(InputError) as caught:
-        checkpoint.load_weights(model, run.path)
+        checkpoint.load_start(model, run.path)
     assert "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here" in str(
         caught.value
     )
@@ -828,10 +828,10 @@ def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run:
 
 def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there are no weights at"):
-        checkpoint.load_weights(parts().model, tmp_path / "none")
+        checkpoint.load_start(parts().model, tmp_path / "none")
     run.weights.write_bytes(b"no tensors")
     with pytest.raises(InputError, match=r"model.safetensors cannot be read"):
-        checkpoint.load_weights(parts().model, run.path)
+        checkpoint.load_start(parts().model, run.path)
 
 
 def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +13,7 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV
-from lockstep.data.datasets.listing import classes_of
+from lockstep.data.datasets.listing import LISTINGS, classes_of
 
 LINES = ["path,label,split", "a.png,cat,train", "sub/b.png,dog,train", "c.png,dog,val"]
 
@@ -28,6 +30,7 @@ def root(tmp_path: Path) -> Path:
 
 def source(root: Path, *lines: str, **keys: object) -> CSV:
     if lines:
+        LISTINGS.clear()  # a process lists a table once
         (root / "list.csv").write_text("\n".join(lines))
     return CSV(path=str(root / "list.csv"), decode_size=8, **keys)  # type: ignore[arg-type]
 
@@ -70,9 +73,47 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
         decode_size=8,
     )
     assert table.class_names == ("1", "2", "3")
-    assert levels(table.train()) == [10, 30, 20]
+    assert levels(table.train()) == [10, 30, 20, 20]
     assert table.eval().labels.tolist() == [2]
-    assert table.notes()[0].endswith("left out lines of other splits (1 'other')")
+    alias, left_out = table.notes()[:2]
+    assert alias.endswith(f"1, such as '{root}/sub/../sub/b.png' in line 4 for '{root}/sub/b.png' in line 3")
+    assert left_out.endswith("left out lines of other splits (1 'other')")
+
+
+def test_an_image_counts_once_for_each_line_that_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["path,label,split", *["a.png,cat,train"] * 3, *["c.png,dog,train"] * 5, *["sub/b.png,dog,val"] * 2]
+    table = source(root, *lines)
+    rows = list(csv.DictReader(lines))
+    for name, split in (("train", table.train()), ("val", table.eval())):
+        counts = Counter(row["label"] for row in rows if row["split"] == name)
+        assert Counter(table.class_names[label] for label in split.labels.tolist()) == counts
+    assert levels(table.train()) == [10] * 3 + [30] * 5
+    repeated = table.fingerprint()
+    assert source(root, *dict.fromkeys(lines)).train().labels.tolist() == [0, 1]
+    assert source(root, *dict.fromkeys(lines)).fingerprint() != repeated
+    monkeypatch.chdir(root)
+    for alias in ("./a.png", "sub/../a.png", str(root / "a.png")):
+        (root / "list.csv").write_text("\n".join([*lines, f"{alias},cat,train"]))
+        relative = CSV(path="list.csv", decode_size=8, skip=len(alias))
+        LISTINGS.clear()
+        assert levels(relative.train()) == [10] * 4 + [30] * 5
+        assert f"such as {alias!r} in line 12 for 'a.png' in line 2" in relative.notes()[0]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])
+def test_lines_of_one_image_are_on_one_side_of_a_held_out_share(root: Path, share: float) -> None:
+    for number in range(12):
+        shutil.copy(root / "a.png", root / f"{number}.png")
+    lines = [
+        f"{'./' * (time % 2)}{number}.png,{number % 2}" for number in range(12) for time in range(1 + number % 5)
+    ]
+    table = source(root, "path,label", *lines, val_share=share)
+    train, val = (list(map(str, split.paths)) for split in (table.train(), table.eval()))
+    assert not set(train) & set(val)
+    assert Counter(Path(path).name for path in train + val) == Counter(
+        line.split(",")[0].removeprefix("./") for line in lines
+    )
+    assert len(set(val)) == 2 * round(share * 6), "the share of the six images of each class"
 
 
 def test_a_share_of_each_class_is_held_out_where_there_are_no_splits(root: Path) -> None:

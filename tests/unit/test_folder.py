@@ -82,8 +82,7 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
     folder = Folder(path=str(root), decode_size=8)
     assert len(folder.train()) == 6
     assert folder.notes()[0] == (
-        f"{root}/train: left out 8 files whose names are not those of images "
-        "(3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
+        f"{root}/train: left out 8 other files (3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
     )
 
 
@@ -133,6 +132,7 @@ def test_a_share_and_a_folder_for_validation_exclude_each_other(root: Path) -> N
 
 
 def test_classes_directly_in_the_path_are_a_training_folder_of_their_own(root: Path) -> None:
+    shutil.rmtree(root / "val")
     with pytest.raises(InputError, match=r"dataset\.train_folder=\. dataset\.val_share=0\.1"):
         Folder(path=str(root / "train")).prepare()
     folder = Folder(path=str(root / "train"), train_folder=".", val_share=0.3, decode_size=8)
@@ -144,7 +144,7 @@ def test_a_held_out_share_is_taken_from_each_class_and_nothing_is_in_both(tmp_pa
     fill(tmp_path / "train", a=list(range(50)), b=list(range(10)), c=[1, 2], d=[1])
     (tmp_path / "train" / "a" / "notes.txt").touch()
     folder = Folder(path=str(tmp_path), val_share=0.2, decode_size=8)
-    assert sum("left out 1 file" in note for note in folder.notes()) == 1
+    assert sum("left out 1 other file" in note for note in folder.notes()) == 1
     assert torch.bincount(folder.eval().labels).tolist() == [10, 2, 1]
     assert torch.bincount(folder.train().labels).tolist() == [40, 8, 1, 1]
     train, val = names_of(folder.train()), names_of(folder.eval())
@@ -183,12 +183,6 @@ def test_imagenet_is_stored_at_256_and_seen_at_224() -> None:
 def test_a_missing_folder_is_named_with_the_key_that_moves_it(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"there is no folder {tmp_path}/none/train.*dataset.path=FOLDER"):
         Folder(path=str(tmp_path / "none")).prepare()
-    (tmp_path / "photos" / "train" / "cat").mkdir(parents=True)
-    with pytest.raises(InputError, match=rf"name the folder above: dataset.path={tmp_path}/photos, or"):
-        Folder(path=str(tmp_path / "photos" / "train")).prepare()
-    (tmp_path / "photos" / "train").rename(tmp_path / "photos" / "Training")
-    with pytest.raises(InputError, match=r"name that with dataset.train_folder=Training$"):
-        Folder(path=str(tmp_path / "photos")).prepare()
 
 
 def test_a_single_class_is_reported(tmp_path: Path) -> None:

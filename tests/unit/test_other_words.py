@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from helpers import composed
 from lockstep.config import components, flags, messages
-from lockstep.config.other_words import KEYS, VALUES, ours, ours_of
+from lockstep.config.other_words import KEYS, VALUES, ours, ours_of, suggest_overrides
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
 
@@ -94,3 +94,9 @@ def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
     assert ours("use_amp", "false") == ours("zzz", "1") == ours("model.name", "x") == ours("opt", "zzz") == ""
     with pytest.raises(InputError, match=r"--zzz is no flag .*--cfg job"):
         flags.check_flags(["--zzz"])
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt", ".bin", ".ckpt"])
+def test_a_file_of_weights_is_what_a_run_starts_from(suffix: str) -> None:
+    assert suggest_overrides("", f"w{suffix}") == f" Did you mean init_from=w{suffix}?"
+    assert suggest_overrides("model", f"w{suffix}") == f" Did you mean model=NAME init_from=w{suffix}?"

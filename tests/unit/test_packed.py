@@ -298,8 +298,8 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     assert wrong.code == 2
     assert wrong.err == (
         f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
-        "name another with lockstep pack SOURCE TARGET, or, if the folders beside it are the classes, move them into "
-        "train/ and add --val-share 0.1\n"
+        f"name another with lockstep pack SOURCE TARGET, or, if the folders in {tmp_path} are the classes, "
+        "move them into train/ and add --val-share 0.1\n"
     )
 
 

@@ -24,7 +24,7 @@ from lockstep.checkpoint.reading import (
 from lockstep.checkpoint.removal import Removable, most_bytes, removable, remove
 from lockstep.checkpoint.staging import HostCopies, gathered
 from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text
-from lockstep.checkpoint.weights import check_tensors, find_card, load_start, load_weights, read_card, weights_file
+from lockstep.checkpoint.weights import check_tensors, find_card, load_start, read_card, weights_file
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 
 __all__ = [
@@ -45,7 +45,6 @@ __all__ = [
     "load",
     "load_newest",
     "load_start",
-    "load_weights",
     "manifest_text",
     "mark_saved_or_not",
     "most_bytes",

@@ -28,6 +28,7 @@ from lockstep.config import yaml_io
 from lockstep.config.commands import override, program_words, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.model_card import class_name
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync, write_atomic
 from lockstep.core.sharding import load_whole
@@ -206,7 +207,8 @@ def _flattened(facts: Facts) -> dict[str, Any]:
             flat |= {f"{key}[{number}]": item for number, item in enumerate(value)}
         else:
             flat[key] = value
-    return flat
+    # Older checkpoints have the names of classes as the file system has them.
+    return {class_name(key): class_name(value) if isinstance(value, str) else value for key, value in flat.items()}
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:

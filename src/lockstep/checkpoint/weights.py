@@ -1,5 +1,7 @@
 """Reads files of weights: what a model is used with, or starts from. They need no run and no checkpoint."""
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -7,11 +9,25 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lockstep.checkpoint.validation import MODEL, manifest, sha256
+from lockstep.config.commands import typed
+from lockstep.config.other_words import WEIGHTS
 from lockstep.core.errors import InputError
+from lockstep.core.fields import shown
 from lockstep.core.model import head_parameters
-from lockstep.core.model_card import METADATA_KEY, ModelCard
+from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
+
+# What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
+WRAPPERS = "(module|_orig_mod|model|net)[.]"
+CONVERT = (
+    "import argparse, re, sys, torch, safetensors.torch as st; _, old, new = sys.argv; "
+    "torch.serialization.add_safe_globals([argparse.Namespace]); "
+    'w = st.load_file(old) if old.endswith(".safetensors") else torch.load(old, "cpu", weights_only=True); '
+    'w = next((w[key] for key in ("state_dict", "model_state_dict", "model") if key in w), w); '
+    f'w = {{re.sub("^({WRAPPERS})+", "", name): w[name] for name in w if name != "n_averaged"}}; '
+    "st.save_file({name: w[name].clone(memory_format=torch.contiguous_format) for name in w}, new)"
+)
 
 
 def whole_weights(path: Path) -> bool:
@@ -64,38 +80,48 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder")
+        fix = _conversion(path) if key == "init_from" else "; init_from= takes weights of other programs"
+        fix *= path.is_file() and not set(WEIGHTS).isdisjoint(path.suffixes)
+        raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder{fix}")
     return file
 
 
-def load_weights(model: nn.Module, path: Path, key: str = "init_from") -> None:
-    """Fill `model` with the weights at `path` (as for `weights_file`).
-
-    Raises:
-        InputError: the file does not exist, or its tensors do not fit the model.
-    """
-    file = weights_file(path, key)
-    check_tensors(model, file, key)
-    model.load_state_dict(load_file(file))
+def _conversion(file: Path) -> str:
+    """The end of an error: the command that writes a file of another program in our format."""
+    new = file.with_name(f"converted-{file.stem}.safetensors")
+    return f"; convert it, and name {new}: {typed(['python', '-c', CONVERT, file, new])}"
 
 
-def load_start(model: nn.Module, path: Path) -> tuple[str, ...]:
+def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str:
     """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
 
-    If the weights have no head, or a head for another number of classes, the model keeps its new head. Returns the
-    names of the tensors that keep their new values.
+    Where `classes`, the names by label, are not those of the weights, the head gets the rows of the weights by name;
+    a class without one keeps its new row. A head without such rows stays new. Returns a sentence about a head that is
+    not taken as it is, or an empty text.
 
     Raises:
         InputError: the file does not exist, or tensors outside the head do not fit.
     """
-    file = weights_file(path)
-    head = head_parameters(model)
-    own, saved = model.state_dict(), _read_header(file, "init_from")[0]
-    new_head = head if any(tuple(own[name].shape) != saved.get(name) for name in head) else ()
-    check_tensors(model, file, leave_out=new_head)
+    file, head = weights_file(path), head_parameters(model)
+    own, saved, card = model.state_dict(), _read_header(file, "init_from")[0], find_card(file)
+    here = [*map(class_name, classes)]
+    there = [*card.names] if card and here else here
+    rows, moved = {name: row for row, name in enumerate(there)}, here != there
+    labels = [label for label, name in enumerate(here) if name in rows]
+    fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
+    new_head = head if not fits or (moved and not labels) else ()
+    check_tensors(model, file, leave_out=head if moved else new_head)
     tensors = {name: tensor for name, tensor in load_file(file).items() if name not in new_head}
+    for name in head if moved and not new_head else ():
+        old, tensors[name] = tensors[name], own[name].clone()
+        tensors[name][labels] = old[[rows[here[label]] for label in labels]].to(tensors[name])
     model.load_state_dict(tensors, strict=not new_head)
-    return new_head
+    if new_head:
+        return f"the head of {path} does not fit these classes: {', '.join(head)} start from random weights"
+    if moved:
+        new, gone = sorted({*here} - {*there}), sorted({*there} - {*here})
+        return f"the head of {path} is taken by the names of its classes; new: {shown(new)}, left out: {shown(gone)}"
+    return f"{path} does not name its classes; their order is taken to be {shown(here)}" if here and not card else ""
 
 
 def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_out: tuple[str, ...] = ()) -> None:
@@ -110,8 +136,9 @@ def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_ou
     saved, _ = _read_header(file, key)
     names = sorted((own.keys() | saved.keys()) - set(leave_out))
     if different := [name for name in names if own.get(name) != saved.get(name)]:
-        shown = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
-        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {shown}")
+        examples = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
+        fix = _conversion(file) if any(re.match(WRAPPERS, name) for name in saved.keys() - own.keys()) else ""
+        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {examples}{fix}")
 
 
 def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from rich.table import Column, Table
+from torch import Tensor
 
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import ConfigFiles
@@ -44,18 +45,18 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
         raise InputError(f"--out is {folder}, expected a folder that exists")
     card = TrainedInput.of_card(predictor.card)
     source = with_sizes(data_of(run, overrides), card)
-    check_data(predictor, source)
+    labels = check_data(predictor, source)
     examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)
     if run is not None:
         take_threads(run)
     with progress("evaluating", len(examples)) as advance:
-        evaluation = evaluate_split(predictor, examples, advance)
+        evaluation = evaluate_split(predictor, examples, advance, labels)
     _show(evaluation, predictor, split, source)
     facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
     write_atomic(
         folder / "evaluation.json", json.dumps({**facts, **evaluation.facts()}, indent=1, allow_nan=False) + "\n"
     )
-    write_atomic(folder / "predictions.csv", _rows(evaluation, examples))
+    write_atomic(folder / "predictions.csv", _rows(evaluation, examples, labels))
     for name in ("evaluation.json", "predictions.csv"):
         log.show(f"wrote {folder / name}")
 
@@ -80,10 +81,10 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
     log.show_table(table)
 
 
-def _rows(evaluation: Evaluation, split: Split) -> Iterator[bytes]:
+def _rows(evaluation: Evaluation, split: Split, labels: Tensor) -> Iterator[bytes]:
     """The lines of `predictions.csv`. A broken image has no prediction and no probability."""
     yield b"sample,label,predicted,probability\n"
-    columns = (split.labels, evaluation.whole, evaluation.predicted, evaluation.probabilities)
+    columns = (labels[split.labels], evaluation.whole, evaluation.predicted, evaluation.probabilities)
     for index, row in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         label, whole, predicted, probability = row
         result = [evaluation.names[predicted], f"{probability:.6g}"] if whole else ["", ""]

@@ -19,12 +19,14 @@ from lockstep.telemetry.progress import progress
 WORDS = {
     "dataset.path: ": "",
     "the folder above: dataset.path=": "the folder above: lockstep pack ",
-    "name that with dataset.train_folder=": "make train of the folder ",
     "dataset.path=FOLDER": "lockstep pack SOURCE TARGET",
     "dataset.skip=N": "--skip N",
     "dataset.val_folder: ": "",
     "name the one of the validation split with dataset.val_folder=NAME": "make it",
     "use dataset.train_folder=. dataset.val_share=0.1": "move them into train/ and add --val-share 0.1",
+    "use dataset.path=": "link the class folders in ",
+    " dataset.train_folder=": " as train: ",
+    " dataset.val_folder=": " as val: ",
     "dataset.val_share=0.1": "--val-share 0.1",
     "dataset.val_share": "--val-share",
 }

@@ -104,7 +104,7 @@ VALUES: Mapping[str, str] = {
     "augment=randaugment": "ra rand rand_augment",
 }
 OFF = ("false", "0", "no", "off", "none")
-WEIGHTS = ".safetensors"
+WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")
 TABLES = (".csv", ".tsv")
 SHARDS = ".tar"
 # Files that the package `datasets` writes into a saved data set.
@@ -167,7 +167,7 @@ def suggest_overrides(group: str, word: str) -> str:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()
     except (OSError, ValueError):  # the path is too long, or has a NUL byte
         return ""
-    weights, listed = path.suffix == WEIGHTS, path.suffix in (*TABLES, SHARDS)
+    weights, listed = path.suffix in WEIGHTS, path.suffix in (*TABLES, SHARDS)
     overrides: list[str] = []
     if weights or is_run:
         start_override = override("resume" if is_run and not group else "init_from", word)

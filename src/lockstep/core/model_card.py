@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
@@ -28,6 +29,12 @@ PROBABILITIES = ("softmax", "sigmoid")
 SOFTMAX, SIGMOID = PROBABILITIES
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
 VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can average
+
+
+def class_name(text: str) -> str:
+    """A name in Unicode's composed form (NFC). Files of macOS have the decomposed form, which looks the same."""
+    return unicodedata.normalize("NFC", text)
+
 
 Shape = tuple[int, int, int]
 Node = Mapping[str, Any]
@@ -105,7 +112,7 @@ class ModelCard:
     @property
     def names(self) -> tuple[str, ...]:
         """A name for each label: the class name, or the label as a text if there are no class names."""
-        return self.class_names or tuple(map(str, range(self.classes)))
+        return tuple(map(class_name, self.class_names or map(str, range(self.classes))))
 
     def metadata(self) -> dict[str, str]:
         """The metadata of a safetensors file.

@@ -12,6 +12,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model import probabilities
+from lockstep.core.model_card import class_name
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.sampler import blocks
@@ -108,18 +109,22 @@ class Evaluation:
 
 
 def evaluate_split(
-    predictor: Predictor, split: Split, advance: Callable[[int], None] = lambda examples: None
+    predictor: Predictor,
+    split: Split,
+    advance: Callable[[int], None] = lambda examples: None,
+    model_labels: Tensor | None = None,
 ) -> Evaluation:
     """Evaluate a model on every example of a split, in the same blocks as during its training.
 
-    `advance` is called after each block, with the number of its examples.
+    `advance` is called after each block, with the number of its examples. `model_labels` is from `check_data`; None
+    if the split has the labels of the model.
 
     Raises:
         InputError: more images are broken than the split allows, or all of them.
     """
-    labels = split.labels.clone()
+    labels = split.labels.clone() if model_labels is None else model_labels[split.labels]
     parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, split.labels)
+    criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, labels)
     loss = MaskedLoss(criterion.to(predictor.device).eval(), tolerates_broken=True)
     summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
     for block, images in _blocks(predictor, split, labels):
@@ -161,15 +166,16 @@ def _blocks(predictor: Predictor, split: Split, labels: Tensor) -> Iterator[tupl
         yield block, images
 
 
-def check_data(predictor: Predictor, source: Source) -> None:
-    """Raise InputError if the images or the classes of a data set are not those that a model was trained for."""
+def check_data(predictor: Predictor, source: Source) -> Tensor:
+    """The model's label of each class of a data set, by name: int64 (classes,). Raises InputError for other data."""
     card = predictor.card
-    if source.classes != card.classes or tuple(source.class_names) != card.class_names:
-        pairs = zip(source.class_names, card.class_names, strict=False)
-        first = next((f": {here!r} here, {there!r} there" for here, there in pairs if here != there), "")
+    labels = {name: label for label, name in enumerate(card.names)}
+    names = [*map(class_name, source.class_names or map(str, range(source.classes)))]
+    unknown = next((f" ({name!r} is none of them)" for name in names if name not in labels), "")
+    if unknown or (not source.class_names and source.classes != card.classes):
         raise InputError(
-            f"dataset: it has {source.classes:,} classes, which are not the {card.classes:,} of the model{first}; "
-            "name the data set that the model is for"
+            f"dataset: it has {source.classes:,} classes, which are not the {card.classes:,} of the model{unknown}; "
+            "name data of these classes, or of some of them"
         )
     here = {"image_shape": source.image_shape, "input_shape": source.input_shape, "eval_crop": source.eval_crop}
     for name, size in here.items():
@@ -178,3 +184,4 @@ def check_data(predictor: Predictor, source: Source) -> None:
                 f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
                 "of the training: dataset.decode_size, dataset.input_size, dataset.crop"
             )
+    return torch.tensor([labels[name] for name in names])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from lockstep import checkpoint
@@ -105,7 +106,8 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
     infinite = infinite_buffers(model)
-    checkpoint.load_weights(model, file, KEY)
+    checkpoint.check_tensors(model, file, KEY)
+    model.load_state_dict(load_file(file))
     tensors = model.state_dict()
     if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:
         raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")

@@ -50,7 +50,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
     job.model.initialise(model, images)
     infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
-    notes = [] if job.init_from is None else _start_from(model, Path(job.init_from), job.dataset.classes)
+    start = job.init_from and checkpoint.load_start(model, Path(job.init_from), job.dataset.class_names)
     frozen = frozen_names(model, job.train.freeze)
     until = job.train.freeze_until
     until = None if until is None else plan.in_steps("train.freeze_until", until)
@@ -83,19 +83,10 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         freezing=freezing,
         scaler=precision.scaler(world.device),
         ema=ema,
-        notes=[*notes, *draws.notes],
+        notes=[*([f"init_from: {start}"] if start else []), *draws.notes],
         flops=flops,
         peak=peak if flops else 0.0,
     )
-
-
-def _start_from(model: nn.Module, path: Path, classes: int) -> list[str]:
-    """Fill a model with the weights of `init_from`; returns notes about weights that do not fit."""
-    reset_names = checkpoint.load_start(model, path)
-    if not reset_names:
-        return []
-    names = ", ".join(reset_names)
-    return [f"init_from: the head of {path} does not fit {classes:,} classes: {names} start from random weights"]
 
 
 def build_network_and_load_state(

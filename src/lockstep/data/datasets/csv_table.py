@@ -34,7 +34,7 @@ class CSV(FileSource):
     """Image files that a CSV file lists, with their labels and splits.
 
     The first line names the columns. Commas, semicolons or tabs separate them. A label is a name, or the number of a
-    class: from 0 or 1, without gaps.
+    class: from 0 or 1, without gaps. An image counts once for each line that names it.
 
     Fields:
         path: the CSV file.
@@ -56,7 +56,7 @@ class CSV(FileSource):
         return Path(self.path).parent if self.images is None else Path(self.images)
 
     def list_files(self) -> tuple[Listing, Listing]:
-        rows = self._checked_rows()
+        rows, notes = self._checked_rows()
         by_split: dict[str, list[Row]] = {}
         for row in rows:
             by_split.setdefault(row.split, []).append(row)
@@ -64,12 +64,12 @@ class CSV(FileSource):
         train = split_of(by_split, self.train_split, where, key="train_split")
         classes = classes_of([row.label for row in train], lambda index: self._line(train[index]), gaps=False)
         if self.val_share is not None:
-            whole = self._listing(train, classes)
+            whole = self._listing(train, classes, notes)
             return held_out(whole, whole.names, self.val_share)
         val = split_of(by_split, self.val_split, where, key="val_split")
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
-        notes = (f"{self.path}: left out lines of other splits ({shown})",) if other_splits else ()
+        notes += (f"{self.path}: left out lines of other splits ({shown})",) * bool(other_splits)
         return self._listing(train, classes, notes), self._listing(val, classes)
 
     def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
@@ -78,23 +78,28 @@ class CSV(FileSource):
         counts = tuple(labels.bincount(minlength=len(classes)).tolist())
         return Listing(self.folder, classes, counts, as_names(name for _, name in by_class), notes)
 
-    def _checked_rows(self) -> list[Row]:
+    def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
         rows_by_file: dict[str, Row] = {}
+        rows, renamed = [], []
         for row in self._rows():
             if not row.name or not row.label:
                 column = self.label_column if row.name else self.path_column
                 raise self._wrong(row.line, f"has nothing in the column {column!r}")
             file = self.folder / row.name
             # A file may be named in several ways: a.png, ./a.png, /data/a.png.
-            earlier = rows_by_file.setdefault(os.path.normpath(file), row)
-            if earlier is not row and earlier[2:] != row[2:]:
+            earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
+            if earlier[2:] != row[2:]:
                 raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
             if earlier is row and not file.is_file():
                 raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images")
-        if not rows_by_file:
+            if row.name != earlier.name:
+                renamed.append(f"{row.name!r} in line {row.line:,} for {earlier.name!r} in line {earlier.line:,}")
+            rows.append(row._replace(name=earlier.name))
+        if not rows:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        return list(rows_by_file.values())
+        note = f"{self.path}: images repeated under another name (each line counts): {len(renamed):,}, such as "
+        return rows, tuple(note + example for example in renamed[:1])
 
     def _rows(self) -> Iterator[Row]:
         """The lines of the table, not checked yet."""

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import numpy as np
 
+from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname
+from lockstep.core.model_card import class_name
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import CropFrom, FileSource
-from lockstep.data.datasets.listing import Listing, as_names, held_out
+from lockstep.data.datasets.listing import Listing, as_names, held_out, in_order
 
 SUFFIXES = frozenset(
     [
@@ -27,6 +29,8 @@ SUFFIXES = frozenset(
         *photos.AVIF.suffixes,
     ]
 )
+# Made by storage servers (thumbnails, deleted files) and by macOS in archives.
+SYSTEM_FOLDERS = frozenset(["@eaDir", "__MACOSX", "#recycle", "@Recycle", "#snapshot", "$RECYCLE.BIN"])
 HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder above"
 KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
 
@@ -47,7 +51,7 @@ class Folder(FileSource):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return scan_split(Path(self.path, self.train_folder))[0]
+        return tuple(scan_split(Path(self.path, self.train_folder))[0])
 
     def list_files(self) -> tuple[Listing, Listing]:
         train, val = Path(self.path, self.train_folder), Path(self.path, self.val_folder)
@@ -81,16 +85,17 @@ def list_split(folder: Path, train: Path) -> Listing:
     class_folders, other_kinds = scan_split(folder)
     names = dict.fromkeys(scan_split(train)[0], as_names([]))
     left_out, suffixes = Counter(other_kinds), Counter[str]()
-    for name in class_folders:
+    for name, spellings in class_folders.items():
         if name not in names:
+            first = folder / spellings[0]
             raise InputError(
-                f"dataset.path: {folder / name} is a class that {train} does not have; remove it, or add it there"
+                f"dataset.path: {first} is a class that {train} does not have; remove it, or add it there"
             )
-        images = sorted(image_files(folder / name, left_out))
+        images = [f"{of}/{image}" for of in spellings for image in sorted(image_files(folder / of, left_out))]
         if not images:
-            raise InputError(f"dataset.path: {folder / name} has no images ({', '.join(sorted(SUFFIXES))})")
-        suffixes.update(map(_kind, images))
-        names[name] = as_names(f"{name}/{image}" for image in images)
+            raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({', '.join(sorted(SUFFIXES))})")
+        suffixes.update(map(kind_of, images))
+        names[name] = as_names(images)
     for kind in (photos.AVIF, photos.HEIC):
         if (number := sum(suffixes[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
             raise InputError(
@@ -102,8 +107,8 @@ def list_split(folder: Path, train: Path) -> Listing:
 
 
 @functools.cache
-def scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
-    """The names of the class folders of a split, sorted, and the number of all other entries by kind.
+def scan_split(folder: Path) -> tuple[dict[str, list[str]], Counter[str]]:
+    """The classes of a split with their folders, in their order, and the number of all other entries by kind.
 
     Read once per process.
 
@@ -113,25 +118,47 @@ def scan_split(folder: Path) -> tuple[tuple[str, ...], Counter[str]]:
     if not folder.is_dir():
         raise InputError(f"dataset.path: there is no folder {folder}, {_expected(folder)}")
     entries = _entries(folder)
-    names = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    names = {entry.name for entry in entries if entry.is_dir() and kind_of(entry.name) != HIDDEN}
     if not names:
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
-    return tuple(names), Counter(_kind(entry.name) for entry in entries if entry.name not in names)
+    folders: dict[str, list[str]] = {}
+    for name in sorted(names):
+        folders.setdefault(class_name(name), []).append(name)
+    if [*folders] == [folder.name] and _innermost(folder) != folder:
+        raise InputError(f"dataset.path: {folder} holds only another folder {folder.name}, {_expected(folder)}")
+    others = Counter(kind_of(entry.name) for entry in entries if entry.name not in names)
+    return {name: folders[name] for name in in_order(sorted(folders))}, others
+
+
+def _subfolders(folder: Path) -> list[str]:
+    """The names of the folders in a folder, sorted; empty if there is no folder."""
+    entries = _entries(folder) if folder.is_dir() else []
+    return [entry.name for entry in entries if entry.is_dir() and kind_of(entry.name) != HIDDEN]
+
+
+def _innermost(folder: Path) -> Path:
+    """`folder`, or what is in it, below folders that hold nothing but one folder of folders."""
+    while len(names := _subfolders(folder)) == 1 and _subfolders(folder / names[0]):
+        folder /= names[0]
+    return folder
 
 
 def _expected(folder: Path) -> str:
     """The end of the error for a missing split: the expected folders, and the override that helps."""
     expected = "expected one subfolder per class in it"
-    siblings = [entry.name for entry in _entries(folder.parent) if entry.is_dir()] if folder.parent.is_dir() else []
-    if train_like := [name for name in siblings if name.lower().startswith("train")]:
-        return f"{expected}; {train_like[0]} is beside it: name that with dataset.train_folder={train_like[0]}"
-    if siblings and folder.name == folder.parent.name:
-        expected += f"; name the folder above: dataset.path={folder.parents[1]}"
-    else:
-        expected += "; name another with dataset.path=FOLDER"
-    if siblings:
-        expected += ", or, if the folders beside it are the classes, use dataset.train_folder=. dataset.val_share=0.1"
-    return expected
+    top = _innermost(folder.parents[folder.name == folder.parent.name])
+    words, share = [override("dataset.path", top)], "dataset.val_share=0.1"
+    splits = [name for name in _subfolders(top) if _subfolders(top / name)]
+    if train := next((name for name in splits if "train" in name.lower()), ""):
+        splits.remove(train)
+        val = next((name for part in ("val", "test") for name in splits if part in name.lower()), "")
+        for key, name in (("train_folder", train), ("val_folder", val)):
+            inner = _innermost(top / name).relative_to(top)
+            words.append(override(f"dataset.{key}", inner) if name else share)
+        return f"{expected}; use {typed(words)}"
+    words = [*words[top == folder.parent :], "dataset.train_folder=.", share]
+    classes = f", or, if the folders in {top} are the classes, use {typed(words)}" * bool(_subfolders(top))
+    return f"{expected}; name another with dataset.path=FOLDER{classes}"
 
 
 def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
@@ -144,7 +171,7 @@ def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
             continue
         ancestors |= {identity}
         for entry in _entries(folder / relative):
-            kind = _kind(entry.name)
+            kind = kind_of(entry.name)
             if kind != HIDDEN and entry.is_dir():
                 pending.append((f"{relative}{entry.name}/", ancestors))
             elif kind not in SUFFIXES:
@@ -173,9 +200,9 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         ) from error
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """The suffix of a file in lower case, or `HIDDEN`, or `NO_SUFFIX`."""
-    if name.startswith("."):
+    if name.startswith(".") or name in SYSTEM_FOLDERS:
         return HIDDEN
     _, dot, suffix = name.rpartition(".")
     return f".{suffix.lower()}" if dot else NO_SUFFIX
@@ -187,5 +214,4 @@ def left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
     shown = ", ".join(kinds[:KINDS_SHOWN] + ["others"] * (len(kinds) > KINDS_SHOWN))
-    files = "file whose name is not that of an image" if number == 1 else "files whose names are not those of images"
-    return (f"{folder}: left out {number:,} {files} ({shown})",)
+    return (f"{folder}: left out {number:,} other file{'s' * (number != 1)} ({shown})",)

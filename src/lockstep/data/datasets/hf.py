@@ -12,7 +12,7 @@ from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out, split_of
+from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out, in_order, split_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class HF(FileSource):
         splits = self._load()
         table = split_of(splits, self.train_split, self.path, key="train_split")
         names = self._labels(table)
-        declared = getattr(table.features[self.label_column], "names", None)
-        classes = tuple(declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True))
+        declared = in_order(getattr(table.features[self.label_column], "names", None) or ())
+        classes = declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True)
         train = self._members(table, self.train_split, names, classes)
         if self.val_share is not None:
             if self.val_split in splits:

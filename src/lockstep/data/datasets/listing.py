@@ -18,9 +18,11 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
+from lockstep.core.model_card import class_name
 
 Names = NDArray[np.bytes_]
 SplitT = TypeVar("SplitT")
+NUMBER = re.compile(r"[0-9]+")
 SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
 # Numbers that number no class. A table often has one of them where a label is missing.
 NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
@@ -127,21 +129,35 @@ FilesT = TypeVar("FilesT", Listing, Members)
 def held_out(files: FilesT, names: Names, share: float) -> tuple[FilesT, FilesT]:
     """Divide files into those to train on and those to evaluate, by their names and labels.
 
-    Of each class, the `share` of the names with the smallest hashes is evaluated: at least one of two or more names,
-    and never all. If a file is added to the class, at most one other file changes sides. The notes are those of the
-    training split.
+    Of each class, the `share` of the files whose names have the smallest hashes is evaluated: at least one of two or
+    more files, and never all. If a file is added to the class, at most one other file changes sides. A file that is
+    listed several times is on one side. The notes are those of the training split.
 
     Raises:
         InputError: every class has one file.
     """
     evaluated = np.zeros(len(names), dtype=np.bool_)
-    hashes = [hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest() for name in names.tolist()]
+    hashes = [  # other files can have the same name in other shards, but not in a listing
+        (hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest(), position * isinstance(files, Members))
+        for position, name in enumerate(names.tolist())
+    ]
     for of_class in files.labels.argsort(stable=True).split(files.labels.bincount().tolist()):
-        number = min(max(1, round(share * len(of_class))), len(of_class) - 1)
-        evaluated[sorted(of_class.tolist(), key=hashes.__getitem__)[: max(0, number)]] = True
+        positions = of_class.tolist()
+        ranked = sorted({hashes[position] for position in positions})
+        chosen = set(ranked[: max(0, min(max(1, round(share * len(ranked))), len(ranked) - 1))])
+        evaluated[positions] = [hashes[position] in chosen for position in positions]
     if not evaluated.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
     return files.part(~evaluated), replace(files.part(evaluated), notes=())
+
+
+def in_order(names: Iterable[str]) -> tuple[str, ...]:
+    """The different names of classes: by number if all of them are whole numbers, otherwise in the given order."""
+    classes = tuple(dict.fromkeys(map(class_name, names)))
+    if not all(map(NUMBER.fullmatch, classes)):
+        return classes
+    # Compared as texts: Python refuses to convert a number of thousands of digits.
+    return tuple(sorted(classes, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), len(name))))
 
 
 def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
@@ -155,13 +171,9 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
     Raises:
         InputError: a label is a number that numbers no class, such as -1, 1.0, or 7 among 0 and 1.
     """
-    names = set(labels)
+    classes = in_order(sorted(set(map(class_name, labels))))
     wrong = next((name for name in labels if NO_CLASS.fullmatch(name)), None)
-    if wrong is None and not all(name.isdecimal() and name.isascii() for name in names):
-        return tuple(sorted(names))
-    # Compared as texts: Python refuses to convert a number of thousands of digits.
-    classes = sorted(names, key=lambda name: (len(name.lstrip("0")), name.lstrip("0"), len(name)))
-    if wrong is None and not gaps:
+    if wrong is None and not gaps and all(map(NUMBER.fullmatch, classes)):
         numbers = enumerate(classes, start=int(classes[0].lstrip("0") == "1"))
         wrong = next((name for number, name in numbers if name.lstrip("0") != str(number).lstrip("0")), None)
     if wrong is not None:
@@ -170,7 +182,7 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
             f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, leave the example out, or write "
             "names: class_2"
         )
-    return tuple(classes)
+    return classes
 
 
 def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int], str]) -> Tensor:
@@ -179,12 +191,14 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     Raises:
         InputError: a name is no class; `place` says where it is.
     """
-    labels = {name: label for label, name in enumerate(classes)}
-    if (unknown := next((index for index, name in enumerate(names) if name not in labels), None)) is not None:
+    numbers = {name: label for label, name in enumerate(classes)}
+    labels = [numbers.get(class_name(name), -1) for name in names]
+    if -1 in labels:
+        unknown = labels.index(-1)
         raise InputError(
             f"dataset: {place(unknown)} has the label {names[unknown]!r}, which no training example has; leave it out"
         )
-    return torch.tensor([labels[name] for name in names], dtype=torch.int64)
+    return torch.tensor(labels, dtype=torch.int64)
 
 
 def split_of(splits: Mapping[str, SplitT], name: str, where: str, *, key: str) -> SplitT:

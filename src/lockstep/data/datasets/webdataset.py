@@ -14,7 +14,7 @@ from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.folder import SUFFIXES, left_out_note
+from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
 from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
 
 LABEL_BYTES = 1000
@@ -45,6 +45,7 @@ class TarMember:
 class WebDataset(FileSource):
     """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
 
+    Of several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png).
     Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
 
     Fields:
@@ -74,7 +75,7 @@ class WebDataset(FileSource):
 
     def _shards(self, pattern: str) -> list[Path]:
         try:
-            return sorted(Path(self.path).glob(pattern))
+            return sorted(shard for shard in Path(self.path).glob(pattern) if kind_of(shard.name) != HIDDEN)
         except (NotImplementedError, ValueError):  # a whole path, or ** within a name: no name here matches
             return []
 
@@ -90,7 +91,7 @@ class WebDataset(FileSource):
         return {image: label for shard in shards for image, label in self._index(shard, left_out).items()}
 
     def _index(self, shard: Path, left_out: Counter[str]) -> dict[TarMember, str]:
-        images: dict[str, TarMember] = {}
+        images: dict[str, dict[str, TarMember]] = {}
         labels: dict[str, str] = {}
         with opened(shard, links=True) as file:
             try:
@@ -99,11 +100,14 @@ class WebDataset(FileSource):
                         key, suffix = _key_and_suffix(member.name)
                         if not member.isfile():
                             continue
-                        if f".{suffix.rpartition('.')[2]}" in SUFFIXES:
-                            if key in images:
-                                raise InputError(f"dataset: {shard} has two images named {key!r}, expected one")
-                            images[key] = TarMember(shard, member.name, key, member.offset_data, member.size)
-                        elif suffix == self.label:
+                        if any(kind_of(part) == HIDDEN for part in member.name.split("/") if part != "."):
+                            left_out[HIDDEN] += 1
+                        elif f".{suffix.rpartition('.')[2]}" in SUFFIXES:
+                            sample = images.setdefault(key, {})
+                            if suffix in sample:
+                                raise InputError(f"dataset: {shard} has two images {key}.{suffix}, expected one")
+                            sample[suffix] = TarMember(shard, member.name, key, member.offset_data, member.size)
+                        elif suffix == self.label.lower().removeprefix("."):
                             content = tar.extractfile(member)
                             assert content is not None
                             labels[key] = content.read(LABEL_BYTES).decode().strip()
@@ -113,13 +117,15 @@ class WebDataset(FileSource):
                 raise InputError(
                     f"dataset: {shard} cannot be indexed ({error}), expected a tar file that is not compressed"
                 ) from error
-        for key, image in images.items():
+        first = {key: min(sample, key=lambda suffix: (suffix.count("."), suffix)) for key, sample in images.items()}
+        for key, sample in images.items():
+            left_out.update(f".{suffix}" for suffix in sample if suffix != first[key])
             if not labels.get(key):
                 raise InputError(
-                    f"dataset: {image} has no label, expected {key}.{self.label} beside it; name another suffix with "
-                    "dataset.label=SUFFIX"
+                    f"dataset: {sample[first[key]]} has no label, expected {key}.{self.label} beside it; name "
+                    "another suffix with dataset.label=SUFFIX"
                 )
-        return {image: labels[key] for key, image in images.items()}
+        return {sample[first[key]]: labels[key] for key, sample in images.items()}
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:

@@ -1,0 +1,267 @@
+"""The names and the order of classes: the same from every kind of data set, and by name between data and models."""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import tarfile
+import unicodedata
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from torchvision.datasets import ImageFolder
+
+from helpers import built
+from lockstep.checkpoint import difference
+from lockstep.core.errors import InputError
+from lockstep.data import packing
+from lockstep.data.datasets import CSV, HF, WebDataset
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
+from lockstep.data.datasets.packed import Packed
+from lockstep.inference.images import files_in
+
+NFC, NFD = "caf\u00e9", "cafe\u0301"
+
+
+def png(level: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.full((8, 8, 3), level, dtype=np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def write(root: Path, *names: str) -> None:
+    """Write an image to each of these files below `root`, each with another grey level."""
+    for level, name in enumerate(names):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(png(level))
+
+
+def write_tar(path: Path, *members: tuple[str, bytes]) -> None:
+    with tarfile.open(path, "w") as tar:
+        for name, content in members:
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content))
+
+
+def samples_of(shard: Path) -> list[dict[str, Any]]:
+    """The samples of a shard as the package webdataset groups them."""
+    tariterators = pytest.importorskip("webdataset.tariterators")
+    with shard.open("rb") as stream:
+        files = tariterators.tar_file_expander([{"stream": stream, "url": str(shard)}])
+        return list(tariterators.group_by_keys(files))
+
+
+def as_folder(root: Path, names: list[str]) -> Folder:
+    write(root, *(f"{split}/{name}/0.png" for split in ("train", "val") for name in names))
+    return Folder(path=str(root), decode_size=8)
+
+
+def as_packed(root: Path, names: list[str]) -> Packed:
+    packing.pack(as_folder(root / "source", names), root / "packed", threads=1, advanced=lambda images: None)
+    return Packed(path=str(root / "packed"))
+
+
+def as_table(root: Path, names: list[str]) -> CSV:
+    write(root, *(f"{split}/{number}.png" for split in ("train", "val") for number in range(len(names))))
+    rows = [f"{split}/{number}.png;{name};{split}" for split in ("train", "val") for number, name in enumerate(names)]
+    (root / "list.csv").write_text("\n".join(["path;label;split", *rows]))
+    return CSV(path=str(root / "list.csv"), decode_size=8)
+
+
+def as_shards(root: Path, names: list[str]) -> WebDataset:
+    root.mkdir()
+    for split in ("train", "val"):
+        members = [
+            (f"{n}.{kind}", png(n) if kind == "png" else names[n].encode())
+            for n in range(len(names))
+            for kind in ("png", "cls")
+        ]
+        write_tar(root / f"{split}.tar", *members)
+    return WebDataset(path=str(root), decode_size=8)
+
+
+def as_saved(root: Path, names: list[str], *, declared: bool = False) -> HF:
+    datasets = pytest.importorskip("datasets")
+    label = datasets.ClassLabel(names=sorted(set(names))) if declared else datasets.Value("string")
+    features = datasets.Features({"image": datasets.Image(), "label": label})
+    rows = {"image": [{"bytes": png(number), "path": None} for number in range(len(names))], "label": names}
+    table = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": table, "validation": table}).save_to_disk(root)
+    return HF(path=str(root), decode_size=8)
+
+
+def as_declared(root: Path, names: list[str]) -> HF:
+    """As `datasets.load_dataset("imagefolder")` has it: the names are declared in lexical order."""
+    return as_saved(root, names, declared=True)
+
+
+KINDS: list[Callable[[Path, list[str]], FileSource | Packed]] = [
+    as_folder,
+    as_packed,
+    as_table,
+    as_shards,
+    as_saved,
+    as_declared,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([str(number) for number in range(11, -1, -1)], [str(number) for number in range(12)]),
+        ([f"{number:02}" for number in range(11, -1, -1)], [f"{number:02}" for number in range(12)]),
+        (["zebra", "Zoo", "ant 2", "ant 10", "ant"], sorted(["zebra", "Zoo", "ant 2", "ant 10", "ant"])),
+        (["10", "9", "b"], ["10", "9", "b"]),
+        (["z", NFD, "a"], ["a", NFC, "z"]),
+        (["z", NFC, "a", NFD], ["a", NFC, "z"]),
+        (["\u00e9t\u00e9", "zoo"], ["zoo", "\u00e9t\u00e9"]),
+    ],
+    ids=["numbers", "padded", "names", "mixed", "decomposed", "both", "beyond ASCII"],
+)
+def test_every_kind_of_data_set_has_the_same_classes_in_the_same_order(
+    tmp_path: Path, kind: Callable[[Path, list[str]], FileSource], names: list[str], expected: list[str]
+) -> None:
+    source = kind(tmp_path / "data", names)
+    assert list(source.class_names) == expected
+    for split in (source.train(), source.eval()):
+        labels = {
+            int(level): label
+            for level, label in zip(split.fetch([*range(len(names))])[:, 0, 0, 0], split.labels.tolist(), strict=True)
+        }
+        offset = min(labels)
+        assert [expected[labels[offset + number]] for number in range(len(names))] == [
+            unicodedata.normalize("NFC", name) for name in names
+        ]
+
+
+@pytest.mark.parametrize("train", [NFC, NFD])
+@pytest.mark.parametrize("val", [NFC, NFD])
+def test_a_class_may_be_spelled_in_two_ways(tmp_path: Path, train: str, val: str) -> None:
+    write(tmp_path, f"train/{train}/0.png", "train/b/0.png", f"val/{val}/0.png")
+    folder = Folder(path=str(tmp_path), decode_size=8)
+    assert (folder.class_names, folder.train().labels.tolist(), folder.eval().labels.tolist()) == (
+        ("b", NFC),
+        [0, 1],
+        [1],
+    )
+    assert folder.train().fetch([0, 1])[:, 0, 0, 0].tolist() == [1, 0]
+
+
+def test_a_resume_compares_the_order_of_the_classes_but_not_their_spelling() -> None:
+    facts = {"class_names": ["b", NFC], "train": {NFC: "1 file (ab)", "b": "1 file (cd)"}}
+    decomposed = {"class_names": ["b", NFD], "train": {NFD: "1 file (ab)", "b": "1 file (cd)"}}
+    assert difference(facts, decomposed) == ""
+    numbers = [str(number) for number in range(12)]
+    lexical = {"class_names": sorted(numbers)}
+    assert difference({"class_names": numbers}, lexical).startswith("class_names[2]: here 2, there 10")
+
+
+SIDECARS = [
+    *(f"{folder}/0.png" for folder in sorted(SYSTEM_FOLDERS)),
+    *(f"{folder}/0.png" for folder in (".ipynb_checkpoints", ".thumbnails", ".Trash-1000")),
+    *("@eaDir/1.png/SYNOPHOTO_THUMB_M.jpg", "__MACOSX/a/._0.png", "._0.png", ".DS_Store", ".0.png.swp"),
+    *("Thumbs.db", "desktop.ini", "0.txt", "README"),
+]
+
+
+@pytest.mark.parametrize("place", ["", "a/", "a/2024/"])
+def test_files_that_systems_leave_behind_are_no_photos(tmp_path: Path, place: str) -> None:
+    files = ["a/0.png", "a/2024/1.png", "b/2.png"]
+    write(tmp_path, *(f"{split}/{file}" for split in ("train", "val") for file in files))
+    right = ImageFolder(str(tmp_path / "train"))
+    write(tmp_path, *(f"train/{place}{sidecar}" for sidecar in SIDECARS))
+    folder = Folder(path=str(tmp_path), decode_size=8)
+    split = folder.train()
+    assert list(folder.class_names) == right.classes
+    assert sorted(zip(map(str, split.paths), split.labels.tolist(), strict=True)) == sorted(right.imgs)
+    assert files_in(tmp_path / "train") == sorted(Path(file) for file, _ in right.imgs)
+    number = len({sidecar.partition("/")[0] for sidecar in SIDECARS})
+    assert folder.notes()[0].startswith(f"{tmp_path}/train: left out {number} other files (")
+
+
+@pytest.mark.parametrize("sidecar", SIDECARS)
+def test_members_that_systems_leave_behind_are_no_examples(tmp_path: Path, sidecar: str) -> None:
+    clean = [("./x/0.png", png(1)), ("./x/0.cls", b"cat"), ("x.y/1.png", png(2)), ("x.y/1.cls", b"dog")]
+    for name in ("train", "val"):
+        write_tar(tmp_path / f"{name}.tar", (sidecar, b"\x00\x05\x16\x07\xff"), *clean, (f"x/{sidecar}", b"\xff"))
+    write_tar(tmp_path / "clean.tar", *clean)
+    right = [
+        (sample["__key__"], sample["png"], sample["cls"].decode()) for sample in samples_of(tmp_path / "clean.tar")
+    ]
+    (tmp_path / "._train.tar").write_bytes(b"\x00\x05\x16\x07")
+    source = WebDataset(path=str(tmp_path), train_shards="*train*.tar", decode_size=8)
+    split = source.train()
+    ours = [
+        (path.key, path.contents(), source.class_names[label])
+        for path, label in zip(split.paths, split.labels.tolist(), strict=True)
+    ]
+    assert ours == right
+
+
+@pytest.mark.parametrize(
+    ("suffixes", "choice"),
+    [
+        (("jpg", "png"), "jpg"),
+        (("png", "jpg"), "jpg"),
+        (("mask.png", "png"), "png"),
+        (("seg.jpg", "webp"), "webp"),
+        (("input.png",), "input.png"),
+        (("JPG", "depth.PNG"), "jpg"),
+        (("jpeg", "png", "webp"), "jpeg"),
+    ],
+)
+def test_one_image_of_a_sample_is_taken_and_the_others_are_counted(
+    tmp_path: Path, suffixes: tuple[str, ...], choice: str
+) -> None:
+    members = [(f"{key}.{suffix}", png(10 * key + n)) for key in range(3) for n, suffix in enumerate(suffixes)]
+    members = [*members, *((f"{key}.Label", b"cat") for key in range(3))]
+    for name in ("train", "val"):
+        write_tar(tmp_path / f"{name}.tar", *sorted(members))
+    right = [sample[choice] for sample in samples_of(tmp_path / "train.tar")]
+    for label in ("Label", "label", ".LABEL"):
+        source = WebDataset(path=str(tmp_path), label=label, decode_size=8)
+        assert [path.contents() for path in source.train().paths] == right
+    left_out = [note for note in source.notes() if "left out" in note]
+    assert len(left_out) == (len(suffixes) > 1)
+    assert all(f"left out {6 * (len(suffixes) - 1)} other files" in note for note in left_out)
+
+
+LAYOUTS = [
+    (["seg_train/seg_train", "seg_test/seg_test", "seg_pred"], "seg_train/seg_train"),
+    (["train/train", "val/val"], "train/train"),
+    (["train", "val/val"], "train"),
+    (["archive/train", "archive/val", "archive/test"], "archive/train"),
+    (["My Photos/data/Training", "My Photos/data/Testing"], "My Photos/data/Training"),
+    (["imagenet_train", "imagenet_val"], "imagenet_train"),
+    (["trainval", "test"], "trainval"),
+    (["only_train/images"], "only_train/images"),
+    (["wrapped/again"], "wrapped/again"),
+    (["."], "."),
+]
+
+
+@pytest.mark.parametrize(("folders", "train"), LAYOUTS, ids=[folders[0] for folders, _ in LAYOUTS])
+def test_the_overrides_that_the_error_names_train_the_right_classes(
+    tmp_path: Path, folders: list[str], train: str
+) -> None:
+    write(
+        tmp_path,
+        *(f"{folder}/{name}/{n}.png" for folder in folders for name in ("bus", "bullet_train") for n in "01"),
+    )
+    with pytest.raises(InputError) as caught:
+        Folder(path=str(tmp_path)).prepare()
+    words = shlex.split(str(caught.value).rpartition(" use ")[2])
+    source = built("dataset=folder", f"dataset.path={tmp_path}", *words).dataset
+    source.prepare()
+    right = ImageFolder(str(tmp_path / train))
+    assert list(source.class_names) == right.classes
+    files = {str(path) for split in (source.train(), source.eval()) for path in split.paths}
+    assert {file for file, _ in right.imgs} <= {os.path.normpath(file) for file in files}

@@ -1,0 +1,200 @@
+"""The head of a run that starts from weights: its rows by the names of the classes; and weights of other programs."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from lockstep.checkpoint import load_start
+from lockstep.core.errors import InputError
+from lockstep.core.model import head_parameters
+from lockstep.core.model_card import ModelCard
+from lockstep.core.protocols import Model
+from lockstep.models import DigitNet, Linear, Timm, WhiteNet
+
+NAMES = ["ant", "bee", "cat", "dog", "emu"]
+CARD: dict[str, Any] = {
+    **{part: {"_target_": "x"} for part in ("model", "precision", "loss")},
+    "image_shape": (3, 32, 32),
+    "input_shape": (3, 32, 32),
+    "eval_crop": 1.0,
+    "mean": (0.5,) * 3,
+    "std": (0.2,) * 3,
+    "eval_views": 1,
+    "eval_batch": 8,
+    "trained_on": {},
+    "lockstep": "1",
+}
+
+
+class ConvHead(nn.Module):
+    """Logits by a 1x1 convolution without a bias, in channels-last order."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 8, 3)
+        self.head = nn.Conv2d(8, classes, 1, bias=False).to(memory_format=torch.channels_last)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.body(images)).mean((2, 3))
+
+
+def build(model: Model | type[ConvHead], classes: int, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    built = model(classes) if isinstance(model, type) else model.build(classes, (3, 32, 32))
+    for tensor in built.parameters():  # some heads start as zeros
+        nn.init.normal_(tensor, std=0.1)
+    return built.double().eval()
+
+
+def save(model: nn.Module, path: Path, names: list[str], classes: int) -> None:
+    card = ModelCard(**CARD, classes=classes, class_names=tuple(names))
+    save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, card.metadata())
+
+
+HEADS = [
+    Linear(),
+    DigitNet(),
+    WhiteNet(),
+    ConvHead,
+    Timm(name="test_resnet"),
+    Timm(name="test_convnext"),
+    Timm(name="levit_128s", options={"img_size": 32}),
+    Timm(name="deit_tiny_distilled_patch16_224"),
+]
+
+
+@pytest.mark.parametrize("model", HEADS, ids=repr)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["emu", "ant", "dog", "cat", "bee"],
+        ["bee", "dog"],
+        ["yak", "emu", "ant", "zebu", "dog", "cat", "bee"],
+        ["cat", "yak", "ant", "zebu", "gnu"],
+    ],
+    ids=["another order", "fewer", "more", "others of the same number"],
+)
+@torch.no_grad()
+def test_a_class_keeps_its_logit_by_name_and_a_new_one_is_random(
+    tmp_path: Path, model: Any, names: list[str]
+) -> None:
+    trained, new, untouched = (
+        build(model, 5, seed=1),
+        build(model, len(names), seed=2),
+        build(model, len(names), seed=2),
+    )
+    save(trained, tmp_path / "weights.safetensors", NAMES, 5)
+    note = load_start(new, tmp_path / "weights.safetensors", names)
+    images = torch.randn(3, 3, 32, 32, dtype=torch.float64)
+    logits, expected = new(images), trained(images)
+    for label, name in enumerate(names):
+        if name in NAMES:
+            assert torch.allclose(logits[:, label], expected[:, NAMES.index(name)], rtol=1e-12, atol=1e-12)
+    new_rows = [label for label, name in enumerate(names) if name not in NAMES]
+    for name in head_parameters(new):
+        assert torch.equal(new.state_dict()[name][new_rows], untouched.state_dict()[name][new_rows])
+    assert (
+        f"by the names of its classes; new: {sorted({*names} - {*NAMES})}, left out: {sorted({*NAMES} - {*names})}"
+        in note
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "rows", "note"),
+    [
+        (NAMES, NAMES, [0, 1, 2, 3, 4], ""),
+        ([], [], [0, 1, 2, 3, 4], ""),
+        (NAMES, [], [0, 1, 2, 3, 4], ""),
+        ([], ["0", "1", "2", "3", "4"], [0, 1, 2, 3, 4], ""),
+        (
+            [],
+            ["4", "3", "2", "1", "0"],
+            [4, 3, 2, 1, 0],
+            "is taken by the names of its classes; new: [], left out: []",
+        ),
+        (["cafe\u0301", *NAMES[1:]], ["caf\u00e9", *NAMES[1:]], [0, 1, 2, 3, 4], ""),
+        (None, NAMES, [0, 1, 2, 3, 4], f"does not name its classes; their order is taken to be {NAMES}"),
+        (None, [], [0, 1, 2, 3, 4], ""),
+        (NAMES, ["v", "w", "x", "y", "z"], [], "not fit these classes: 1.weight, 1.bias start from random weights"),
+        ([], NAMES, [], "not fit these classes: 1.weight, 1.bias start from random weights"),
+    ],
+)
+def test_a_head_is_taken_as_it_is_only_for_the_same_classes(
+    tmp_path: Path, there: list[str] | None, here: list[str], rows: list[int], note: str
+) -> None:
+    trained, new = (build(Linear(), 5, seed=seed).state_dict() for seed in (1, 2))
+    model = build(Linear(), 5, seed=2)
+    if there is None:
+        save_file(trained, tmp_path / "weights.safetensors")
+    else:
+        save(build(Linear(), 5, seed=1), tmp_path / "weights.safetensors", there, 5)
+    sentence = load_start(model, tmp_path / "weights.safetensors", here)
+    assert sentence.endswith(note)
+    assert bool(sentence) == bool(note)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, trained[name][rows] if rows else new[name])
+
+
+@pytest.mark.parametrize("classes", [5, 3], ids=["as many", "fewer"])
+def test_all_rows_are_new_where_no_class_is_the_same(tmp_path: Path, classes: int) -> None:
+    trained, new = build(DigitNet(), 5, seed=1), build(DigitNet(), classes, seed=2)
+    head = {name: new.state_dict()[name].clone() for name in head_parameters(new)}
+    save(trained, tmp_path / "weights.safetensors", NAMES, 5)
+    assert "start from random weights" in load_start(
+        new, tmp_path / "weights.safetensors", ["v", "w", "x", "y", "z"][:classes]
+    )
+    for name, tensor in new.state_dict().items():
+        assert torch.equal(tensor, head.get(name, trained.state_dict().get(name)))
+
+
+WRAPPED = ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.", "model.", "net."]
+NESTED = {
+    "plain": lambda state: state,
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
+    "model": lambda state: {"model": state, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=0.1)},
+    "model_state_dict": lambda state: {"epoch": 1, "model_state_dict": state},
+}
+
+
+@pytest.mark.parametrize(
+    ("prefix", "nested", "suffix"),
+    [
+        *itertools.product(WRAPPED, NESTED, [".pth"]),
+        *(("module.", "plain", suffix) for suffix in (".pt", ".bin", ".ckpt", ".pth.tar")),
+        *((prefix, "plain", ".safetensors") for prefix in WRAPPED[1:]),
+    ],
+)
+def test_the_command_of_the_error_converts_the_weights_of_other_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefix: str, nested: str, suffix: str
+) -> None:
+    torch.manual_seed(0)
+    trained = timm.create_model("test_resnet", num_classes=3).to(memory_format=torch.channels_last)
+    state = {f"{prefix}{name}": tensor for name, tensor in trained.state_dict().items()}
+    file = tmp_path / f"it's mine{suffix}"
+    if suffix == ".safetensors":
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, file)
+    else:
+        torch.save(NESTED[nested](state), file)
+    model = timm.create_model("test_resnet", num_classes=3)
+    with pytest.raises(InputError) as caught:
+        load_start(model, file)
+    assert "\n" not in str(caught.value)
+    python, option, code, *paths = shlex.split(str(caught.value)[str(caught.value).index("python -c") :])
+    assert (python, option) == ("python", "-c")
+    monkeypatch.setattr(sys, "argv", ["-c", *paths])
+    exec(code, {})
+    assert load_start(model, Path(paths[1])) == ""
+    right = trained.state_dict()
+    assert model.state_dict().keys() == right.keys()
+    assert all(torch.equal(tensor, right[name]) for name, tensor in model.state_dict().items())
