@@ -41,7 +41,7 @@ from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_write import sync, write_atomic
+from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
 
 SPARE_DIGITS = 18  # of the step in the name of a checkpoint while it replaces another one of its step
 RETRY_S = 30.0  # seconds between a failed save and the next one
@@ -209,7 +209,7 @@ class Checkpointer:
     def _write(self, weights: Mapping[str, Weights], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
         """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
@@ -255,14 +255,9 @@ class Checkpointer:
 
     def _export(self, write: Callable[[Path], object]) -> None:
         """Have `write` put the best weights so far (with EMA, the averaged ones) into the run folder."""
-        temporary = self.run_dir.weights.with_suffix(".tmp")
-        try:
+        with replacing(self.run_dir.weights) as temporary:
             write(temporary)
-            sync(temporary)
-            temporary.replace(self.run_dir.weights)
-            sync(self.run_dir.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        sync(self.run_dir.path)
 
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.

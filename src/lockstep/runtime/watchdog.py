@@ -19,6 +19,7 @@ from typing import NoReturn, Self, TextIO
 import psutil
 
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
+from lockstep.core.safe_write import append
 from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
@@ -38,7 +39,7 @@ RecordError = Callable[[LockstepError, Mapping[int, str]], None]
 def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
     """Write the stacks of all threads to `log` after a crash in native code, or when a peer sends SIGUSR2."""
     enabled = faulthandler.is_enabled()
-    with log.open("a") as file:
+    with append(log) as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR2, file)
         try:
