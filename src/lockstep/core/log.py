@@ -16,7 +16,7 @@ from rich.text import Text
 from lockstep.core.errors import escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
-from lockstep.core.terminal import SafeStream
+from lockstep.core.terminal import SafeStream, impatient
 
 USUAL_WIDTH, NARROW = 80, 40
 WIDE = 10_000  # columns of a table that no terminal limits
@@ -96,7 +96,8 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        yield
+        with impatient():  # the files have what is shown
+            yield
     finally:
         logger.setLevel(level)
         logger.propagate = propagate

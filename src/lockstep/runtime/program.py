@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from lockstep.config.messages import check_word, translate, translate_before_job
 from lockstep.core.errors import LockstepError, RankFailed, Stopped, StorageError, escaped
-from lockstep.core.terminal import SafeStream
+from lockstep.core.terminal import SafeStream, impatient
 from lockstep.runtime.signals import (
     GRACE_S,
     STOPPED_EARLY,
@@ -146,10 +146,11 @@ def say(error: LockstepError, label: str = "") -> None:
     if isinstance(error, Stopped) and not reports_stops():
         return
     stderr = SafeStream(lambda: sys.stderr)  # the exit code still tells the kind of error
-    if isinstance(error, RankFailed) and error.details:
-        stderr.write(escaped(error.details.rstrip()) + "\n")
-    for line in filter(None, str(error).split("\n")):
-        if len(line) > LONGEST_LINE:
-            line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-        stderr.write(f"lockstep: {label}{line}\n")
-    stderr.flush()
+    with impatient():
+        if isinstance(error, RankFailed) and error.details:
+            stderr.write(escaped(error.details.rstrip()) + "\n")
+        for line in filter(None, str(error).split("\n")):
+            if len(line) > LONGEST_LINE:
+                line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+            stderr.write(f"lockstep: {label}{line}\n")
+        stderr.flush()

@@ -20,7 +20,7 @@ import psutil
 
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.core.safe_write import append
-from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
+from lockstep.runtime.signals import GRACE_S, LEAVE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
 # A process that uses less than this share of a core counts as waiting.
@@ -146,6 +146,9 @@ class Watchdog(threading.Thread):
 
     def end(self, error: LockstepError) -> NoReturn:
         """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
+        last_resort = threading.Timer(LEAVE_S, os._exit, [error.exit_code])  # the disk may be what hangs
+        last_resort.daemon = True
+        last_resort.start()
         try:
             code = (frame := _main_frame()).f_code
             places = {self.rank: f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"}
