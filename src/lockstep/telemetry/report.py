@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, masked
 from lockstep.core.fields import leaves
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
@@ -136,7 +136,7 @@ def _pages() -> Any:
         loader=folder,
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: "" if value is None else value,
+        finalize=lambda value: "" if value is None else masked(value) if type(value) is str else value,
     )
 
 

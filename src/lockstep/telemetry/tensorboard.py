@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.errors import StorageError
+from lockstep.core.errors import StorageError, masked
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.run_dir import RunDir
@@ -234,7 +234,7 @@ def text_of(title: str, text: str) -> Any:
     """A text about the run as a summary: in Markdown a block of code, whatever it has in it."""
     from torch.utils.tensorboard import summary
 
-    return summary.text(f"{SESSION}{title}", "\n".join(f"    {line}" for line in text.splitlines()))
+    return summary.text(f"{SESSION}{title}", "\n".join(f"    {line}" for line in masked(text).splitlines()))
 
 
 def _pr_curve(tag: str, counts: np.ndarray) -> Any:
