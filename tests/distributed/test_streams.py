@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ from processes import LONG, SPAWN, background, ended, ranks, start, steps_done, 
 STREAMS = ("stdin", "stdout", "stderr")
 STATES = ("closed", "full", "broken")
 UNREAD = ("stuck", "held")
+NOT_PERMITTED = 99
 QUICK = ("steps=2", "batch=300", NARROW, "logger=[]", "device=cpu", "launcher.threads=1")
 ERRORS = {cls.exit_code: cls.__name__ for cls in (errors.LockstepError, *errors.BY_EXIT_CODE.values())}
 # A training command whose job ends with an error, by its exit code (0 is no error).
@@ -65,6 +67,21 @@ def spoil(stream: str, state: str) -> None:
 def with_stream(stream: str, state: str, *words: str) -> None:
     """Run a command with a stream in a state."""
     spoil(stream, state)
+    forks.run(sys.path, *words)
+
+
+def in_no_folder(folder: str, *words: str) -> None:
+    """Run a command in a folder that has been removed."""
+    Path(folder).mkdir()
+    os.chdir(folder)
+    Path(folder).rmdir()
+    forks.run(sys.path, *words)
+
+
+def without_network(*words: str) -> None:
+    """Run a command in a network namespace of its own, where even loopback is down."""
+    if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET, which only root may
+        sys.exit(NOT_PERMITTED)
     forks.run(sys.path, *words)
 
 
@@ -137,6 +154,28 @@ def test_a_stop_is_saved_without_a_stream(tmp_path: Path, stream: str) -> None:
     code, err = ended(process)
     assert code == 75, err
     assert summary(folder)["status"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train", "steps=2"), ("train", "-m", "seed=1,2"), ("runs",), ("new", "mine")],
+)
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = forked("test_streams:in_no_folder", str(tmp_path / "gone"), "lockstep", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("lockstep: the current folder does not exist any more")
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ("launcher=elastic", "launcher.ranks=1")], ids=["spawn", "elastic"])
+def test_ranks_that_cannot_meet_are_one_sentence(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    words = ("train.py", *QUICK, *launcher, f"output_root={tmp_path}")
+    done = forked("test_streams:without_network", *words)
+    if done.code == NOT_PERMITTED:
+        pytest.skip("needs root, for a network namespace")
+    assert done.code == 2
+    assert "meet at 127.0.0.1, and it cannot be reached (Network is unreachable)" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("state", UNREAD)

@@ -10,11 +10,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lockstep.config.messages import check_word, translate, translate_before_job
-from lockstep.core.errors import LockstepError, RankFailed, Stopped, StorageError, escaped
+from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
 from lockstep.core.terminal import SafeStream, impatient
 from lockstep.runtime.signals import (
     GRACE_S,
@@ -101,6 +102,7 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     listen(stop)
     sys.unraisablehook = silent_about_stops(sys.unraisablehook)
     try:
+        _check_current_folder()
         for word in sys.argv[1:]:
             check_word(word)
         yield
@@ -119,6 +121,17 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
             _end(raised.error, translate(raised.error) or early, full)
         _end(raised, early or translate(raised) or translate_before_job(raised), full)
     stop.ignore_signals()
+
+
+def _check_current_folder() -> None:
+    """Raise InputError if the current folder is gone, where Hydra and torch end with a traceback or a crash."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InputError(
+            f"the current folder does not exist any more, or cannot be used ({error.strerror}); "
+            "change to another one: cd ~"
+        ) from error
 
 
 def finish() -> NoReturn:
