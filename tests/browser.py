@@ -1,4 +1,4 @@
-"""A real browser, driven over the WebDriver protocol: Debian's chromium, where it is installed."""
+"""A real browser, driven over the WebDriver protocol: chromium or Chrome, where one is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-DRIVER, CHROMIUM = shutil.which("chromedriver"), shutil.which("chromium")
+DRIVER = shutil.which("chromedriver")
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--window-size=900,900"),

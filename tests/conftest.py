@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import atexit
 import gc
+import getpass
 import os
+import re
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -26,6 +31,9 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
+# What torchrun, TensorBoard, W&B and gRPC leave among the temporary files, some until the tests end.
+THEIRS = re.compile(r"torchelastic_.*|\.tensorboard-info|.*wandb-(media|artifacts)|\.ses")
+
 # The functions below import what they need: the process that hands the files to the workers of `-n` needs no torch.
 
 
@@ -39,6 +47,34 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         atexit.register(gc.unfreeze)  # else some libraries report leaks when the interpreter ends
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for the temporary files of this process and all that it starts, which no other program uses."""
+    tmp_path_factory.getbasetemp()  # not there: it stays, to be looked at
+    # Kept from run to run: to compile the same again takes seconds.
+    cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    with tempfile.TemporaryDirectory(prefix="ls-", ignore_cleanup_errors=True) as folder:
+        os.environ["TMPDIR"], tempfile.tempdir = folder, None
+        yield Path(folder)
+        tempfile.tempdir = None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leaves_nothing_behind(_temporary_files: Path) -> Iterator[None]:
+    """Fail after a file of tests that has left temporary files or processes."""
+    import processes
+
+    before, running = {*_temporary_files.iterdir()}, processes.left_of(_temporary_files)
+    yield
+    files = [path.name for path in {*_temporary_files.iterdir()} - before if not THEIRS.fullmatch(path.name)]
+    assert files == [], "temporary files are left"
+    with suppress(AssertionError):
+        processes.wait_for(lambda: processes.left_of(_temporary_files).keys() <= running.keys(), patience=20)
+    left = {pid: words for pid, words in processes.left_of(_temporary_files).items() if pid not in running}
+    assert left == {}, "processes are left"
 
 
 @pytest.fixture(autouse=True, scope="session")

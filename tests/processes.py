@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -96,11 +97,11 @@ def close(processes: list[Process]) -> None:
             stream.close()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    """Poll until `condition` holds."""
+def wait_for(condition: Callable[[], object], patience: float = PATIENCE) -> None:
+    """Poll until `condition` holds, for at most `patience` seconds."""
     began = time.monotonic()
     while not condition():
-        assert time.monotonic() < began + PATIENCE, "waited too long"
+        assert time.monotonic() < began + patience, "waited too long"
         time.sleep(0.05)
 
 
@@ -131,16 +132,34 @@ def steps_done(folder: Path) -> int:
 
 def processes(folder: Path) -> set[int]:
     """The living processes of the job at `folder`, also its loader workers, by their session or their MARK."""
-    pids = set()
+    sessions = SESSIONS.get(folder, set())
+    return {pid for pid, session, words in living() if f"{MARK}={folder}" in words or session in sessions}
+
+
+def living() -> Iterator[tuple[int, int, list[str]]]:
+    """The number, the session and the environment of each living process that this user may look at (Linux)."""
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with suppress(OSError):
             environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
             state, _, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if state not in "ZX" and (f"{MARK}={folder}" in environment or int(session) in SESSIONS.get(folder, ())):
-            pids.add(int(entry.name))
-    return pids
+            if state not in "ZX":
+                yield int(entry.name), int(session), environment
+
+
+def left_of(temporary: Path) -> dict[int, str]:
+    """The processes that this one has started, by their folder for temporary files, and their command lines.
+
+    Without the interpreter that commands are forked from, and Python's tracker of shared memory.
+    """
+    kept = {helpers.forks().process.pid} if helpers.forks.cache_info().currsize else set()
+    started = [
+        pid for pid, _, words in living() if f"TMPDIR={temporary}" in words and pid not in {*kept, os.getpid()}
+    ]
+    commands = {}
+    for pid in started:
+        with suppress(OSError):
+            commands[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    return {pid: command for pid, command in commands.items() if "resource_tracker" not in command}
 
 
 def children(parent: int) -> list[int]:

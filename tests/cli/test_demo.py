@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import forks as forking
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import NARROW, Done, forks, result, train_here
@@ -221,6 +223,40 @@ def test_a_connection_that_sends_no_whole_header_is_closed(
         with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
             connection.sendall(words)
             assert connection.recv(100) == b""
+
+
+def test_nothing_can_be_half_sent_behind_an_answer(server: DemoServer) -> None:
+    request = f"GET /model HTTP/1.1\r\nHost: {server.url[7:-1]}\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
+        connection.sendall(request + b"GET / HTTP/1.1\r\nHo")
+        answer = b""
+        while part := connection.recv(65_536):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 200 OK")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+def test_a_lack_of_descriptors_is_said_once_and_ends(place: Path) -> None:
+    process = forks().start("test_demo:with_few_descriptors", "lockstep", "demo", str(place / "run"), "--port", "0")
+    address = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline().decode())
+    assert address is not None
+    port = int(address[1])
+    opened = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(100)]
+    warning = process.stdout.readline().decode()
+    for connection in opened:
+        connection.close()
+    urllib.request.urlopen(f"http://127.0.0.1:{port}/model", timeout=60).close()
+    process.send_signal(signal.SIGTERM)
+    done = result(process, timeout=60)
+    assert warning.startswith("warning: connections have to wait (Too many open files)")
+    assert (done.code, done.out, done.err) == (0, "", "")
+
+
+def with_few_descriptors(*words: str) -> None:
+    """Run a command that may have few files open besides those that are."""
+    open_now = len([*Path("/proc/self/fd").iterdir()])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, open_now + 40))
+    forking.run(sys.path, *words)
 
 
 def test_the_page_allows_only_its_own_script_and_each_answer_another_word(server: DemoServer) -> None:

@@ -48,6 +48,7 @@ def _sockets() -> Iterator[None]:
     """What a kernel's client leaves open is closed before the next test, which would be told of it."""
     yield
     for manager in MANAGERS:
+        asyncio.run(manager.shutdown_kernel(now=True))
         manager.context.destroy(linger=0)
     MANAGERS.clear()
     with warnings.catch_warnings():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ import pytest
 import forks
 from helpers import NARROW, command, forked, train_here
 from lockstep.core import errors
-from processes import LONG, SPAWN, background, ended, start, steps_done, summary, wait_for
+from processes import LONG, SPAWN, background, ended, ranks, start, steps_done, summary, wait_for
 
 STREAMS = ("stdin", "stdout", "stderr")
 STATES = ("closed", "full", "broken")
+UNREAD = ("stuck", "held")
+NOT_PERMITTED = 99
 QUICK = ("steps=2", "batch=300", NARROW, "logger=[]", "device=cpu", "launcher.threads=1")
 ERRORS = {cls.exit_code: cls.__name__ for cls in (errors.LockstepError, *errors.BY_EXIT_CODE.values())}
 # A training command whose job ends with an error, by its exit code (0 is no error).
@@ -42,16 +46,49 @@ def spoil(stream: str, state: str) -> None:
         setattr(sys, stream, None)
     elif state == "full":
         os.dup2(os.open("/dev/full", os.O_RDWR), number)
+    elif state == "held":  # a terminal after Ctrl-S
+        keyboard, terminal = os.openpty()
+        os.write(keyboard, b"\x13")
+        os.dup2(terminal, number)
     else:
         reader, writer = os.pipe()
         os.dup2(writer if number else reader, number)
-        os.close(reader)
+        if state == "broken":
+            os.close(reader)
+        else:  # stuck: the pipe is full, and its reader sleeps
+            os.set_blocking(writer, False)
+            with suppress(BlockingIOError):
+                while os.write(writer, bytes(65_536)):
+                    pass
+            os.set_blocking(writer, True)
         os.close(writer)
 
 
 def with_stream(stream: str, state: str, *words: str) -> None:
     """Run a command with a stream in a state."""
     spoil(stream, state)
+    forks.run(sys.path, *words)
+
+
+def in_no_folder(folder: str, *words: str) -> None:
+    """Run a command in a folder that has been removed."""
+    Path(folder).mkdir()
+    os.chdir(folder)
+    Path(folder).rmdir()
+    forks.run(sys.path, *words)
+
+
+def without_network(*words: str) -> None:
+    """Run a command in a network namespace of its own, where even loopback is down."""
+    if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET, which only root may
+        sys.exit(NOT_PERMITTED)
+    forks.run(sys.path, *words)
+
+
+def with_streams_of(state: str, *words: str) -> None:
+    """Run a command with both outputs in a state."""
+    for stream in STREAMS[1:]:
+        spoil(stream, state)
     forks.run(sys.path, *words)
 
 
@@ -117,6 +154,56 @@ def test_a_stop_is_saved_without_a_stream(tmp_path: Path, stream: str) -> None:
     code, err = ended(process)
     assert code == 75, err
     assert summary(folder)["status"] == "stopped"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("train", "steps=2"), ("train", "-m", "seed=1,2"), ("runs",), ("new", "mine")],
+)
+def test_a_current_folder_that_is_gone_is_one_sentence(tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = forked("test_streams:in_no_folder", str(tmp_path / "gone"), "lockstep", *words)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("lockstep: the current folder does not exist any more")
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("launcher", [SPAWN, ("launcher=elastic", "launcher.ranks=1")], ids=["spawn", "elastic"])
+def test_ranks_that_cannot_meet_are_one_sentence(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    words = ("train.py", *QUICK, *launcher, f"output_root={tmp_path}")
+    done = forked("test_streams:without_network", *words)
+    if done.code == NOT_PERMITTED:
+        pytest.skip("needs root, for a network namespace")
+    assert done.code == 2
+    assert "meet at 127.0.0.1, and it cannot be reached (Network is unreachable)" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("state", UNREAD)
+@pytest.mark.parametrize("stream", STREAMS[1:])
+def test_a_run_does_not_wait_for_a_reader(tmp_path: Path, stream: str, state: str) -> None:
+    spoiled = ("test_streams:with_stream", stream, state, "train.py", f"output_root={tmp_path}")
+    done = forked(*spoiled, *QUICK)
+    assert (done.code, done.err) == (0, "")
+    (log_file,) = tmp_path.glob("*/train.log")
+    assert "val top-1" in log_file.read_text(), "the log has what nobody has read"
+    assert forked(*spoiled, "batch=nonsense").code == 2
+
+
+@pytest.mark.parametrize("state", UNREAD)
+def test_a_stop_and_a_hang_are_seen_though_nobody_reads(tmp_path: Path, state: str) -> None:
+    stopped, hangs = tmp_path / "stopped", tmp_path / "hangs"
+    launch = ("test_streams:with_streams_of", state)
+    processes = [
+        start(stopped, *SPAWN, *LONG, launch=launch),
+        start(hangs, *SPAWN, *LONG, "launcher.timeout=3s", launch=launch),
+    ]
+    for process, folder in zip(processes, (stopped, hangs), strict=True):
+        wait_for(lambda process=process, folder=folder: process.poll() is not None or steps_done(folder) >= 3)
+    processes[0].send_signal(signal.SIGTERM)
+    os.kill(ranks(hangs, processes[1])[1], signal.SIGSTOP)
+    codes = [ended(process)[0] for process in processes]
+    assert codes == [75, 70]
+    assert (summary(stopped)["status"], summary(hangs)["status"]) == ("stopped", "failed")
 
 
 @pytest.mark.slow

@@ -39,6 +39,27 @@ ASKS_FOR_MAIN: dict[str, str] = {
 }
 
 
+# Where files are written otherwise than by `core.safe_write`, and why.
+WRITES_FILES: dict[str, str] = {
+    "lockstep.core.safe_write": "defines how",
+    "lockstep.core.terminal": "the null device",
+    "lockstep.job.run_folder": "a lock, opened without following links",
+    "lockstep.telemetry.tensorboard": "a new event file, which must not exist",
+    "lockstep.checkpoint.writing": "files of a new folder, which gets its name when it is complete",
+    "lockstep.data.packing": "files of a new folder with a random name",
+    "lockstep.cli.new": "files of a new folder with a random name",
+}
+
+
+def writes(node: ast.Call) -> bool:
+    """Whether a call opens a file to write by its path."""
+    name = ast.unparse(node.func).rpartition(".")[2]
+    texts = [ast.unparse(value) for value in (*node.args, *(keyword.value for keyword in node.keywords))]
+    if name != "open":
+        return name in ("write_text", "write_bytes")
+    return any(re.fullmatch("'[rb]*[wax+][rwaxbt+]*'", text) or re.search("O_(CREAT|WRONLY)", text) for text in texts)
+
+
 def sources(*roots: Path) -> list[Path]:
     paths = sorted(path for root in roots for path in root.rglob("*.py"))
     return [path for path in paths if PACKAGE / "template" not in path.parents]
@@ -285,3 +306,12 @@ def reads(tree: ast.AST) -> bool:
 def test_every_file_is_read_by_the_guarded_reader() -> None:
     reading = {name for name, path in MODULES.items() if reads(parsed(path))}
     assert reading == READS.keys()
+
+
+def test_files_are_written_in_one_way() -> None:
+    """A folder may be somebody else's, with links in the place of files."""
+    found_in = set()
+    for path in sources(PACKAGE, PLUGINS):
+        if any(isinstance(node, ast.Call) and writes(node) for node in ast.walk(parsed(path))):
+            found_in.add(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
+    assert found_in == WRITES_FILES.keys()

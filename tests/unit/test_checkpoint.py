@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -9,8 +10,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -622,7 +623,7 @@ def test_a_checkpoint_that_a_kill_left_with_its_spare_name_gets_its_usual_one(ru
 
 def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:
     target = writer(run, keep=1, keep_best=0)
-    run.weights.with_suffix(".tmp").mkdir()  # in the place of the export
+    run.weights.mkdir()  # in the place of the export
     for step in (1, 2, 3):
         save(target, step, best=True)
         target.wait()
@@ -1029,3 +1030,60 @@ def test_a_checkpoint_of_an_older_version_names_nothing_and_is_used(run: RunDir,
     torch.save(state, path / "state.pt")
     (path / "manifest.json").write_text(checkpoint.manifest_text(path))
     assert checkpoint.newest_of_run(run) == path
+
+
+SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "scandir", "listdir", "stat")
+
+
+@contextmanager
+def failing(number: int, code: int) -> Iterator[list[str]]:
+    """Have the `number`-th of these system calls fail once, in any thread; yields the names of all calls."""
+    calls: list[str] = []
+
+    def wrapped(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            if len(calls) == number:
+                raise OSError(code, os.strerror(code), str(arguments[0]))
+            return call(*arguments, **options)
+
+        return attempt
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SYSTEM_CALLS:
+            patch.setattr(os, name, wrapped(name, getattr(os, name)))
+        yield calls
+
+
+def calls_of_a_save(folder: Path) -> list[str]:
+    target = writer(RunDir.at(folder), keep=1, keep_best=0)
+    save(target, 1)
+    target.wait()
+    with failing(0, 0) as calls:
+        save(target, 2, best=True)
+        target.wait()
+    target.close()
+    return calls
+
+
+def test_no_failed_system_call_of_a_save_ends_the_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EBUSY, errno.ENOTEMPTY, errno.EACCES, errno.ENOSPC]
+    calls = calls_of_a_save(tmp_path / "whole")
+    assert {"open", "fsync", "rename", "unlink", "rmdir"} <= {*calls}
+    for number in range(1, len(calls) + 1):
+        run = RunDir.at(tmp_path / str(number))
+        target = writer(run, keep=1, keep_best=0)
+        save(target, 1)
+        target.wait()
+        with failing(number, codes[number % len(codes)]):
+            save(target, 2, best=True)
+            target.wait()
+        where = f"call {number}: {calls[number - 1]}"
+        assert checkpoint.latest_valid(run.checkpoints) is not None, where
+        save(target, 3)
+        target.close()
+        newest = checkpoint.latest_valid(run.checkpoints)
+        assert newest == run.checkpoints / "step-00000003", where
+        assert same(load_file(run.weights), load_file(newest / "model.safetensors")), where

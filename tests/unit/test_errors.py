@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.core import errors
-from lockstep.core.errors import BY_EXIT_CODE, did_you_mean, escaped
+from lockstep.core.errors import BY_EXIT_CODE, InputError, did_you_mean, escaped, masked
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,42 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
     assert escaped("one\ntwo") == "one\ntwo"
     assert escaped("one\ntwo", keep="") == r"one\ntwo"
     assert escaped(escaped(STEERING)) == escaped(STEERING)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://ann:SECRET@db/optuna",
+        "postgresql+psycopg2://ann:SECRET@db:5432/optuna?sslmode=require",
+        "mysql://ann:SEC@RET@db/x",
+        "redis://:SECRET@db:6379/0",
+        "s3://bucket/a?X-Amz-Signature=SECRET&part=1",
+        "https://blob/a.tar?sp=r&sig=SECRET",
+        "https://host/x?api_key=SECRET;b=1",
+        "https://host/x?ACCESS_TOKEN=SECRET#top",
+        "mysql://ann:SEC/RET@db/x",
+    ],
+)
+@pytest.mark.parametrize("sentence", ["{}", "the storage {} cannot be read", "storage='{}', mode=x", '"{}"'])
+def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) -> None:
+    text = sentence.format(url)
+    for shown in (escaped(text), str(InputError(text)), masked(masked(text))):
+        assert "SEC" not in shown
+        assert "RET" not in shown
+        assert "***" in shown
+        assert shown.startswith(text[: text.index("://")])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "sqlite:///a/b.db",
+        "https://host:8080/a?page=2",
+        "ann@host",
+        "a: b@c",
+        "postgresql://ann@db/x",
+        "tcp://[::1]:29500",
+    ],
+)
+def test_a_url_without_a_secret_is_shown_as_it_is(text: str) -> None:
+    assert escaped(text) == text

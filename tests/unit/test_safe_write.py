@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,12 +23,13 @@ from lockstep.core.safe_write import check_out, write_atomic
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
-    """The fsync and rename calls in order, as ("sync" or "name", file name), without process numbers in the names."""
+    """The fsync and rename calls in order, as ("sync" or "name", file name); a temporary file is called `.tmp`."""
     recorded: list[tuple[str, str]] = []
     fsync, replace, rename = os.fsync, os.replace, os.rename
 
     def synced(descriptor: int) -> None:
-        recorded.append(("sync", Path(f"/proc/self/fd/{descriptor}").readlink().name.replace(f".{os.getpid()}", "")))
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        recorded.append(("sync", re.sub(r"^\.[0-9a-f]{16}", "", name)))
         fsync(descriptor)
 
     def named(source: Path, target: Path) -> None:
@@ -42,7 +44,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     write_atomic(tmp_path / "file", "content")
-    assert calls == [("sync", ".file.tmp"), ("name", "file")]
+    assert calls == [("sync", ".tmp"), ("name", "file")]
 
 
 def test_the_mark_of_a_run_without_checkpoints_is_on_the_disk_before_a_step_is_logged(
@@ -51,7 +53,7 @@ def test_the_mark_of_a_run_without_checkpoints_is_on_the_disk_before_a_step_is_l
     run = RunDir.at(tmp_path / "run")
     calls.clear()
     checkpoint.mark_saved_or_not(run)
-    assert calls == [("sync", ".none-yet.tmp"), ("name", "none-yet"), ("sync", "checkpoints")]
+    assert calls == [("sync", ".tmp"), ("name", "none-yet"), ("sync", "checkpoints")]
 
 
 def test_a_run_folder_is_on_the_disk_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
@@ -77,7 +79,7 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     assert before == {"metrics.jsonl", ".hydra", "run", ".step-00000001.tmp", *files}
     assert calls[named + 1] == ("sync", "checkpoints")
     weights = calls.index(("name", "model.safetensors"))
-    assert calls[weights - 1 :: 2] == [("sync", "model.tmp"), ("sync", "run")]
+    assert calls[weights - 1 :: 2] == [("sync", ".tmp"), ("sync", "run")]
 
 
 FullDisk = Callable[[int], AbstractContextManager[None]]

@@ -28,6 +28,7 @@ from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import slug
+from lockstep.core.terminal import impatient
 from lockstep.job.run_folder import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
@@ -90,7 +91,7 @@ class PoolLauncher(Launcher, Callback):
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
             ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
-        with closing(self.lock) as lock:
+        with impatient(), closing(self.lock) as lock:  # the ledger and the jobs' logs have what is shown
             lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
                 records = self._launch(ledger, job_overrides, initial_job_idx)

@@ -22,6 +22,7 @@ from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.lockstep import pool
 from lockstep.core.errors import InputError, Stopped, check_installed
+from lockstep.core.safe_write import append
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of
@@ -157,7 +158,7 @@ class RayTask:
         except ray.exceptions.TaskCancelledError:
             return Stopped.exit_code
         except ray.exceptions.RayError as error:
-            with self.output.open("a") as output:
+            with append(self.output) as output:
                 output.write(f"{error}\n")
             return -signal.SIGKILL
 

@@ -52,7 +52,12 @@ class LoadedCheckpoint:
 def candidates(folder: Path) -> list[Path]:
     """The checkpoints in a `checkpoints` folder, newest step first."""
     named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", path.name) and path.is_dir())
-    return sorted(named, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from the name of its folder."""
+    return int(path.name[5:])
 
 
 def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> Path | None:

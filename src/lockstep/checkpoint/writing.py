@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.reading import candidates
+from lockstep.checkpoint.reading import candidates, step_of
 from lockstep.checkpoint.removal import LEAST_RESUMABLE, best_scored, delete, drop_state, remove
 from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
@@ -41,7 +41,8 @@ from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_write import sync, write_atomic
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
 
 SPARE_DIGITS = 18  # of the step in the name of a checkpoint while it replaces another one of its step
 RETRY_S = 30.0  # seconds between a failed save and the next one
@@ -105,6 +106,7 @@ class Checkpointer:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
+    removal_failed: bool = False  # an old checkpoint could not be removed, and a warning said so
     copies: HostCopies = field(default_factory=HostCopies)
     # The best weights so far, in host memory; None after they are exported to the run folder.
     unexported: Weights | None = None
@@ -184,7 +186,8 @@ class Checkpointer:
         pending, self.pending = self.pending, None
         try:
             step, folder = pending.result()
-        except (OSError, RuntimeError, SafetensorError, StorageError) as error:  # a full disk can raise any of these
+        # A full disk can raise any of the first four, and a file that cannot be read back the last.
+        except (OSError, RuntimeError, SafetensorError, StorageError, UnreadableFile) as error:
             reason = _reason(error)
             if not self.failure:
                 log.warn(f"a checkpoint could not be written ({reason}); the run goes on and tries again")
@@ -209,7 +212,7 @@ class Checkpointer:
     def _write(self, weights: Mapping[str, Weights], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
         """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
@@ -255,14 +258,9 @@ class Checkpointer:
 
     def _export(self, write: Callable[[Path], object]) -> None:
         """Have `write` put the best weights so far (with EMA, the averaged ones) into the run folder."""
-        temporary = self.run_dir.weights.with_suffix(".tmp")
-        try:
+        with replacing(self.run_dir.weights) as temporary:
             write(temporary)
-            sync(temporary)
-            temporary.replace(self.run_dir.weights)
-            sync(self.run_dir.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        sync(self.run_dir.path)
 
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
@@ -271,8 +269,7 @@ class Checkpointer:
         resume needs. Checkpoints of later steps than `written` were skipped by a resume; they stay until the run has
         reached their step again.
         """
-        checkpoints = candidates(self.run_dir.checkpoints)
-        checkpoints = checkpoints[checkpoints.index(written) :]
+        checkpoints = [path for path in candidates(self.run_dir.checkpoints) if step_of(path) <= step_of(written)]
         best = best_scored(checkpoints, self.keep_best)
         retired = [path for path in checkpoints[self.keep :] if path not in best]
         # A resume takes the newest undamaged checkpoint. It never takes an older one only because it is the best.
@@ -280,7 +277,12 @@ class Checkpointer:
         if (retired or any(map(has_state, for_weights))) and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
-        for path in retired:
-            remove(path)
-        for path in for_weights:
-            drop_state(path)
+        try:
+            for path in retired:
+                remove(path)
+            for path in for_weights:
+                drop_state(path)
+        except (OSError, StorageError) as error:  # the new checkpoint is complete, whatever becomes of an old one
+            if not self.removal_failed:
+                log.warn(f"an old checkpoint could not be removed ({_reason(error)}); the run tries again")
+            self.removal_failed = True

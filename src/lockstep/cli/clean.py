@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 from lockstep.checkpoint import Removable, removable, remove
 from lockstep.config.commands import typed
@@ -45,8 +46,11 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
-    """The runs in the folders, each once, sorted by path."""
-    runs = {path.resolve(): RunDir(path) for folder in folders for path in run_folders(existing(folder))}
+    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run elsewhere."""
+    runs: dict[Path, RunDir] = {}
+    for root in map(existing, folders):
+        real = {path.resolve(): RunDir(path) for path in run_folders(root)}
+        runs |= {path: run for path, run in real.items() if path.is_relative_to(root.resolve())}
     return [run for _, run in sorted(runs.items()) if _has_checkpoints(run)]
 
 

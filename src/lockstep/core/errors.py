@@ -5,8 +5,15 @@ A broken invariant of our own code is an `assert`, not one of these exceptions.
 """
 
 import importlib.util
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+
+# A password may hold `/` and `@` that should have been escaped: all up to the last `@` of a word is hidden.
+_PASSWORD = re.compile(r"""(://[^\s:/'"]*:)[^\s'"]*@""")
+_QUERY_SECRET = re.compile(
+    r"""([?&;][\w.-]*(?:token|secret|passw|pwd|key|sig|credential)[\w.-]*=)[^\s&;'"]+""", re.IGNORECASE
+)
 
 
 class LockstepError(Exception):
@@ -131,11 +138,17 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
 
+def masked(text: str) -> str:
+    """`text` with `***` for the secrets in its URLs: passwords (`user:password@host`) and keys (`?token=`)."""
+    return _QUERY_SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", text)) if "://" in text else text
+
+
 def escaped(text: str, keep: str = "\n\t") -> str:
-    """`text` with control characters (ESC, CR, C1, writing direction) shown as `\\x1b` and so on.
+    """`text` as it may be shown: without secrets, and with control characters (ESC, CR, C1) as `\\x1b` and so on.
 
     Names of files, classes and models, and the errors of libraries about them, can hold any character.
     """
+    text = masked(text)
     if text.isprintable():
         return text
     return "".join(

@@ -15,8 +15,8 @@ from rich.text import Text
 
 from lockstep.core.errors import escaped
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import storing
-from lockstep.core.terminal import SafeStream
+from lockstep.core.safe_write import append, storing
+from lockstep.core.terminal import SafeStream, impatient
 
 USUAL_WIDTH, NARROW = 80, 40
 WIDE = 10_000  # columns of a table that no terminal limits
@@ -56,6 +56,9 @@ class LogFile(logging.FileHandler):
             super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.failed = False
 
+    def _open(self) -> Any:
+        return append(Path(self.baseFilename), encoding=self.encoding, errors=self.errors)
+
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
@@ -83,7 +86,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     if rank == 0:
         handlers.append(LogFile(run_dir.log))
     elif separate:
-        with storing(run_dir.rank_log(rank)), run_dir.rank_log(rank).open("a") as file:
+        with storing(run_dir.rank_log(rank)), append(run_dir.rank_log(rank)) as file:
             os.dup2(file.fileno(), sys.stdout.fileno())
             os.dup2(file.fileno(), sys.stderr.fileno())
     for handler in handlers:
@@ -93,7 +96,8 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     logger.setLevel(logging.INFO)
     logger.propagate = False
     try:
-        yield
+        with impatient():  # the files have what is shown
+            yield
     finally:
         logger.setLevel(level)
         logger.propagate = propagate

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, read_name, read_text
 from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
@@ -104,7 +105,7 @@ class RunDir:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(exist_ok=not new)
             for folder in (run.hydra, run.logs, run.checkpoints):
-                folder.mkdir(exist_ok=True)
+                safe_write.make_folder(folder)
             for folder in (path, path.parent):
                 safe_write.sync(folder)
         except FileExistsError as error:
@@ -240,16 +241,16 @@ def latest(root: Path, key: str) -> RunDir:
         InputError: no run was started there, or the named folder is not below `root` and no run elsewhere of which
             `root` is the `output_root`.
     """
-    folder = (root / _content(root / LATEST, key).replace("\0", "")).resolve()
+    folder = (root / _content(read_text, root / LATEST, key).replace("\0", "")).resolve()
     if root.resolve() not in folder.parents and not _is_output_root(root, RunDir(folder)):
         raise InputError(f"{key}: {root / LATEST} names {folder}, expected a folder below {root}; name a run folder")
     return RunDir(folder)
 
 
-def _content(pointer: Path, key: str) -> str:
+def _content(read: Callable[[Path], str], pointer: Path, key: str) -> str:
     """What the file `latest` or `best` says."""
     try:
-        return safe_read.read_text(pointer).strip()
+        return read(pointer).strip()
     except UnreadableFile as error:
         reason = f"no run has been started in {pointer.parent} yet" if error.missing else error
         raise InputError(f"{key}: {reason}; name a run folder") from error
@@ -275,5 +276,10 @@ def pointed(path: Path, root: Path, key: str) -> Path:
         root = root if path == Path(LATEST) else path.parent
         return relative(latest(root, key).path)
     if path.name == BEST and path.is_file():
-        return path.parent / Path(_content(path, key)).name
+        folder = path.parent / _content(read_name, path, key)
+        if folder.is_symlink():
+            raise InputError(
+                f"{key}: {path} names {folder.name}, a symbolic link, expected a folder; name a run folder"
+            )
+        return folder
     return path

@@ -137,6 +137,18 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
     return _decoded(path, read_bytes(path, limit))
 
 
+def read_name(path: Path) -> str:
+    """The name that a file gives of a folder beside it: one component of a path.
+
+    Raises:
+        UnreadableFile: see `read_text`; or the file names something else, such as `..`, which is another folder.
+    """
+    name = read_text(path).strip()
+    if name in ("", ".", "..") or not name.isprintable() or "/" in name:
+        raise UnreadableFile(path, f"has {name[:80]!r} in it, expected the name of a folder beside it")
+    return name
+
+
 def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
     """The value in a JSON file: plain values, at most `DEPTH` levels deep, and no key twice."""
     return checked_json(path, read_bytes(path, limit, links=links))

@@ -1,13 +1,19 @@
-"""Writing files that are complete or absent, also after a kill or a power cut."""
+"""Writing files that are complete or absent, also after a kill or a power cut.
+
+Somebody else may have written the folder, so nothing is written through a link: a temporary file has a name that
+nobody can guess and must be new, a file that grows must not be a link, and a folder of ours must not be one either.
+"""
 
 import errno
 import os
+import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.safe_read import kind
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})  # the errors of a full disk
 
@@ -23,17 +29,57 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """
     if isinstance(content, str):
         content = content.encode(errors="backslashreplace")
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with storing(path), replacing(path) as temporary, temporary.open("wb") as file:
+        file.writelines([content] if isinstance(content, bytes) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new empty file beside `path`, which is to be written in the context and then replaces `path` in one step.
+
+    If the context raises, `path` is unchanged. The name of the file is short, so that any name that is valid for
+    `path` works, and has nothing of `path` in it: TensorBoard would read a second event file.
+    """
+    temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
-        with temporary.open("wb") as file:
-            file.writelines([content] if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        sync(temporary)
         temporary.replace(path)
-    except OSError as error:
+    except BaseException:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        fail_to_write(path, error)
+            temporary.unlink()
+        raise
+
+
+def append(path: Path, mode: str = "a", **options: Any) -> Any:
+    """Open a plain file to write at its end, as `open(path, mode, **options)` does; it is created if it is missing.
+
+    Raises:
+        OSError: it cannot be opened, or it is a link, a pipe or a device.
+    """
+    return open(path, mode, opener=_open_plain, **options)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    # Without blocking, because opening a pipe waits for a reader.
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    if other_kind := kind(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is {other_kind}, expected a plain file", path)
+    return descriptor
+
+
+def make_folder(path: Path) -> None:
+    """Create a subfolder of a run or a sweep, if it is missing.
+
+    Raises:
+        InputError: there is a link to a folder, so that files would be written elsewhere.
+        OSError: it cannot be created.
+    """
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise InputError(f"{path} is a symbolic link, expected a folder; replace it by its target")
 
 
 def check_out(path: Path, suffix: str = "") -> None:

@@ -1,10 +1,51 @@
-"""Standard streams that may be closed, full, or without a reader: that alone must not end a run."""
+"""Standard streams that may be closed, full, or not read: that alone must not end a run, or hold it up."""
 
+import functools
 import io
+import math
 import os
+import select
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TextIO
+
+WAIT_S = 3.0
+# Bytes that a stream takes without a wait once it can be written: of a terminal, whose line ends are two bytes there
+# and whose buffers grow by 256 bytes; of a pipe.
+TERMINAL_BYTES, PIPE_BYTES = 128, select.PIPE_BUF
+
+_patience_s = math.inf
+
+
+@contextmanager
+def impatient(seconds: float = WAIT_S) -> Iterator[None]:
+    """Wait at most `seconds` for the reader of a standard stream during the context, then drop what it does not read.
+
+    A terminal that is held (Ctrl-S) or a pipe that nobody reads would otherwise block the process, and with it every
+    timeout and every stop. For where a file has what is shown: without this, a command waits for its reader.
+    """
+    global _patience_s
+    for name in ("stdout", "stderr"):
+        SafeStream(functools.partial(getattr, sys, name)).flush()  # what follows goes past the buffer
+    before, _patience_s = _patience_s, seconds
+    try:
+        yield
+    finally:
+        _patience_s = before
+
+
+def write_some(number: int, data: bytes, wait_s: float) -> int:
+    """Write the first bytes of `data` to a descriptor; returns how many, and 0 if it takes none for `wait_s`."""
+    if not select.select([], [number], [], wait_s)[1]:
+        return 0
+    return os.write(number, data[: TERMINAL_BYTES if os.isatty(number) else PIPE_BYTES])
+
+
+def _has_descriptor(stream: TextIO | None) -> bool:
+    """Whether what is written to a stream goes to its descriptor; it does not in a notebook."""
+    buffer = getattr(stream, "buffer", None)
+    return isinstance(stream, io.TextIOWrapper) and isinstance(getattr(buffer, "raw", buffer), io.FileIO)
 
 
 class SafeStream:
@@ -17,10 +58,22 @@ class SafeStream:
     def __init__(self, current: Callable[[], TextIO | None]) -> None:
         self.current = current
         self.error: OSError | None = None
+        self.is_stuck = False  # nobody has read for so long that what follows is dropped at once
 
     def write(self, text: str) -> int:
-        self._try(lambda stream: stream.write(text))
+        is_bounded = math.isfinite(_patience_s) and _has_descriptor(self.current())
+        self._try(lambda stream: self._write_bounded(stream, text) if is_bounded else stream.write(text))
         return len(text)
+
+    def _write_bounded(self, stream: TextIO, text: str) -> None:
+        data = text.encode(stream.encoding, stream.errors or "strict")
+        wait_s = 0.0 if self.is_stuck else _patience_s
+        while data:
+            written = write_some(stream.fileno(), data, wait_s)
+            self.is_stuck = written == 0
+            if self.is_stuck:
+                return
+            data, wait_s = data[written:], _patience_s
 
     def flush(self) -> None:
         self._try(lambda stream: stream.flush())

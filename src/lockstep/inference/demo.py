@@ -17,6 +17,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import SIGMOID
 from lockstep.core.safe_read import MB
@@ -34,6 +35,7 @@ POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
     "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
 )
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -44,7 +46,7 @@ class Refused(Exception):
 
 
 class Connection(H11Protocol):
-    """A connection that is closed if the headers of its first request do not arrive in time."""
+    """A connection that is closed if the headers of its request do not arrive in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -68,6 +70,7 @@ class DemoServer(uvicorn.Server):
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
+        self.is_short = False  # of descriptors, and a warning said so
         self.photos, self.model = asyncio.Semaphore(AT_ONCE), asyncio.Lock()  # a model computes with all threads
         try:
             if not 0 <= port <= 65_535:
@@ -81,6 +84,20 @@ class DemoServer(uvicorn.Server):
         # The terminal shows only the address of the page, and a defect of this program.
         quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
         super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._report)
+        await super().startup(sockets)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say once that no connection can be accepted; asyncio tries again, and reports each try with a traceback."""
+        if self.should_exit:  # asyncio tries once more after the socket is closed
+            return
+        if not isinstance(error := context.get("exception"), OSError) or error.errno not in SCARCE:
+            loop.default_exception_handler(context)
+        elif not self.is_short:
+            self.is_short = True
+            log.show_warning(f"connections have to wait ({error.strerror}); raise the limit with ulimit -n")
 
     @property
     def url(self) -> str:
@@ -128,6 +145,7 @@ class DemoServer(uvicorn.Server):
             "Content-Length": str(len(content)),
             "Content-Security-Policy": POLICY.format(nonce=nonce),
             "Cache-Control": "no-store",
+            "Connection": "close",  # `Connection` limits the time of one request, and nobody can wait behind it
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",

@@ -8,6 +8,7 @@ from lockstep.config import components, messages
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError, LockstepError, RankFailed
 from lockstep.core.run_dir import RunDir
+from lockstep.core.terminal import impatient
 from lockstep.job import worker
 from lockstep.launcher import Elastic, MainMachine, OtherMachine
 from lockstep.training.resolved_job import load_job
@@ -32,7 +33,8 @@ def launch(run_dir: RunDir, machines: MainMachine | None = None) -> float | None
             f"launcher.nodes asks for {launcher.node_range[1]} machines, which only the command line "
             "can do; use lockstep train, or launcher.nodes=1"
         )
-    return launcher.launch(worker.main, run_dir)
+    with impatient():  # train.log has what is shown
+        return launcher.launch(worker.main, run_dir)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.safe_write import append
 from lockstep.core.slurm import SUBMITTED
 
 # Variables that the command must not get. With the first two, which `srun` sets for a task, the command would run as
@@ -48,7 +49,7 @@ class Task:
         signal.signal(signal.SIGHUP, self.stop)  # of `scancel --signal=HUP`
         environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
         log = Path(self.folder, "logs", f"slurm-{self.job}-{os.environ['SLURM_NODEID']}.log")
-        with log.open("a") as output:
+        with append(log) as output:
             self.process = subprocess.Popen(
                 self.command,
                 env={**environment, SUBMITTED: self.job},

@@ -17,13 +17,12 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep.core.errors import RankFailed
+from lockstep.core.network import LOOPBACK, loopback_listener
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure
 from lockstep.launcher.processes import POLL_S, RANKS_GRACE_S, Fork, Fresh, Process, can_fork, forwarding, starting
 from lockstep.runtime import child
-
-LOOPBACK = "127.0.0.1"  # other machines cannot reach it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +38,10 @@ class Spawn(Inline):
         """A process that has used a GPU's driver cannot be forked, and searching for a GPU uses the driver."""
         return not torch.cuda.is_available() and can_fork()
 
+    def try_address(self) -> str:
+        loopback_listener().close()
+        return super().try_address()
+
     def attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool = False) -> RankFailed | None:
         """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
 
@@ -47,7 +50,7 @@ class Spawn(Inline):
         """
         for path in run_dir.rank_errors():  # of an earlier attempt
             path.unlink()
-        listener = socket.create_server((LOOPBACK, 0))
+        listener = loopback_listener()
         port = listener.getsockname()[1]
         words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()

@@ -10,12 +10,13 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lockstep.config.messages import check_word, translate, translate_before_job
-from lockstep.core.errors import LockstepError, RankFailed, Stopped, StorageError, escaped
-from lockstep.core.terminal import SafeStream
+from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
+from lockstep.core.terminal import SafeStream, impatient
 from lockstep.runtime.signals import (
     GRACE_S,
     STOPPED_EARLY,
@@ -101,6 +102,7 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     listen(stop)
     sys.unraisablehook = silent_about_stops(sys.unraisablehook)
     try:
+        _check_current_folder()
         for word in sys.argv[1:]:
             check_word(word)
         yield
@@ -119,6 +121,17 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
             _end(raised.error, translate(raised.error) or early, full)
         _end(raised, early or translate(raised) or translate_before_job(raised), full)
     stop.ignore_signals()
+
+
+def _check_current_folder() -> None:
+    """Raise InputError if the current folder is gone, where Hydra and torch end with a traceback or a crash."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise InputError(
+            f"the current folder does not exist any more, or cannot be used ({error.strerror}); "
+            "change to another one: cd ~"
+        ) from error
 
 
 def finish() -> NoReturn:
@@ -146,10 +159,11 @@ def say(error: LockstepError, label: str = "") -> None:
     if isinstance(error, Stopped) and not reports_stops():
         return
     stderr = SafeStream(lambda: sys.stderr)  # the exit code still tells the kind of error
-    if isinstance(error, RankFailed) and error.details:
-        stderr.write(escaped(error.details.rstrip()) + "\n")
-    for line in filter(None, str(error).split("\n")):
-        if len(line) > LONGEST_LINE:
-            line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-        stderr.write(f"lockstep: {label}{line}\n")
-    stderr.flush()
+    with impatient():
+        if isinstance(error, RankFailed) and error.details:
+            stderr.write(escaped(error.details.rstrip()) + "\n")
+        for line in filter(None, str(error).split("\n")):
+            if len(line) > LONGEST_LINE:
+                line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
+            stderr.write(f"lockstep: {label}{line}\n")
+        stderr.flush()

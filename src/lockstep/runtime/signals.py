@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.launched import is_launched
-from lockstep.core.terminal import guard_streams
+from lockstep.core.terminal import guard_streams, write_some
 
 
 def _stop_signals() -> tuple[int, ...]:
@@ -205,7 +205,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
     def leave_early(number: int, frame: FrameType | None) -> None:
         if says and reports_stops():
             with suppress(OSError):  # nobody reads it
-                os.write(2, f"lockstep: {says}\n".encode())
+                write_some(2, f"lockstep: {says}\n".encode(), 0)
         os._exit(Stopped.exit_code)
 
     listen(leave_early)

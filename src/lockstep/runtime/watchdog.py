@@ -19,7 +19,8 @@ from typing import NoReturn, Self, TextIO
 import psutil
 
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
-from lockstep.runtime.signals import GRACE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
+from lockstep.core.safe_write import append
+from lockstep.runtime.signals import GRACE_S, LEAVE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
 
 TICK_S = 0.5
 # A process that uses less than this share of a core counts as waiting.
@@ -38,7 +39,7 @@ RecordError = Callable[[LockstepError, Mapping[int, str]], None]
 def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
     """Write the stacks of all threads to `log` after a crash in native code, or when a peer sends SIGUSR2."""
     enabled = faulthandler.is_enabled()
-    with log.open("a") as file:
+    with append(log) as file:
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR2, file)
         try:
@@ -145,6 +146,9 @@ class Watchdog(threading.Thread):
 
     def end(self, error: LockstepError) -> NoReturn:
         """Record where this rank was, have its peers on this machine write their stacks, and end the process."""
+        last_resort = threading.Timer(LEAVE_S, os._exit, [error.exit_code])  # the disk may be what hangs
+        last_resort.daemon = True
+        last_resort.start()
         try:
             code = (frame := _main_frame()).f_code
             places = {self.rank: f"was in {code.co_name} ({Path(code.co_filename).name}:{frame.f_lineno})"}

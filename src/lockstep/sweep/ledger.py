@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError,
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import fail_if_full, storing, write_atomic
+from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
@@ -92,7 +93,8 @@ class Ledger:
             StorageError: the disk is full.
         """
         try:
-            (self.folder / JOBS).mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder / JOBS)
         except OSError as error:
             fail_if_full(self.folder, error)
             raise InputError(
@@ -143,7 +145,7 @@ class Ledger:
             StorageError: a record cannot be written.
         """
         with storing(records := self.folder / JOBS):
-            records.mkdir(exist_ok=True)  # it was lost
+            make_folder(records)  # it was lost
         known = {job_key(record.overrides): record for record in self.records()}
         following = 1 + max((record.number for record in known.values()), default=-1)
         entered = []
@@ -208,7 +210,7 @@ class Ledger:
     def best(self) -> str:
         """The name of the folder of the best job; empty before there is one."""
         with suppress(UnreadableFile):
-            return safe_read.read_text(self.folder / BEST).strip()
+            return safe_read.read_name(self.folder / BEST)
         return ""
 
     def read(self, record: Record) -> Record:
@@ -253,7 +255,8 @@ def _record(number: int, facts: Any) -> Record:
             raise TypeError(key)
     if not isinstance(facts["overrides"], list) or not all(isinstance(word, str) for word in record.overrides):
         raise TypeError("overrides")
-    if (record.number, record.folder.partition("-")[0]) != (number, f"{number:03}") or "/" in record.folder:
+    begins_with_number = record.folder.partition("-")[0] == f"{number:03}"
+    if record.number != number or not begins_with_number or re.search(r"[/\0]", record.folder):
         raise ValueError(record.folder)
     return record
 

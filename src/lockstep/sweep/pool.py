@@ -18,6 +18,7 @@ from typing import Any
 from lockstep.config.commands import override
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import append
 from lockstep.launcher.processes import Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
@@ -187,7 +188,7 @@ def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
 
 def _serve(ledger: Ledger, task: Task, share: Share) -> None:
     """Be the process of a task."""
-    with output_of(ledger, task.record).open("a") as output:
+    with append(output_of(ledger, task.record)) as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())
     os.environ.update({**share.environment, **task.environment})
@@ -212,7 +213,7 @@ def fresh(
     """
     words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
     variables = {**environment, **share.environment, **task.environment, PARENT: str(os.getpid())}
-    with output_of(ledger, task.record).open("a") as output:
+    with append(output_of(ledger, task.record)) as output:
         return Fresh(words, variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, **options)
 
 

@@ -108,8 +108,13 @@ def score_text(score: float | None) -> str:
     return "" if score is None else f"{score:.2f}"
 
 
-def born(pid: int) -> str:
-    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone."""
+def born(pid: object) -> str:
+    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone.
+
+    `pid` may come from a file that somebody else wrote, and be anything.
+    """
+    if not isinstance(pid, int):
+        return ""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -19,6 +19,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.launched import is_launched, started_by
 from lockstep.core.run_dir import relative
+from lockstep.core.terminal import impatient
 from lockstep.job.run_folder import Lock
 from lockstep.runtime import program
 from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
@@ -105,5 +106,5 @@ class Report(Callback):
         from lockstep.telemetry.report import is_due
 
         if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
-            with program.bypass_hydra_errors():
+            with program.bypass_hydra_errors(), impatient():
                 log.show(f"report: {relative(write_sweep_report(Ledger(folder)))}")

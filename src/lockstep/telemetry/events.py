@@ -69,9 +69,7 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
         if len(keys) == before:
             path.unlink()
         elif len(trimmed.getvalue()) != path.stat().st_size:  # replace only if needed: a viewer may have it open
-            temporary = path.with_name(".events.tmp")  # no viewer takes this name for an event file
-            write_atomic(temporary, trimmed.getvalue())
-            temporary.replace(path)
+            write_atomic(path, trimmed.getvalue())
             sync(path.parent)
     return {tag for tag, _ in keys}
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 
 from lockstep.core import log
 from lockstep.core.data_protocols import Stepped
-from lockstep.core.safe_write import storing, write_atomic
+from lockstep.core.safe_write import make_folder, storing, write_atomic
 
 S = TypeVar("S", bound=Stepped)
 
@@ -59,7 +59,7 @@ class StepProfile(NoProfile):
         """Write the trace and the table, and split the GPU's time."""
         trace = self.folder / "trace.json.gz"
         with storing(self.folder):
-            self.folder.mkdir(exist_ok=True)
+            make_folder(self.folder)
         with storing(trace):
             profiler.export_chrome_trace(str(trace))
         own = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total"

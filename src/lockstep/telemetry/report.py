@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, masked
 from lockstep.core.fields import leaves
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
@@ -32,6 +32,7 @@ from lockstep.telemetry.sinks import finite, read_figures
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 Figures = Sequence[tuple[int, Mapping[str, float]]]
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
+SHOWN = 20  # curves of a chart, and metrics in the summary
 CLASSES = 50  # of more classes the table has those with the lowest recall
 VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
 # The charts: for each tag, or beginning of tags, the label and the colour of its curve.
@@ -135,7 +136,7 @@ def _pages() -> Any:
         loader=folder,
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: "" if value is None else value,
+        finalize=lambda value: "" if value is None else masked(value) if type(value) is str else value,
     )
 
 
@@ -185,6 +186,7 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
 
 def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator[tuple[str, str]]:
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
+    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag)]
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
@@ -194,7 +196,7 @@ def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
         "last validation loss": number(last.get("loss/val"), ".4f"),
-        **{tag[7:]: number(last[tag], ".4g") or "–" for tag in last if re.fullmatch("metric/[^/]*", tag)},
+        **{tag[7:]: number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": moment(started or 0),
         "duration": clock(seconds) if seconds else "",
@@ -221,14 +223,16 @@ def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]
     figures = [(step, finite(scalars)) for step, scalars in figures]
     tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
     for title, patterns in titles.items():
+        pairs = itertools.product(tags, patterns.items())
+        matches = [(tag, *style) for tag, (pattern, style) in pairs if re.match(pattern, tag)]
         lines: list[charts.Curve] = []
-        for tag, (pattern, (label, colour)) in itertools.product(tags, patterns.items()):
-            if re.match(pattern, tag):
-                points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
-                colour = colour or COLOURS[len(lines) % len(COLOURS)]
-                lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
+        for tag, label, colour in matches[:SHOWN]:
+            points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
+            colour = colour or COLOURS[len(lines) % len(COLOURS)]
+            lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if lines:
-            yield title, charts.curves(lines)
+            more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
+            yield title + more, charts.curves(lines)
 
 
 def _predictions(predictions: Predictions) -> dict[str, Any]:

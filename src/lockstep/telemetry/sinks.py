@@ -17,7 +17,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
 from lockstep.core.safe_read import is_number, parsed_json, read_lines
-from lockstep.core.safe_write import storing, write_atomic
+from lockstep.core.safe_write import append, storing, write_atomic
 from lockstep.telemetry.events import place_of
 
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
@@ -119,7 +119,7 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
     with storing(path):
-        return path.open("a", newline="", buffering=1), last
+        return append(path, newline="", buffering=1), last
 
 
 COLUMNS = {

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.errors import StorageError
+from lockstep.core.errors import StorageError, masked
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import storing
+from lockstep.core.safe_write import append, make_folder, storing
 from lockstep.telemetry import pictures
 from lockstep.telemetry.events import EVENTS, SESSION, trim_events
 from lockstep.telemetry.sinks import finite
@@ -126,7 +126,7 @@ class TensorBoard(Observer):
 
     def _open(self, folder: Path, after: float, session: Sequence[Any]) -> None:
         """Trim the event files of a folder, and begin a new one, with what describes the run."""
-        folder.mkdir(exist_ok=True)
+        make_folder(folder)
         tags = trim_events(sorted(folder.glob(EVENTS)), after, [value for part in session for value in part.value])
         name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         file = (folder / name).open("xb")
@@ -227,7 +227,7 @@ def append_verdict(run_dir: RunDir, step: int) -> None:
     verdict, paths = run_dir.read_summary().get("verdict"), sorted(run_dir.path.glob(EVENTS))
     if verdict and paths:
         text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
-        with storing(paths[-1]), paths[-1].open("ab") as file:
+        with storing(paths[-1]), append(paths[-1], "ab") as file:
             write_event(file, step=step, summary=text_of("verdict", text))
 
 
@@ -235,7 +235,7 @@ def text_of(title: str, text: str) -> Any:
     """A text about the run as a summary: in Markdown a block of code, whatever it has in it."""
     from torch.utils.tensorboard import summary
 
-    return summary.text(f"{SESSION}{title}", "\n".join(f"    {line}" for line in text.splitlines()))
+    return summary.text(f"{SESSION}{title}", "\n".join(f"    {line}" for line in masked(text).splitlines()))
 
 
 def _pr_curve(tag: str, counts: np.ndarray) -> Any:

@@ -21,7 +21,7 @@ from lockstep.core import log
 from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.report import is_due, write_report
@@ -185,13 +185,13 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
     step = error.step or trainer.progress.step
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident
-    folder.mkdir(exist_ok=True)
-    torch.save(
-        {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()},
-        folder / "batch.pt",
-    )
+    make_folder(folder)
+    tensors = {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()}
+    with replacing(folder / "batch.pt") as temporary:
+        torch.save(tensors, temporary)
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
-    save_file(on_host, folder / "model.safetensors")
+    with replacing(folder / "model.safetensors") as temporary:
+        save_file(on_host, temporary)
     earlier = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
