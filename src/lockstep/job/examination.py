@@ -1,13 +1,17 @@
 """Checks of one job on this machine before a long run, besides those of every start. `lockstep doctor` makes them."""
 
+import itertools
 import math
+import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lockstep.core.finding import Finding, Level
 from lockstep.core.process_group import Backend
@@ -16,8 +20,10 @@ from lockstep.data.loading import Streaming
 from lockstep.job.prepare import check_plan
 from lockstep.job.resume import Resume, check_resumable
 from lockstep.models.nets import sketch
-from lockstep.runtime.host import GB, amount, cores, free_memory
-from lockstep.strategy import Single
+from lockstep.runtime.gpus import name_in_nvml, path_between
+from lockstep.runtime.host import GB, amount, free_memory
+from lockstep.runtime.limits import cores
+from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.columns import clock
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import build_data
@@ -29,6 +35,12 @@ from lockstep.training.resolved_job import ResolvedJob
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
+COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
+# Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
+WITHOUT_P2P = (
+    "set NCCL_P2P_DISABLE=1, which has NCCL go through host memory, or turn off the IOMMU and ACS in the BIOS; "
+    "strategy=dp needs the latter"
+)
 SKEW_S = 2.0  # the clocks of two machines may differ by this
 
 
@@ -40,20 +52,52 @@ def devices(job: ResolvedJob) -> Iterator[Finding]:
         yield Finding("devices", f"{shown}, so ranks wait for others: launcher.threads=auto", Level.warning)
     else:
         yield Finding("devices", shown)
-    for number in range(ranks if job.device == "cuda" else 0):
+    gpus = torch.cuda.device_count() if isinstance(job.strategy, DataParallel) else ranks
+    for number in range(gpus if job.device == "cuda" else 0):
         free, total = torch.cuda.mem_get_info(number)
         text = f"GPU {number}, {torch.cuda.get_device_name(number)}, {amount(free / GB)} of {amount(total / GB)} free"
         busy = free < 0.9 * total
         yield Finding("devices", text + ": another process uses it" * busy, Level.warning if busy else Level.ok)
-    if job.launcher.backend is Backend.nccl:
-        tensors = [torch.ones(1, device=f"cuda:{number}") for number in range(ranks)]
-        try:
-            torch.cuda.nccl.all_reduce(tensors)
-            torch.cuda.synchronize()
-            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {ranks} of the GPUs")
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+    if job.device == "cuda":
+        yield from _between_gpus(gpus, with_nccl=job.launcher.backend is Backend.nccl)
+
+
+def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
+    """How GPUs are connected, whether copies between all pairs arrive whole, and whether NCCL adds right."""
+    pairs = list(itertools.permutations(range(number), 2))
+    if pairs:
+        paths = defaultdict(list)
+        for first, second in itertools.combinations(range(number), 2):
+            paths[path_between(name_in_nvml(first), name_in_nvml(second))].append(f"{first}-{second}")
+        text = "; ".join(f"{path} between GPUs {', '.join(between)}" for path, between in paths.items())
+        yield Finding("topology", f"{text} (nvidia-smi topo -m explains the words)")
+    wrong = [pair for n, pair in enumerate(pairs) if not _copies_whole(*pair, torch.arange(n, n + COPIED))]
+    avoided = os.environ.get("NCCL_P2P_DISABLE") == "1"
+    if wrong:
+        shown = ", ".join(f"{source} to {target}" for source, target in wrong)
+        text = f"numbers that are copied from GPU {shown} arrive changed: {WITHOUT_P2P}"
+        yield Finding("copies", text, Level.warning if avoided else Level.error)
+    elif pairs:
+        yield Finding("copies", f"all {len(pairs)} directions between {number} GPUs copy right")
+    if not with_nccl or (wrong and not avoided):  # over a broken path NCCL may never return
+        return
+    try:
+        values = torch.arange(COPIED) % 1024  # their sums are whole numbers that float32 has
+        tensors = [(values * (rank + 1)).float().to(f"cuda:{rank}") for rank in range(number)]
+        torch.cuda.nccl.all_reduce(tensors)
+        right = values * number * (number + 1) // 2
+        if all(torch.equal(tensor.cpu(), right.float()) for tensor in tensors):
+            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {number} of the GPUs")
+        else:
+            yield Finding("nccl", f"adds wrong over {number} of the GPUs: {WITHOUT_P2P}", Level.error)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+
+
+def _copies_whole(source: int, target: int, values: Tensor) -> bool:
+    """Whether values arrive as they were sent. Each call needs others: old ones may lie in the target's memory."""
+    return torch.equal(values.to(f"cuda:{source}").to(f"cuda:{target}").cpu(), values)
 
 
 def port(job: ResolvedJob) -> Iterator[Finding]:

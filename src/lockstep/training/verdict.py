@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.runtime import host
+from lockstep.runtime import limits
 from lockstep.training.resolved_job import ResolvedJob
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
@@ -69,7 +69,7 @@ class Evidence:
     hardware: Mapping[str, float]
     mfu: float
     factors: Mapping[str, float] = field(default_factory=dict)
-    cores: int = field(default_factory=host.cores)
+    cores: int = field(default_factory=limits.cores)
 
     def share(self, *parts: str) -> float:
         return sum(self.shares.get(part, 0.0) for part in parts)
