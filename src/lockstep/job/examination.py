@@ -28,12 +28,15 @@ from lockstep.telemetry.columns import clock
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import build_data
 from lockstep.training.build_model import without_start
+from lockstep.training.dry_run import TURNS, settings_to_try, tried
 from lockstep.training.experiment import configure_torch
 from lockstep.training.micro_batch_search import micro_batches_that_fit
 from lockstep.training.parts import Parts, build_parts
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.verdict import WORTH
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
+OTHERS_S = 5.0  # the most that trying other settings takes
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
 # Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
@@ -64,22 +67,20 @@ def devices(job: ResolvedJob) -> Iterator[Finding]:
 
 def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
     """How GPUs are connected, whether copies between all pairs arrive whole, and whether NCCL adds right."""
-    pairs = list(itertools.permutations(range(number), 2))
-    if pairs:
-        paths = defaultdict(list)
-        for first, second in itertools.combinations(range(number), 2):
-            paths[path_between(name_in_nvml(first), name_in_nvml(second))].append(f"{first}-{second}")
-        text = "; ".join(f"{path} between GPUs {', '.join(between)}" for path, between in paths.items())
-        yield Finding("topology", f"{text} (nvidia-smi topo -m explains the words)")
-    wrong = [pair for n, pair in enumerate(pairs) if not _copies_whole(*pair, torch.arange(n, n + COPIED))]
-    avoided = os.environ.get("NCCL_P2P_DISABLE") == "1"
+    paths = defaultdict(list)
+    for first, second in itertools.combinations(range(number), 2):
+        paths[path_between(name_in_nvml(first), name_in_nvml(second))].append(f"{first}-{second}")
+    for path, pairs in paths.items():
+        yield Finding("topology", f"{path} (see nvidia-smi topo -m) between GPUs {', '.join(pairs)}")
+    ways = list(itertools.permutations(range(number), 2))
+    wrong = [f"{way[0]} to {way[1]}" for n, way in enumerate(ways) if not _copies(*way, torch.arange(n, n + COPIED))]
+    level = Level.warning if os.environ.get("NCCL_P2P_DISABLE") == "1" else Level.error
     if wrong:
-        shown = ", ".join(f"{source} to {target}" for source, target in wrong)
-        text = f"numbers that are copied from GPU {shown} arrive changed: {WITHOUT_P2P}"
-        yield Finding("copies", text, Level.warning if avoided else Level.error)
-    elif pairs:
-        yield Finding("copies", f"all {len(pairs)} directions between {number} GPUs copy right")
-    if not with_nccl or (wrong and not avoided):  # over a broken path NCCL may never return
+        text = f"numbers that are copied from GPU {', '.join(wrong)} arrive changed: {WITHOUT_P2P}"
+        yield Finding("copies", text, level)
+    elif ways:
+        yield Finding("copies", f"numbers that are copied between {number} GPUs arrive as they were")
+    if not with_nccl or (wrong and level is Level.error):  # over a broken path NCCL may never return
         return
     try:
         values = torch.arange(COPIED) % 1024  # their sums are whole numbers that float32 has
@@ -95,8 +96,8 @@ def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
         yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
 
 
-def _copies_whole(source: int, target: int, values: Tensor) -> bool:
-    """Whether values arrive as they were sent. Each call needs others: old ones may lie in the target's memory."""
+def _copies(source: int, target: int, values: Tensor) -> bool:
+    """Whether values arrive as they were. Each call needs other values: old ones may lie in the target's memory."""
     return torch.equal(values.to(f"cuda:{source}").to(f"cuda:{target}").cpu(), values)
 
 
@@ -175,6 +176,24 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     job = replace(job, train=replace(job.train, micro_batches=fitting))
     yield Finding("memory", f"a step in micro-batches of {job.micro_batch(ranks)} images fits ({room})")
     yield _time(job, world)
+    if not job.model.compile:
+        yield from _other_settings(job, shared)
+
+
+def _other_settings(job: ResolvedJob, world: World) -> Iterator[Finding]:
+    """Which other settings are faster by more than their turns differ, tried in steps on blank images."""
+    model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
+    gains = tried(job, settings_to_try(job, world, model, cores()), world, seconds=OTHERS_S)
+    faster = [name for name, gain in gains.items() if gain.is_clear and gain.factor >= WORTH]
+    for name in faster:
+        text = f"{name} trains on {gains[name].factor:.1f} times as many images per second"
+        text += ", and is another run" * name.startswith(("batch=", "precision="))
+        yield Finding("speed", f"{text} ({TURNS} turns, which differ by {gains[name].spread:.1f})")
+    if not gains:
+        yield Finding("speed", f"no other setting was tried: steps of this job take too long for {OTHERS_S:g} s")
+    elif not faster:
+        text = ", ".join(f"{name} {gain.factor:.2f} +- {gain.spread:.2f}" for name, gain in gains.items())
+        yield Finding("speed", f"no other setting is faster by more than its turns differ: {text}")
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:

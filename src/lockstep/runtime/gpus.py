@@ -15,15 +15,8 @@ import torch
 
 from lockstep.runtime.limits import VISIBLE
 
-# What lies between two GPUs, in the words of `nvidia-smi topo -m`.
-PATHS = {
-    pynvml.NVML_TOPOLOGY_INTERNAL: "one board",
-    pynvml.NVML_TOPOLOGY_SINGLE: "PIX",
-    pynvml.NVML_TOPOLOGY_MULTIPLE: "PXB",
-    pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PHB",
-    pynvml.NVML_TOPOLOGY_NODE: "NODE",
-    pynvml.NVML_TOPOLOGY_SYSTEM: "SYS",
-}
+# What lies between two GPUs, in the words of `nvidia-smi topo -m`: NVML's levels are 0, 10, ..., 50.
+PATHS = ("one board", "PIX", "PXB", "PHB", "NODE", "SYS")
 
 
 def visible_gpus() -> list[str]:
@@ -72,36 +65,28 @@ def name_in_nvml(number: int) -> str:
 
 def processes_on(gpu: str) -> list[int]:
     """The other processes that compute on a GPU; empty also where the driver does not say."""
-    try:
-        with _nvml():
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(gpu))
-    except pynvml.NVMLError:
-        return []
-    return [process.pid for process in processes if process.pid != os.getpid()]
+    with suppress(pynvml.NVMLError), _nvml():
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(gpu))
+        return [process.pid for process in processes if process.pid != os.getpid()]
+    return []
 
 
 def free_bytes(gpu: str) -> int:
     """The memory of a GPU that nobody uses now; 0 where the driver does not say."""
-    try:
-        with _nvml():
-            return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).free)
-    except pynvml.NVMLError:
-        return 0
+    with suppress(pynvml.NVMLError), _nvml():
+        return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).free)
+    return 0
 
 
 def path_between(first: str, second: str) -> str:
     """What connects two GPUs: `NVLink`, or a word of `PATHS`, with whether they can copy to each other (P2P)."""
-    try:
-        with _nvml():
-            pair = _handle(first), _handle(second)
-            links, copies = (
-                pynvml.nvmlDeviceGetP2PStatus(*pair, index) == pynvml.NVML_P2P_STATUS_OK
-                for index in (pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_CAPS_INDEX_WRITE)
-            )
-            path = "NVLink" if links else PATHS[pynvml.nvmlDeviceGetTopologyCommonAncestor(*pair)]
-    except pynvml.NVMLError:  # instances of a GPU have no paths
-        return "unknown"
-    return path + " without P2P" * (not copies)
+    with suppress(pynvml.NVMLError), _nvml():
+        pair = _handle(first), _handle(second)
+        refused = pynvml.nvmlDeviceGetP2PStatus(*pair, pynvml.NVML_P2P_CAPS_INDEX_WRITE)  # 0: it works
+        if not pynvml.nvmlDeviceGetP2PStatus(*pair, pynvml.NVML_P2P_CAPS_INDEX_NVLINK):
+            return "NVLink"
+        return PATHS[pynvml.nvmlDeviceGetTopologyCommonAncestor(*pair) // 10] + " without P2P" * bool(refused)
+    return "unknown path"  # instances of a GPU have none
 
 
 @contextmanager
