@@ -246,7 +246,7 @@ def test_another_setting_is_named_where_it_is_faster_by_more_than_its_turns_diff
 ) -> None:
     monkeypatch.setattr(examination, "tried", lambda *arguments, **options: gains)
     texts = [item.text for item in of_photos(photos).findings if item.check == "speed"]
-    assert [text[: len(said)] for text, said in zip(texts, says, strict=True)] == says
+    assert [text[: len(start)] for text, start in zip(texts, says, strict=True)] == says
 
 
 def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:

@@ -239,13 +239,13 @@ def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pyte
 
 def test_trials_leave_everything_as_it_was() -> None:
     threads, state, small = torch.get_num_threads(), torch.get_rng_state(), replace(job(), batch=4)
-    others = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
-    gains = tried(small, others, World.solo(), seconds=30)
+    settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
+    gains = tried(small, settings, World.solo(), seconds=30)
     assert set(gains) == {"batch=32", "threads"}
     assert 0.3 < gains["batch=32"].factor < 30
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
-    assert tried(small, others, World.solo(), seconds=0.0) == {}
+    assert tried(small, settings, World.solo(), seconds=0.0) == {}
 
 
 def one_thread() -> Any:
