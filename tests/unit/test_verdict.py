@@ -93,6 +93,14 @@ def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
     assert ruling.override is None
 
 
+@pytest.mark.parametrize(("idle", "override"), [(0.2, None), (7.0, "loader.workers=3"), (60.0, "loader.workers=3")])
+def test_cores_that_other_programs_use_are_not_idle(idle: float, override: str | None) -> None:
+    """On a machine with more cores than this process may use, more than these can be idle."""
+    hardware = {"cpu_cores": 1.0, "idle_cores": idle}
+    ruling = verdict.verdict(evidence(shares={"data": 0.5, "forward": 0.5}, hardware=hardware))
+    assert ruling.override == override
+
+
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
     world = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
     facts = evidence(world=world, shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.6})

@@ -47,6 +47,12 @@ def available_memory() -> float:
     return min(float(psutil.virtual_memory().available), memory_left())
 
 
+def idle_seconds() -> float:
+    """The seconds that all cores of the machine together had nothing to do so far, whoever may use them."""
+    times = psutil.cpu_times()
+    return float(times.idle + getattr(times, "iowait", 0.0))  # one that waits for a disk could work too
+
+
 def check_room(purpose: str, size: float, remedy: str) -> None:
     """Raise InputError if `size` bytes are more than the available memory."""
     room = available_memory()

@@ -68,6 +68,7 @@ class RunRecord(NoRecord):
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world
+        self.idle_before = host.idle_seconds()
         self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
     def announce(
@@ -146,7 +147,7 @@ class RunRecord(NoRecord):
             steps=trainer.progress.step - telemetry.resumed,
             shares=shares,
             spread=telemetry.times.spread(),
-            hardware=hardware,
+            hardware={**hardware, "idle_cores": (host.idle_seconds() - self.idle_before) / seconds},
             mfu=telemetry.mfu(figures["img_per_s"]),
         )
         best = verdict(evidence)

@@ -60,7 +60,8 @@ class Evidence:
         steps: how many this process trained.
         shares: the shares of the parts in its time (`TimeSpent`).
         spread: how exact those of the parts of a step are.
-        hardware: the means of the monitor's figures: `cpu_cores`, `gpu_util` and others.
+        hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
+            of the machine's nobody used.
         mfu: percent of the devices' peak rate; 0 if it is not known.
         cores: the CPU cores of this machine that the job may use.
     """
@@ -131,7 +132,8 @@ def data_findings(evidence: Evidence) -> Iterator[Finding]:
     loader = evidence.job.loader
     workers = int(getattr(loader, "workers", 0))
     cores = evidence.cores / evidence.world.local_size
-    idle = cores - evidence.hardware.get("cpu_cores", cores) / evidence.world.local_size
+    unused = evidence.cores - evidence.hardware.get("cpu_cores", evidence.cores)
+    idle = min(unused, evidence.hardware.get("idle_cores", unused)) / evidence.world.local_size  # others work too
     sentence = f"training waits for images in {100 * share:.0f} % of the time"
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
