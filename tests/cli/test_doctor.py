@@ -233,11 +233,11 @@ def test_what_is_wrong_with_a_job_is_told(
         ({}, ["no other setting was tried: steps of this job take too long for 5 s"]),
         (
             {"precision=fp32": Gain(8.0, 0.5), "launcher.threads=2": Gain(1.7, 0.9)},
-            ["precision=fp32 trains on 8.0 times as many images per second, and is another run (5 turns, which"],
+            ["precision=fp32 8.00x +- 0.50 the images per second in 5 turns (another batch or precision: anot"],
         ),
         (
             {"batch=8": Gain(1.7, 0.9), "launcher.threads=2": Gain(1.05, 0.01)},
-            ["no other setting is faster by more than its turns differ: batch=8 1.70 +- 0.90, launcher.threads=2"],
+            ["no other setting is faster by more than its 5 turns differ: batch=8 1.70x +- 0.90, launcher.threads=2"],
         ),
     ],
 )

@@ -177,23 +177,21 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     yield Finding("memory", f"a step in micro-batches of {job.micro_batch(ranks)} images fits ({room})")
     yield _time(job, world)
     if not job.model.compile:
-        yield from _other_settings(job, shared)
+        yield _other_settings(job, shared)
 
 
-def _other_settings(job: ResolvedJob, world: World) -> Iterator[Finding]:
+def _other_settings(job: ResolvedJob, world: World) -> Finding:
     """Which other settings are faster by more than their turns differ, tried in steps on blank images."""
     model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     gains = tried(job, settings_to_try(job, world, model, cores()), world, seconds=OTHERS_S)
-    faster = [name for name, gain in gains.items() if gain.is_clear and gain.factor >= WORTH]
-    for name in faster:
-        text = f"{name} trains on {gains[name].factor:.1f} times as many images per second"
-        text += ", and is another run" * name.startswith(("batch=", "precision="))
-        yield Finding("speed", f"{text} ({TURNS} turns, which differ by {gains[name].spread:.1f})")
+    shown = {name: f"{name} {gain.factor:.2f}x +- {gain.spread:.2f}" for name, gain in gains.items()}
+    faster = [shown[name] for name, gain in gains.items() if gain.is_clear and gain.factor >= WORTH]
+    text = f"no other setting is faster by more than its {TURNS} turns differ: {', '.join(shown.values())}"
     if not gains:
-        yield Finding("speed", f"no other setting was tried: steps of this job take too long for {OTHERS_S:g} s")
-    elif not faster:
-        text = ", ".join(f"{name} {gain.factor:.2f} +- {gain.spread:.2f}" for name, gain in gains.items())
-        yield Finding("speed", f"no other setting is faster by more than its turns differ: {text}")
+        text = f"no other setting was tried: steps of this job take too long for {OTHERS_S:g} s"
+    elif faster:
+        text = f"{', '.join(faster)} the images per second in {TURNS} turns (another batch or precision: another run)"
+    return Finding("speed", text)
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:

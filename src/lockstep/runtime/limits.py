@@ -24,8 +24,12 @@ MEMORY = (
 def cores() -> int:
     """The CPU cores that this process may use: by its affinity, its container's quota, and its share of a sweep."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = (quota for group in _groups("cpu") for quota in _quotas(group))
-    return max(1, min(allowed, int(os.environ.get(CORES, allowed)), *map(math.ceil, quotas)))
+    most = [allowed, int(os.environ.get(CORES, allowed))]
+    for group in _groups("cpu"):
+        quota = _words(group / "cpu.max") or _words(group / "cpu.cfs_quota_us") + _words(group / "cpu.cfs_period_us")
+        if quota and quota[0] not in ("max", "-1"):
+            most.append(math.ceil(int(quota[0]) / int(quota[1])))
+    return max(1, min(most))
 
 
 def memory_left() -> float:
@@ -39,13 +43,6 @@ def memory_left() -> float:
                 taken = int(*_words(group / used)) - int(sizes.get(cached, 0))
                 left = min(left, max(0, int(*most) - max(0, taken)))
     return left
-
-
-def _quotas(group: Path) -> Iterator[float]:
-    for files in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        match [word for file in files for word in _words(group / file)]:
-            case [quota, period] if quota not in ("max", "-1"):
-                yield int(quota) / int(period)
 
 
 def _groups(controller: str) -> Iterator[Path]:
