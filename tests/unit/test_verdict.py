@@ -179,6 +179,8 @@ def test_a_part_of_the_steps_is_advised_on_only_as_far_as_it_is_certain(part: st
 def test_a_run_of_few_steps_says_that_nothing_could_be_measured(part: str) -> None:
     ruling = verdict.verdict(evidence(steps=10, shares={part: 0.7, "step": 0.3}, spread={}))
     assert str(ruling) == "nothing could be measured: 10 steps are too few, 50 are enough"
+    few = {item.item: item for item in checklist(evidence(steps=10, shares={"data": 0.9, "step": 0.1}, spread={}))}
+    assert few["workers and prefetch"].override is None
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])

@@ -38,7 +38,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     yield point("mixed precision", narrow, NOT_TRIED, "precision=bf16", obstacle)
     device, dtype = evidence.world.device, job.precision.dtype
     exact, rounded = (peak_flops(device, dtype, tf32=tf32) for tf32 in (False, True))
-    obstacle = "" if exact < rounded and not narrow else "steps do not compute in float32 on a GPU with TF32"
+    obstacle = "" if exact < rounded and not narrow else "no float32 on a GPU that is known to be faster in TF32"
     seen = f"torch's default in convolutions: 10 bits of mantissa at up to {rounded / (exact or 1):.1f}x the rate"
     yield point("TF32", job.precision.matmul == "high", seen, "precision=tf32", obstacle)
     workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")

@@ -113,8 +113,8 @@ def verdict(evidence: Evidence) -> Finding:
 
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """Everything that takes a notable share of the time, with what to change."""
+    yield from data_findings(evidence)
     if evidence.steps >= SHORT:
-        yield from data_findings(evidence)
         yield from _interruptions(evidence)
         yield from _ranks(evidence)
     yield from _work(evidence)
@@ -127,7 +127,7 @@ def amdahl(share: float, factor: float) -> float:
 
 def data_findings(evidence: Evidence) -> Iterator[Finding]:
     share = evidence.share("data")
-    if share < NOTABLE:
+    if share < NOTABLE or evidence.steps < SHORT:
         return
     loader = evidence.job.loader
     workers = int(getattr(loader, "workers", 0))
