@@ -24,6 +24,7 @@ from lockstep.core.finding import Level
 from lockstep.data import inspection, packing
 from lockstep.data.datasets.folder import Folder
 from lockstep.job import examination
+from lockstep.training.dry_run import Gain
 
 JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")
 SIZE = "dataset.decode_size=16"
@@ -224,6 +225,28 @@ def test_what_is_wrong_with_a_job_is_told(
     assert [*planted] == [check]
     assert planted[check][0] == level
     assert says in planted[check][1]
+
+
+@pytest.mark.parametrize(
+    ("gains", "says"),
+    [
+        ({}, ["no other setting was tried: steps of this job take too long for 5 s"]),
+        (
+            {"precision=fp32": Gain(8.0, 0.5), "launcher.threads=2": Gain(1.7, 0.9)},
+            ["precision=fp32 8.00x +- 0.50 the images per second in 5 turns (another batch or precision: anot"],
+        ),
+        (
+            {"batch=8": Gain(1.7, 0.9), "launcher.threads=2": Gain(1.05, 0.01)},
+            ["no other setting is faster by more than its 5 turns differ: batch=8 1.70x +- 0.90, launcher.threads=2"],
+        ),
+    ],
+)
+def test_another_setting_is_named_where_it_is_faster_by_more_than_its_turns_differ(
+    photos: Path, monkeypatch: pytest.MonkeyPatch, gains: dict[str, Gain], says: list[str]
+) -> None:
+    monkeypatch.setattr(examination, "tried", lambda *arguments, **options: gains)
+    texts = [item.text for item in of_photos(photos).findings if item.check == "speed"]
+    assert [text[: len(start)] for text, start in zip(texts, says, strict=True)] == says
 
 
 def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:

@@ -274,6 +274,7 @@ READS: dict[str, str] = {
     "config.composition": "the help's text, which is part of the program",
     "config.options": "the YAML of its own options, which is part of the program, and timm's own source",
     "runtime.host": "the kernel's /proc",
+    "runtime.limits": "the kernel's /proc and /sys",
     "telemetry.hardware": "the kernel's counters of energy",
     "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",

@@ -69,26 +69,35 @@ class Machine:
         if self.part_of_a_gpu:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         self.calls += 1
-        if self.fails_after is not None and self.calls > self.fails_after:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+        self.check()
         return SimpleNamespace(gpu=self.load[handle])
 
+    def check(self) -> None:
+        if self.fails_after is not None and self.calls > self.fails_after:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> SimpleNamespace:
+        self.check()
         return SimpleNamespace(used=2_500_000_000)
 
     def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        self.check()
         return 350_000
 
     def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        self.check()
         return 55
 
     def nvmlDeviceGetClockInfo(self, handle: str, clock: int) -> int:
+        self.check()
         return 1980
 
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: str) -> int:
+        self.check()
         return pynvml.nvmlClocksEventReasonSwThermalSlowdown if handle == "GPU-bb" else 1
 
     def nvmlDeviceGetPcieThroughput(self, handle: str, counter: int) -> int:
+        self.check()
         return [1000, 250_000][counter]
 
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: str) -> int:

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +27,10 @@ from omegaconf import DictConfig
 from helpers import ROOT
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
+from lockstep.runtime.limits import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
-from lockstep.sweep.devices import VISIBLE, Devices, Needs, Share, visible_gpus
+from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
 from lockstep.sweep.plan import kind
@@ -90,7 +92,7 @@ def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
     needs: list[int], random: Any, most: int | None
 ) -> None:
     ledger, running, started = FakeLedger(), dict[int, FakeProcess](), list[int]()
-    devices = Devices(GPUS, cores=4)
+    devices = Devices(GPUS, cores=20)
 
     def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
         number = task.record.number
@@ -99,6 +101,9 @@ def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
         assert len(share.gpus) == min(needs[number], len(GPUS))
         held = [gpu for process in running.values() for gpu in process.share.gpus]
         assert len(held) == len(set(held)), "a device was given twice"
+        cores = [int(process.share.environment.get(CORES, 20)) for process in running.values()]
+        assert sum(cores) <= 20, "jobs at once have more threads than cores"
+        assert len(needs) > 1 or cores == [20], "a job alone has less than it may"
         return running[number]
 
     def wait(sentinels: list[int], seconds: float) -> None:
@@ -206,6 +211,30 @@ def job(number: int, *overrides: str, **facts: Any) -> Record:
     return Record(number=number, overrides=overrides, folder=f"{number:03}-job", **facts)
 
 
+def test_jobs_on_a_part_of_a_gpu_have_as_large_a_part_of_the_cores() -> None:
+    devices, small = Devices(["a", "b"], 16, lambda gpu: 10), Needs(gpus=1, kind="x")
+    devices.of_kind["x"] = 5
+    shares = [devices.take(small) for _ in range(4)]
+    assert [share and share.environment[CORES] for share in shares] == ["4"] * 4
+    assert devices.take(small) is None
+
+
+@pytest.mark.parametrize("capacity", [0, 3])
+def test_a_job_alone_on_a_gpu_has_its_cores_whatever_its_memory(capacity: int) -> None:
+    devices = Devices(["a", "b"], 16, lambda gpu: capacity)
+    devices.of_kind["x"] = 5
+    share = devices.take(Needs(gpus=1, kind="x"))
+    assert share is not None
+    assert share.environment == {VISIBLE: "a", CORES: "8"}
+
+
+def test_on_the_cpu_a_job_has_the_cores_of_its_threads_and_alone_all() -> None:
+    share = Devices([], cores=4).take(Needs(cores=2))
+    assert share is not None
+    assert share.environment == {CORES: "2"}
+    assert replace(share, alone=True).environment == {}
+
+
 def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are() -> None:
     devices = Devices([], cores=4)
     assert devices.take(Needs(gpus=1, cores=3)) == Share(cores=3)
@@ -213,12 +242,6 @@ def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are
     assert devices.take(Needs(cores=1)) == Share(cores=1)
     devices.give_back(Share(cores=4))
     assert devices.take(Needs(cores=99)) == Share(cores=4)
-
-
-@pytest.mark.parametrize(("value", "expected"), [("3,5", ["3", "5"]), ("GPU-a", ["GPU-a"]), ("", []), ("-1", [])])
-def test_only_visible_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch, value: str, expected: list[str]) -> None:
-    monkeypatch.setenv(VISIBLE, value)
-    assert visible_gpus() == expected
 
 
 @pytest.mark.parametrize(
@@ -247,6 +270,7 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
     fake = {
         **dict.fromkeys(("nvmlInit", "nvmlShutdown"), lambda: None),
         "nvmlDeviceGetCount": lambda: len(processes),
+        "nvmlDeviceGetMigMode": lambda handle: [0, 0],
         "nvmlDeviceGetHandleByIndex": int,
         "nvmlDeviceGetUUID": "GPU-{}".format,
         "nvmlDeviceGetHandleByUUID": lambda uuid: int(uuid[-1]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import time
 from collections.abc import Iterator
 
@@ -12,10 +14,11 @@ from torch import nn
 from helpers import train_here
 from lockstep.core.plan import Plan
 from lockstep.telemetry.clock import TimeLeft, TrainingClock
-from lockstep.telemetry.time_spent import TimeSpent
+from lockstep.telemetry.time_spent import LEAST_TIMED, TimeSpent
 
 CPU = torch.device("cpu")
 UNIT = 0.02  # seconds
+TRUE = {"forward": 0.3, "backward": 0.5, "optimizer": 0.2}  # the parts of a step
 
 
 class Sleepy(torch.autograd.Function):
@@ -51,7 +54,8 @@ def test_a_timed_step_is_divided_into_its_parts(micro_batches: int, reduces: boo
     model = nn.Linear(3, 4)
     times = TimeSpent(model, CPU, reduces=reduces, period=1)
     reduction = 4 * UNIT * reduces
-    step(times, model, micro_batches=micro_batches, reduction=reduction)
+    for _ in range(LEAST_TIMED):
+        step(times, model, micro_batches=micro_batches, reduction=reduction)
     shares = times.shares(0.0)
     expected = {"forward": micro_batches, "backward": 2 * micro_batches, "optimizer": 3}
     if reduces:
@@ -66,7 +70,8 @@ def test_a_timed_step_is_divided_into_its_parts(micro_batches: int, reduces: boo
 def test_the_wait_for_the_slowest_rank_is_taken_from_the_communication() -> None:
     model = nn.Linear(3, 4)
     times = TimeSpent(model, CPU, reduces=True, period=1)
-    step(times, model, micro_batches=1, reduction=4 * UNIT)
+    for _ in range(LEAST_TIMED):
+        step(times, model, micro_batches=1, reduction=4 * UNIT)
     alone, waiting = times.shares(0.0), times.shares(0.1)
     assert waiting["slowest_rank"] == pytest.approx(0.1, abs=0.02)
     assert waiting["communication"] == pytest.approx(alone["communication"] - 0.1, abs=0.03)
@@ -96,7 +101,8 @@ def test_waits_and_interruptions_are_timed_as_they_are() -> None:
 
 def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause() -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
-    step(times, nn.Linear(3, 4), micro_batches=1, reduction=0.0)
+    for _ in range(LEAST_TIMED):
+        step(times, nn.Linear(3, 4), micro_batches=1, reduction=0.0)
     times.clock.start()
     times.clock.began -= 10e4
     times.clock.waited, times.loaded = 6e4, 5e4
@@ -120,9 +126,9 @@ def test_a_timed_step_counts_once_however_often_the_shares_are_looked_at() -> No
 
 @pytest.mark.parametrize(
     ("first", "period", "expected"),
-    [(0, 1, [1, 10, 30]), (0, 50, [1, 25, 75]), (30, 50, [31, 75]), (75, 50, [76, 125])],
+    [(0, 1, [10, 30, 50]), (0, 50, [25, 75]), (30, 50, [75, 125]), (72, 50, [125]), (75, 50, [125])],
 )
-def test_the_first_step_and_then_one_in_the_middle_of_each_window_is_timed(
+def test_a_step_in_the_middle_of_each_window_is_timed_but_none_of_the_first_ones(
     first: int, period: int, expected: list[int]
 ) -> None:
     times = TimeSpent(nn.Linear(1, 1), CPU, reduces=False, period=period, first=first)
@@ -132,14 +138,45 @@ def test_the_first_step_and_then_one_in_the_middle_of_each_window_is_timed(
         times.stop()
 
 
-def test_the_first_step_of_a_process_counts_only_until_another_is_timed() -> None:
-    model = nn.Linear(3, 4)
-    times = TimeSpent(model, CPU, reduces=True, period=1)
-    step(times, model, micro_batches=1, reduction=40 * UNIT)
-    assert times.of_steps == {}
-    assert times.shares(0.0)["communication"] > 0.5
-    step(times, model, micro_batches=1, reduction=0.0)
-    assert times.shares(0.0)["communication"] < 0.2
+def timed(times: TimeSpent, *steps: dict[str, float]) -> None:
+    """Have steps been timed that took so many seconds in their parts."""
+    for parts in steps:
+        ends = [("", 0.0)]
+        for part, seconds in parts.items():
+            ends.append((part, ends[-1][1] + seconds))
+        times.timed.append(ends)
+
+
+def test_too_few_timed_steps_are_not_divided() -> None:
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
+    for number in range(LEAST_TIMED):
+        shares = times.shares(0.0)
+        assert shares["step"] == pytest.approx(1), number
+        assert times.spread() == {}
+        timed(times, {"forward": 1.0, "backward": 2.0, "optimizer": 1.0})
+    shares = {part: share for part, share in times.shares(0.0).items() if share}
+    assert shares == pytest.approx({"forward": 0.25, "backward": 0.5, "optimizer": 0.25})
+    assert times.spread() == pytest.approx({"forward": 0, "backward": 0, "optimizer": 0}, abs=1e-9)
+
+
+def test_the_spread_is_twice_the_standard_error_of_the_shares() -> None:
+    """Of steps of one length, this is the usual standard error of a mean, as the standard library counts it."""
+    shares = [0.2, 0.3, 0.25, 0.45, 0.3]
+    times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
+    timed(times, *({"forward": 2 * (1 - share), "optimizer": 2 * share} for share in shares))
+    error = statistics.stdev(shares) / len(shares) ** 0.5
+    assert times.spread() == pytest.approx({"forward": 2 * error, "optimizer": 2 * error})
+
+
+def test_the_spread_covers_the_true_share_on_a_busy_machine() -> None:
+    """Steps that other work stops at random places: the share is off by more than the spread in few runs of many."""
+    rng, off = random.Random(0), 0
+    for _ in range(200):
+        times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
+        busy = [{part: share * (1 + 5 * (rng.random() < 0.2)) for part, share in TRUE.items()} for _ in range(40)]
+        timed(times, *busy)
+        off += abs(times.shares(0.0)["optimizer"] - TRUE["optimizer"]) > times.spread()["optimizer"]
+    assert off < 40, "one in twenty by the normal distribution, more for so few steps of such a kind"
 
 
 def test_timing_steps_changes_no_bit_of_a_run(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.training import dry_run, verdict
-from lockstep.training.dry_run import Setting, agreed, settings_to_try, times_as_long, tried
-from lockstep.training.explain import checklist
+from lockstep.training.checklist import checklist
+from lockstep.training.dry_run import settings_to_try, tried
 from lockstep.training.verdict import Evidence, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
@@ -36,10 +36,11 @@ def evidence(**facts: Any) -> Evidence:
         "world": World.solo(),
         "plan": PLAN,
         "model": nn.Conv2d(1, 1, 1),
+        "steps": 320,
         "shares": {"forward": 0.4, "backward": 0.5, "optimizer": 0.1},
+        "spread": {"forward": 0.01, "backward": 0.01, "optimizer": 0.01},
         "hardware": {"cpu_cores": 1.0},
         "mfu": 0.0,
-        "factors": {},
         "cores": 8,
     }
     return Evidence(**{**usual, **facts})
@@ -62,15 +63,7 @@ def test_a_run_that_computes_all_the_time_has_nothing_to_change() -> None:
         ({"shares": {"checkpoint": 0.4, "forward": 0.6}}, "checkpoint.every=2ep", 1 / 0.8, "checkpoints take 40 %"),
         ({"shares": {"communication": 0.5, "forward": 0.5}}, "batch=128", 1 / 0.75, "exchange gradients in 50 %"),
         ({"shares": {"slowest_rank": 0.5, "forward": 0.5}}, None, 2.0, "wait for the slowest one in 50 %"),
-        ({"factors": {"precision=bf16": 2.0}}, "precision=bf16", 2.0, "steps compute in fp32"),
-        (
-            {"factors": {"launcher.threads=1": 1.5}, "shares": {"forward": 0.5, "evaluation": 0.01, "data": 0.04}},
-            "launcher.threads=1",
-            1 / (0.5 + 0.5 / 1.5),
-            "threads are not the best number",
-        ),
-        ({"factors": {"model.channels_last=true": 1.3}}, "model.channels_last=true", 1.3, "order of memory"),
-        ({"factors": {"batch=128": 1.6}}, "batch=128", 1.6, "the optimizer alone takes 10 %"),
+        ({"shares": {"optimizer": 0.5, "forward": 0.5}, "spread": {}}, "batch=128", 1 / 0.75, "updates the weights"),
     ],
 )
 def test_the_verdict_names_what_takes_most(
@@ -87,10 +80,10 @@ def test_the_verdict_names_what_takes_most(
 
 def test_of_several_findings_the_largest_gain_is_named() -> None:
     shares = {"data": 0.3, "evaluation": 0.2, "forward": 0.5}
-    facts = evidence(shares=shares, factors={"precision=bf16": 3.0})
+    facts = evidence(shares=shares)
     overrides = {finding.override for finding in findings(facts)}
-    assert overrides == {"loader.workers=2", "train.eval_every=2ep", "precision=bf16"}
-    assert verdict.verdict(facts).override == "precision=bf16"
+    assert overrides == {"loader.workers=2", "train.eval_every=2ep"}
+    assert verdict.verdict(facts).override == "loader.workers=2"
 
 
 def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
@@ -100,13 +93,21 @@ def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
     assert ruling.override is None
 
 
+@pytest.mark.parametrize(("idle", "override"), [(0.2, None), (7.0, "loader.workers=3"), (60.0, "loader.workers=3")])
+def test_cores_that_other_programs_use_are_not_idle(idle: float, override: str | None) -> None:
+    """On a machine with more cores than this process may use, more than these can be idle."""
+    hardware = {"cpu_cores": 1.0, "idle_cores": idle}
+    ruling = verdict.verdict(evidence(shares={"data": 0.5, "forward": 0.5}, hardware=hardware))
+    assert ruling.override == override
+
+
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
     world = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
     facts = evidence(world=world, shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.6})
     assert "lockstep pack" in verdict.verdict(facts).sentence, "a rank has 2 cores, and 0.1 of them are idle"
     facts = evidence(world=world, shares={"data": 0.9, "forward": 0.1})
     assert verdict.verdict(facts).override == "loader.workers=8", "four for each of its cores"
-    (more_threads,) = findings(evidence(world=replace(world, local_size=8)))
+    (more_threads,) = findings(evidence(world=replace(world, local_size=8), shares={"forward": 1.0}))
     assert (more_threads.sentence, more_threads.override) == (
         "2 threads of a rank share 1 core",
         "launcher.threads=1",
@@ -126,7 +127,7 @@ def test_what_happens_once_in_a_run_cannot_happen_less_often(part: str) -> None:
 
 def test_small_things_are_not_worth_a_word() -> None:
     shares = {"data": 0.04, "evaluation": 0.03, "communication": 0.04, "forward": 0.89}
-    assert verdict.verdict(evidence(shares=shares, factors={"precision=bf16": 1.05})).override is None
+    assert verdict.verdict(evidence(shares=shares)).override is None
 
 
 def test_a_small_gain_hides_no_advice_whose_gain_is_unknown() -> None:
@@ -158,14 +159,53 @@ def test_more_threads_than_cores_are_named_even_untried() -> None:
     crowded = replace(job(), launcher=replace(job().launcher, threads=16))  # type: ignore[type-var]
     ruling = verdict.verdict(evidence(job=crowded))
     assert str(ruling) == "16 threads of a rank share 8 cores; launcher.threads=8 may help"
-    tried_too = evidence(job=crowded, factors={"launcher.threads=8": 1.4})
-    assert str(verdict.verdict(tried_too)).endswith("launcher.threads=8 should make the run 1.4x as fast")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("part", ["optimizer", "communication"])
+def test_a_part_of_the_steps_is_advised_on_only_as_far_as_it_is_certain(part: str, share: float) -> None:
+    """By Amdahl's law, with half of the part that is certain."""
+    for spread in (0.0, 0.1, share, 2 * share):
+        ruling = verdict.verdict(evidence(shares={part: share, "forward": 1 - share}, spread={part: spread}))
+        gain = 1 / (1 - max(0.0, share - spread) / 2)
+        if gain >= 1.1:
+            assert ruling.gain == pytest.approx(gain)
+        else:
+            assert str(ruling).startswith("nothing could be measured: the timed steps differ too much")
+            assert (ruling.gain, ruling.override) == (None, None)
+
+
+@pytest.mark.parametrize("part", ["data", "evaluation", "checkpoint", "communication", "slowest_rank", "optimizer"])
+def test_a_run_of_few_steps_says_that_nothing_could_be_measured(part: str) -> None:
+    ruling = verdict.verdict(evidence(steps=10, shares={part: 0.7, "step": 0.3}, spread={}))
+    assert str(ruling) == "nothing could be measured: 10 steps are too few, 50 are enough"
+    few = {item.item: item for item in checklist(evidence(steps=10, shares={"data": 0.9, "step": 0.1}, spread={}))}
+    assert few["workers and prefetch"].override is None
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_pure"])
+@pytest.mark.parametrize("steps", [10, 320])
+def test_bfloat16_without_instructions_for_it_is_named_without_a_trial(
+    monkeypatch: pytest.MonkeyPatch, precision: str, steps: int
+) -> None:
+    slow = replace(job(), precision=built(f"precision={precision}").precision)
+    for has in (False, True):
+        monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda has=has: has)
+        ruling = verdict.verdict(evidence(job=slow, steps=steps))
+        assert (ruling.override == "precision=fp32") == (not has)
+    monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
+    assert verdict.verdict(evidence()).override is None, "float32 needs none"
+    on_gpu = evidence(job=slow, steps=steps, world=World.solo("cuda:0"))
+    assert verdict.verdict(on_gpu).override is None
 
 
 def test_the_checklist_says_what_is_done_what_is_worth_trying_and_what_does_not_apply() -> None:
-    items = {item.item: item for item in checklist(evidence(factors={"model.channels_last=true": 1.01}))}
-    assert items["channels_last"].state == "not applicable"
-    assert items["channels_last"].reason == "tried: 1.01x in a step"
+    items = {item.item: item for item in checklist(evidence())}
+    assert (items["channels_last"].state, items["channels_last"].reason) == (
+        "worth trying",
+        "lockstep doctor tries it",
+    )
+    assert items["TF32"].state == "not applicable"
     assert (items["torch.compile"].state, items["torch.compile"].override) == ("worth trying", "model.compile=true")
     assert items["cudnn.benchmark"].state == "not applicable"
     assert items["workers and prefetch"].state == "done"
@@ -176,59 +216,94 @@ def test_the_checklist_says_what_is_done_what_is_worth_trying_and_what_does_not_
 
 
 @pytest.mark.parametrize(
-    ("factors", "factor"), [([1.3, 1.2, 2.0], 1.3), ([0.5, 0.7, 0.9], 0.7), ([1.4, 1.3, 0.8], 1.0), ([1.2], 1.2)]
+    ("name", "precision", "state", "ratio"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "fp32", "worth trying", "8.0x"),  # 156 and 19.5 TFLOPS in NVIDIA's data sheet
+        ("NVIDIA H100 80GB HBM3", "fp32", "worth trying", "7.4x"),  # 494 and 67
+        ("NVIDIA A100-SXM4-80GB", "tf32", "done", "8.0x"),
+        ("NVIDIA A100-SXM4-80GB", "bf16", "not applicable", ""),
+        ("Tesla V100-SXM2-16GB", "fp32", "not applicable", ""),  # has no TF32
+    ],
 )
-def test_trials_that_do_not_agree_say_nothing(factors: list[float], factor: float) -> None:
-    assert agreed(factors) == factor
+def test_what_float32_costs_on_a_gpu_with_tf32_is_in_the_checklist(
+    monkeypatch: pytest.MonkeyPatch, name: str, precision: str, state: str, ratio: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    of_gpu = replace(job(), precision=built(f"precision={precision}").precision)
+    items = {item.item: item for item in checklist(evidence(job=of_gpu, world=World.solo("cuda:0")))}
+    assert items["TF32"].state == state
+    assert ratio in items["TF32"].reason
+    assert items["TF32"].override == ("precision=tf32" if state == "worth trying" else None)
 
 
 def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: True)
-    present, variants = settings_to_try(job(), World.solo(), nn.Conv2d(1, 1, 1), cores=torch.get_num_threads())
-    threads = set() if torch.get_num_threads() == 1 else {"launcher.threads=1"}
-    assert set(variants) == {"precision=bf16", "model.channels_last=true", "batch=128", *threads}
-    assert variants["batch=128"] == replace(present, examples=128)
+    variants = settings_to_try(job(), World.solo(), nn.Conv2d(1, 1, 1), cores=2)
+    assert set(variants) == {"precision=bf16", "model.channels_last=true", "batch=128", "launcher.threads=1"}
+    assert variants["batch=128"] == replace(job(), batch=128)
     monkeypatch.setattr("lockstep.runtime.host.has_bfloat16", lambda: False)
     half = replace(job(), precision=built("precision=bf16").precision)
-    assert "precision=fp32" in settings_to_try(half, World.solo(), nn.Linear(1, 1), cores=1)[1]
-    assert "model.channels_last=true" not in settings_to_try(half, World.solo(), nn.Linear(1, 1), cores=1)[1]
+    assert "precision=fp32" in settings_to_try(half, World.solo(), nn.Linear(1, 1), cores=1)
+    assert "model.channels_last=true" not in settings_to_try(half, World.solo(), nn.Linear(1, 1), cores=1)
 
 
-def test_trials_measure_settings_in_turns_and_leave_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = Setting(job(), 4, torch.get_num_threads())
-    twice = replace(present, examples=32)
-    state = torch.get_rng_state()
-    factors = tried(present, {"batch=32": twice, "threads": replace(present, threads=1)}, device=CPU, seconds=30)
-    assert set(factors) == {"batch=32", "threads"}
-    assert 0.3 < factors["batch=32"] < 30
+def test_trials_leave_everything_as_it_was() -> None:
+    threads, state, small = torch.get_num_threads(), torch.get_rng_state(), replace(job(), batch=4)
+    settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
+    gains = tried(small, settings, World.solo(), seconds=30)
+    assert set(gains) == {"batch=32", "threads"}
+    assert 0.3 < gains["batch=32"].factor < 30
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == present.threads
-    assert tried(present, {"batch=32": twice}, device=CPU, seconds=0.0) == {}
+    assert torch.get_num_threads() == threads
+    assert tried(small, settings, World.solo(), seconds=0.0) == {}
+
+
+def one_thread() -> Any:
+    return replace(job().launcher, threads=1)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize(
+    ("present", "other", "factor", "spread", "is_clear"),
+    [
+        ([1, 1, 1, 1, 1], [2, 2, 2, 2, 2], 0.5, 0.0, True),
+        ([8, 8, 8, 8, 8], [1, 1, 1, 1, 1], 8.0, 0.0, True),
+        ([1, 4, 1, 3, 1], [1, 4, 1, 3, 1], 1.0, 0.0, False),  # other work that slows both in turn hides nothing
+        ([2, 8, 2, 6, 2], [1, 4, 1, 3, 1], 2.0, 0.0, True),
+        ([1.7, 1, 2, 1.7, 1], [1, 1, 1, 1, 1], 1.7, 1.0, False),  # as far apart as the gain is large
+        ([1, 1, 1, 1, 1], [1, 1, 2, 1, 1], 1.0, 0.5, False),
+    ],
+)
+def test_a_gain_is_clear_where_it_is_larger_than_the_spread_of_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+    present: list[float],
+    other: list[float],
+    factor: float,
+    spread: float,
+    is_clear: bool,
+) -> None:
+    turns = [seconds for pair in zip(present, other, strict=True) for seconds in pair]
+    seconds = iter([1.0, 1.0, 1.0, *turns])  # the warm-ups, and the step by which the room is measured
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(seconds))
+    gain = tried(job(), {"other": job()}, World.solo(), seconds=1000)["other"]
+    assert gain == pytest.approx((factor, spread))
+    assert gain.is_clear == is_clear
 
 
 def test_settings_are_compared_by_images_and_not_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dry_run, "timed", lambda step, device: 0.001)
-    present = Setting(job(), 4, torch.get_num_threads())
-    assert tried(present, {"batch=32": replace(present, examples=32)}, device=CPU, seconds=30) == {"batch=32": 8.0}
+    small = replace(job(), batch=4)
+    assert tried(small, {"batch=32": replace(small, batch=32)}, World.solo(), seconds=30)["batch=32"] == (8.0, 0.0)
 
 
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    present = Setting(job(), 4, 1)
-    usual = dry_run.dry_run_step
+    small, usual = replace(job(), batch=4), dry_run.dry_run_step
 
     def short_of_memory(job: Job, world: World, examples: int) -> Any:
-        if examples > 4:
+        def fail() -> None:
             raise torch.OutOfMemoryError("out of memory")
-        return usual(job, world, examples)
+
+        return fail if examples > 4 else usual(job, world, examples)
 
     monkeypatch.setattr(dry_run, "dry_run_step", short_of_memory)
-    assert tried(present, {"batch=8": replace(present, examples=8)}, device=CPU, seconds=30) == {}
-
-
-CPU = torch.device("cpu")
-
-
-def test_how_long_a_format_takes_is_tried_before_the_first_step() -> None:
-    factor = times_as_long(replace(job(), precision=built("precision=fp64").precision), World.solo())
-    assert factor is not None
-    assert factor > 0  # clocks on a shared machine say no more
+    assert tried(small, {"batch=8": replace(small, batch=8)}, World.solo(), seconds=30) == {}
+    assert tried(replace(small, batch=8), {"batch=4": small}, World.solo(), seconds=30) == {}

@@ -23,7 +23,7 @@ from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
 from lockstep.inference.load import find_weights, load, run_of
 from lockstep.inference.predictor import Predictor
-from lockstep.runtime.host import cores
+from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
 
 KEYS = ("dataset", "data_root")  # what an override may change

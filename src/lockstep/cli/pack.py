@@ -12,7 +12,7 @@ from lockstep.core.fields import problems
 from lockstep.data import packing
 from lockstep.data.datasets.files import USUAL_STORED
 from lockstep.data.datasets.folder import Folder
-from lockstep.runtime.host import cores
+from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
 
 # Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.

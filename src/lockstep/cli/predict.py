@@ -15,7 +15,7 @@ from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.load import load
 from lockstep.inference.predictor import Prediction, Predictor
-from lockstep.runtime.host import cores
+from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
 
 AT_ONCE = 32  # images in one batch of the model

@@ -15,7 +15,7 @@ from lockstep.core.finding import Finding, Level
 from lockstep.data.datasets.files import class_notes
 from lockstep.data.datasets.splits import check_labels
 from lockstep.data.loading.prefetch import in_order
-from lockstep.runtime.host import cores
+from lockstep.runtime.limits import cores
 
 CHUNK = 64  # images that a thread looks at in a row
 Image = tuple[Split, int]  # an image by its split and its number there

@@ -19,7 +19,7 @@ from lockstep.data.loading.sampler import blocks
 from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
-from lockstep.runtime.host import cores
+from lockstep.runtime.limits import cores
 from lockstep.training.evaluate import best_classes
 from lockstep.training.predictions import MATRIX_CLASSES
 

@@ -1,13 +1,17 @@
 """Checks of one job on this machine before a long run, besides those of every start. `lockstep doctor` makes them."""
 
+import itertools
 import math
+import os
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lockstep.core.finding import Finding, Level
 from lockstep.core.process_group import Backend
@@ -16,19 +20,30 @@ from lockstep.data.loading import Streaming
 from lockstep.job.prepare import check_plan
 from lockstep.job.resume import Resume, check_resumable
 from lockstep.models.nets import sketch
-from lockstep.runtime.host import GB, amount, cores, free_memory
-from lockstep.strategy import Single
+from lockstep.runtime.gpus import name_in_nvml, path_between
+from lockstep.runtime.host import GB, amount, free_memory
+from lockstep.runtime.limits import cores
+from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.columns import clock
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import build_data
 from lockstep.training.build_model import without_start
+from lockstep.training.dry_run import TURNS, settings_to_try, tried
 from lockstep.training.experiment import configure_torch
 from lockstep.training.micro_batch_search import micro_batches_that_fit
 from lockstep.training.parts import Parts, build_parts
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.verdict import WORTH
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
+OTHERS_S = 5.0  # the most that trying other settings takes
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
+COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
+# Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
+WITHOUT_P2P = (
+    "set NCCL_P2P_DISABLE=1, which has NCCL go through host memory, or turn off the IOMMU and ACS in the BIOS; "
+    "strategy=dp needs the latter"
+)
 SKEW_S = 2.0  # the clocks of two machines may differ by this
 
 
@@ -40,20 +55,50 @@ def devices(job: ResolvedJob) -> Iterator[Finding]:
         yield Finding("devices", f"{shown}, so ranks wait for others: launcher.threads=auto", Level.warning)
     else:
         yield Finding("devices", shown)
-    for number in range(ranks if job.device == "cuda" else 0):
+    gpus = torch.cuda.device_count() if isinstance(job.strategy, DataParallel) else ranks
+    for number in range(gpus if job.device == "cuda" else 0):
         free, total = torch.cuda.mem_get_info(number)
         text = f"GPU {number}, {torch.cuda.get_device_name(number)}, {amount(free / GB)} of {amount(total / GB)} free"
         busy = free < 0.9 * total
         yield Finding("devices", text + ": another process uses it" * busy, Level.warning if busy else Level.ok)
-    if job.launcher.backend is Backend.nccl:
-        tensors = [torch.ones(1, device=f"cuda:{number}") for number in range(ranks)]
-        try:
-            torch.cuda.nccl.all_reduce(tensors)
-            torch.cuda.synchronize()
-            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {ranks} of the GPUs")
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+    if job.device == "cuda":
+        yield from _between_gpus(gpus, with_nccl=job.launcher.backend is Backend.nccl)
+
+
+def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
+    """How GPUs are connected, whether copies between all pairs arrive whole, and whether NCCL adds right."""
+    paths = defaultdict(list)
+    for first, second in itertools.combinations(range(number), 2):
+        paths[path_between(name_in_nvml(first), name_in_nvml(second))].append(f"{first}-{second}")
+    for path, pairs in paths.items():
+        yield Finding("topology", f"{path} (see nvidia-smi topo -m) between GPUs {', '.join(pairs)}")
+    ways = list(itertools.permutations(range(number), 2))
+    wrong = [f"{way[0]} to {way[1]}" for n, way in enumerate(ways) if not _copies(*way, torch.arange(n, n + COPIED))]
+    level = Level.warning if os.environ.get("NCCL_P2P_DISABLE") == "1" else Level.error
+    if wrong:
+        text = f"numbers that are copied from GPU {', '.join(wrong)} arrive changed: {WITHOUT_P2P}"
+        yield Finding("copies", text, level)
+    elif ways:
+        yield Finding("copies", f"numbers that are copied between {number} GPUs arrive as they were")
+    if not with_nccl or (wrong and level is Level.error):  # over a broken path NCCL may never return
+        return
+    try:
+        values = torch.arange(COPIED) % 1024  # their sums are whole numbers that float32 has
+        tensors = [(values * (rank + 1)).float().to(f"cuda:{rank}") for rank in range(number)]
+        torch.cuda.nccl.all_reduce(tensors)
+        right = values * number * (number + 1) // 2
+        if all(torch.equal(tensor.cpu(), right.float()) for tensor in tensors):
+            yield Finding("nccl", f"{'.'.join(map(str, torch.cuda.nccl.version()))} adds over {number} of the GPUs")
+        else:
+            yield Finding("nccl", f"adds wrong over {number} of the GPUs: {WITHOUT_P2P}", Level.error)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+
+
+def _copies(source: int, target: int, values: Tensor) -> bool:
+    """Whether values arrive as they were. Each call needs other values: old ones may lie in the target's memory."""
+    return torch.equal(values.to(f"cuda:{source}").to(f"cuda:{target}").cpu(), values)
 
 
 def port(job: ResolvedJob) -> Iterator[Finding]:
@@ -131,6 +176,22 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     job = replace(job, train=replace(job.train, micro_batches=fitting))
     yield Finding("memory", f"a step in micro-batches of {job.micro_batch(ranks)} images fits ({room})")
     yield _time(job, world)
+    if not job.model.compile:
+        yield _other_settings(job, shared)
+
+
+def _other_settings(job: ResolvedJob, world: World) -> Finding:
+    """Which other settings are faster by more than their turns differ, tried in steps on blank images."""
+    model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
+    gains = tried(job, settings_to_try(job, world, model, cores()), world, seconds=OTHERS_S)
+    shown = {name: f"{name} {gain.factor:.2f}x +- {gain.spread:.2f}" for name, gain in gains.items()}
+    faster = [shown[name] for name, gain in gains.items() if gain.is_clear and gain.factor >= WORTH]
+    text = f"no other setting is faster by more than its {TURNS} turns differ: {', '.join(shown.values())}"
+    if not gains:
+        text = f"no other setting was tried: steps of this job take too long for {OTHERS_S:g} s"
+    elif faster:
+        text = f"{', '.join(faster)} the images per second in {TURNS} turns (another batch or precision: another run)"
+    return Finding("speed", text)
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:

@@ -1,6 +1,5 @@
 """The resources of this machine: cores, memory, instructions for bfloat16."""
 
-import os
 from pathlib import Path
 
 import psutil
@@ -8,6 +7,7 @@ import torch
 
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
+from lockstep.runtime.limits import memory_left
 
 GB = 1e9
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # the last one is ARM's
@@ -32,11 +32,6 @@ def has_bfloat16() -> bool:
     return not listed.isdisjoint(BFLOAT16) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def free_memory(world: World) -> float:
     """The free memory of a rank's device, in GB. On the CPU, this is the rank's share of the host's memory."""
     if world.device.type == "cuda":
@@ -45,8 +40,17 @@ def free_memory(world: World) -> float:
 
 
 def available_memory() -> float:
-    """The bytes of host memory available without swapping: also what the file cache takes."""
-    return float(psutil.virtual_memory().available)
+    """The bytes of host memory, within the limits of the container, that are available without swapping.
+
+    What the file cache takes is available.
+    """
+    return min(float(psutil.virtual_memory().available), memory_left())
+
+
+def idle_seconds() -> float:
+    """The seconds that all cores of the machine together had nothing to do so far, whoever may use them."""
+    times = psutil.cpu_times()
+    return float(times.idle + getattr(times, "iowait", 0.0))  # one that waits for a disk could work too
 
 
 def check_room(purpose: str, size: float, remedy: str) -> None:

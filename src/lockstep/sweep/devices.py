@@ -1,15 +1,13 @@
 """The devices of this machine, and which of them each job of a sweep has."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from lockstep.runtime.limits import CORES, VISIBLE, cores
 
 
 @dataclass(frozen=True)
@@ -28,20 +26,22 @@ class Needs:
 class Share:
     """The devices of one job: GPUs as `CUDA_VISIBLE_DEVICES` names them, and a number of cores.
 
-    `memory` is the bytes of its GPU that it has; None is the whole GPU.
+    `memory` is the bytes of its GPU that it has; None is the whole GPU. A job that is `alone` may use all cores.
     """
 
     gpus: tuple[str, ...] = ()
     cores: int = 0
     memory: int | None = None
+    alone: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
-        return {VISIBLE: ",".join(self.gpus)} if self.gpus else {}
+        visible = {VISIBLE: ",".join(self.gpus)} if self.gpus else {}
+        return visible if self.alone or not self.cores else {**visible, CORES: str(self.cores)}
 
 
 class Devices:
-    """The devices that are free. With GPUs, a job takes GPUs; without any, it takes cores.
+    """The devices that are free. With GPUs, a job takes GPUs, and cores in proportion; without any, it takes cores.
 
     Jobs share a GPU by their memory: the first one of a kind has a GPU for itself, and how much it took is what the
     others of its kind get. `free_memory` is the bytes of a GPU that nobody uses. `others` are the processes of others
@@ -52,14 +52,14 @@ class Devices:
         self,
         gpus: Iterable[str],
         cores: int,
-        free_memory: Callable[[str], int] | None = None,
+        free_memory: Callable[[str], int] = lambda gpu: 0,
         others: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         visible, self.others = list(gpus), others or {}
         self.gpus, self.cores = [gpu for gpu in visible if not self.others.get(gpu)], cores
         self.in_use = [f"GPU {i} (process {self.others[g][0]})" for i, g in enumerate(visible) if self.others.get(g)]
         self.all = Needs(len(self.gpus) or len(visible), cores)
-        self.free_memory = free_memory or free_bytes
+        self.free_memory = free_memory
         self.of_kind: dict[str, int] = {}  # the bytes that a job of a kind takes
         self.capacity: dict[str, int] = {}  # the bytes of each GPU that is shared
         self.taken: dict[str, list[int]] = {}  # the bytes of its jobs
@@ -70,10 +70,11 @@ class Devices:
 
         GPUs that `CUDA_VISIBLE_DEVICES` names are used, whoever else uses them.
         """
-        from lockstep.runtime.host import cores  # imports torch
+        from lockstep.runtime.gpus import free_bytes, processes_on, visible_gpus  # imports torch
 
         gpus = visible_gpus()
-        return cls(gpus, cores(), others={} if VISIBLE in os.environ else {gpu: processes_on(gpu) for gpu in gpus})
+        others = {} if VISIBLE in os.environ else {gpu: processes_on(gpu) for gpu in gpus}
+        return cls(gpus, cores(), free_bytes, others)
 
     def check(self, needs: Iterable[Needs | None]) -> None:
         """Say which GPUs are left out of what jobs need.
@@ -103,7 +104,7 @@ class Devices:
             if number > len(self.gpus):
                 return None
             taken, self.gpus = self.gpus[:number], self.gpus[number:]
-            return Share(gpus=tuple(taken))
+            return Share(gpus=tuple(taken), cores=self._cores_beside(number))
         number = min(needs.cores, self.all.cores)
         if number > self.cores:
             return None
@@ -123,7 +124,12 @@ class Devices:
             self.capacity[gpu], self.taken[gpu] = self.free_memory(gpu), []
             memory = min(memory, self.capacity[gpu])  # alone, it has what there is
         self.taken[gpu].append(memory)
-        return Share(gpus=(gpu,), memory=memory)
+        part = memory / self.capacity[gpu] if self.capacity[gpu] else 1.0
+        return Share(gpus=(gpu,), cores=self._cores_beside(part), memory=memory)
+
+    def _cores_beside(self, gpus: float) -> int:
+        """The cores of a job with so many GPUs, such that jobs on all of them share the cores of the machine."""
+        return max(1, int(self.all.cores * gpus / self.all.gpus))
 
     def give_back(self, share: Share, kind: str = "", measured: int | None = None) -> None:
         """Free the devices of a job; `measured`: the bytes that it took of its GPU, if they are known."""
@@ -136,57 +142,4 @@ class Devices:
                 return
             del self.taken[gpu]
         self.gpus += share.gpus
-        self.cores += share.cores
-
-
-def visible_gpus() -> Sequence[str]:
-    """The GPUs that this process may use, by their UUIDs, or as `CUDA_VISIBLE_DEVICES` names them."""
-    if VISIBLE in os.environ:
-        return [
-            name.strip() for name in os.environ[VISIBLE].split(",") if name.strip() not in ("", "-1", "NoDevFiles")
-        ]
-    import pynvml
-
-    try:
-        with _nvml():
-            handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-            return [pynvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    except pynvml.NVMLError:  # there is no driver, so there is no GPU
-        return []
-
-
-def processes_on(gpu: str) -> list[int]:
-    """The other processes that compute on a GPU; empty also where the driver does not tell."""
-    import pynvml
-
-    try:
-        with _nvml():
-            processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(gpu))
-    except pynvml.NVMLError:
-        return []
-    return [process.pid for process in processes if process.pid != os.getpid()]
-
-
-def free_bytes(gpu: str) -> int:
-    """The memory of a GPU that nobody uses now."""
-    import pynvml
-
-    with _nvml():
-        return int(pynvml.nvmlDeviceGetMemoryInfo(_handle(gpu)).free)
-
-
-@contextmanager
-def _nvml() -> Iterator[None]:
-    import pynvml
-
-    pynvml.nvmlInit()
-    try:
-        yield
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _handle(gpu: str) -> Any:
-    import pynvml
-
-    return pynvml.nvmlDeviceGetHandleByIndex(int(gpu)) if gpu.isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(gpu)
+        self.cores += 0 if share.gpus else share.cores

@@ -123,7 +123,9 @@ class Pool:
         for task in list(waiting):
             if self.most is not None and len(self.running) >= self.most:
                 return
+            alone = self.most == 1 or len(waiting) + len(self.running) == 1
             if (share := self.devices.take(task.needs)) is not None:
+                share = replace(share, alone=alone)
                 waiting.remove(task)
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)

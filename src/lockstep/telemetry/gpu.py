@@ -1,6 +1,7 @@
 """The figures of the GPUs that a job uses, from NVML.
 
-GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones.
+GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones. Where they are cut
+into instances (MIG), the instances have UUIDs.
 """
 
 import itertools
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pynvml
-import torch
 from torch import nn
 
 from lockstep.core.safe_read import is_number, parsed_json, read_lines
 from lockstep.core.world import World
+from lockstep.runtime.gpus import name_in_nvml
 from lockstep.telemetry.gpu_counters import Counters
 from lockstep.telemetry.sinks import truncate_after
 
@@ -33,7 +34,7 @@ class Gpus:
     """The GPUs of a job on this machine, and the file of their figures.
 
     Args:
-        uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`).
+        uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`, `MIG-...`).
         path: the path of `gpu.jsonl`.
 
     Raises:
@@ -68,21 +69,27 @@ class Gpus:
 
     def _joules(self) -> float | None:
         """What the GPUs have used since their driver was loaded; None if one of them does not count it."""
-        counts = [_answer(pynvml.nvmlDeviceGetTotalEnergyConsumption, handle) for handle in self.handles]
-        return None if None in counts else sum(filter(None, counts)) / 1000
+        try:
+            return sum(map(pynvml.nvmlDeviceGetTotalEnergyConsumption, self.handles)) / 1000
+        except pynvml.NVMLError:
+            return None
 
     def close(self) -> None:
         self.file.close()
         for counters in self.counters:
             counters.close()
-        pynvml.nvmlShutdown()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 def sample(handle: Any) -> dict[str, float]:
-    """A sample of one GPU; figures that it does not offer (a part of a GPU, MIG, has few) are left out.
+    """A sample of one GPU. A figure that NVML refuses is left out: a part of a GPU (MIG) and a container have few.
 
     `util` in percent, `mem_gb`, `power_w`, `temp_c`, the SM clock `sm` in MHz, `slowed` (1 while heat or the power
     limit lowers the clocks, else 0), and the traffic over PCIe in MB per second.
+
+    Raises:
+        pynvml.NVMLError: NVML refuses all of them.
     """
     queries: dict[str, Callable[[], float]] = {
         "util": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu),
@@ -94,16 +101,15 @@ def sample(handle: Any) -> dict[str, float]:
         "pcie_in_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1000,
         "pcie_out_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(handle, pynvml.NVML_PCIE_UTIL_TX_BYTES) / 1000,
     }
-    answers = {name: _answer(query) for name, query in queries.items()}
-    return {name: value for name, value in answers.items() if value is not None}
-
-
-def _answer(query: Callable[..., float], *arguments: Any) -> float | None:
-    """What NVML answers; None if the GPU or the driver does not offer it."""
-    try:
-        return query(*arguments)
-    except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):
-        return None
+    answers: dict[str, float] = {}
+    for name, query in queries.items():
+        try:
+            answers[name] = query()
+        except pynvml.NVMLError as error:
+            refusal = error
+    if not answers:
+        raise refusal
+    return answers
 
 
 def watched_gpus(replica: nn.Module, world: World) -> list[str]:
@@ -114,8 +120,7 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
     numbers: Iterable[int] = ()
     if world.device.type == "cuda":
         numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
-    own = [f"GPU-{torch.cuda.get_device_properties(number).uuid}" for number in numbers]
-    uuids = world.gather(own)
+    uuids = world.gather([name_in_nvml(number) for number in numbers])
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 

@@ -5,6 +5,7 @@ which anything ran at all; these figures say how much of the GPU it used.
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import pynvml
@@ -32,7 +33,8 @@ class Counters:
         self.samples: list[Any] = []  # of GPM: the last one, and the memory for the next
         try:
             if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
-                self.samples = [pynvml.nvmlGpmSampleAlloc(), pynvml.nvmlGpmSampleAlloc()]
+                for _ in range(2):
+                    self.samples.append(pynvml.nvmlGpmSampleAlloc())
                 pynvml.nvmlGpmSampleGet(handle, self.samples[0])
         except pynvml.NVMLError:  # an old driver, a part of a GPU (MIG), or counters that only root may read
             self.close()
@@ -47,9 +49,9 @@ class Counters:
 
     def close(self) -> None:
         """Free the samples."""
-        for sample in self.samples:
-            pynvml.nvmlGpmSampleFree(sample)
-        self.samples = []
+        while self.samples:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlGpmSampleFree(self.samples.pop())
 
     def _links(self) -> dict[str, int]:
         """What went over NVLink so far, in KiB. A GPU without links has no such counter."""

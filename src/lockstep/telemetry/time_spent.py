@@ -6,6 +6,7 @@ gradients, so the step itself reads the same. A GPU is timed by events of its st
 """
 
 import itertools
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ from lockstep.telemetry.clock import TrainingClock
 G = TypeVar("G")
 Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
+WARM_UP = 5  # the first steps of a process, which take time of their own, are never timed
+LEAST_TIMED = 3  # steps must have been timed before shares and their spread say anything about the others
 
 
 class TimeSpent:
@@ -33,7 +36,8 @@ class TimeSpent:
             models are reduced. Other strategies communicate within forward, backward and optimizer.
         slowest_rank: the part of the communication in which main waits for a rank that is still computing.
         optimizer: clipping, the optimizer's step and the average of the weights.
-        step: all of a step, where it is not divided: in replayed CUDA graphs and pipelines.
+        step: all of a step, where it is not divided: in replayed CUDA graphs and pipelines, and before enough steps
+            were timed.
 
     Args:
         model: the module whose gradients mark the backward pass; None if steps are not to be divided.
@@ -43,7 +47,6 @@ class TimeSpent:
         first: the last step before those of this process.
 
     `next_step` is the next step to be timed: in the middle of a window, where nothing is logged; None for no step.
-    The first step of the process is timed too, and counts until another one was: its warm-up takes time of its own.
     """
 
     def __init__(
@@ -51,19 +54,19 @@ class TimeSpent:
     ) -> None:
         self.model, self.on_gpu, self.reduces = model, device.type == "cuda", reduces
         self.period = max(LEAST_PERIOD, period)
-        self.next_step = None if model is None else first + 1
+        self.next_step = None if model is None else self._following(first + WARM_UP)
         self.clock = TrainingClock()
         self.loaded = 0.0
         self.timing = False
         self.marks: list[tuple[str, Stamp]] = []  # of the timed step: a part, and when it ended
         self.gradient: Stamp | None = None  # when the last gradient of the micro-batch was computed
         self.hooks: list[Any] = []
-        self.timed: list[list[tuple[str, Stamp]]] = []  # of the timed steps that are not added up yet
-        self.of_steps: defaultdict[str, float] = defaultdict(float)
-        self.stops = 0
+        self.timed: list[list[tuple[str, Stamp]]] = []  # of the timed steps that are not divided yet
+        self.divided: list[dict[str, float]] = []  # the seconds of the parts of each timed step
+        self.of_steps: defaultdict[str, float] = defaultdict(float)  # their sums
         reducing = ("communication", "slowest_rank") if reduces else ()
-        of_step = ("forward", "backward", *reducing, "optimizer") if model is not None else ("step",)
-        self.parts = ("data", "augmentation", *of_step, "evaluation", "checkpoint")
+        of_step = ("forward", "backward", *reducing, "optimizer") if model is not None else ()
+        self.parts = ("data", "augmentation", *of_step, "step", "evaluation", "checkpoint")
 
     def loading(self, groups: Iterable[G]) -> Iterator[G]:
         """Pass the groups of batches of a loader on, and time the wait for each."""
@@ -98,13 +101,12 @@ class TimeSpent:
         for hook in self.hooks:
             hook.remove()
         self.timing = False
-        if self.stops == 1:
-            self.timed.clear()
-            self.of_steps.clear()
-        self.stops += 1
         self.timed.append(self.marks)
         assert self.next_step is not None
-        self.next_step += self.period - (self.next_step - self.period // 2) % self.period
+        self.next_step = self._following(self.next_step)
+
+    def _following(self, step: int) -> int:
+        return step + self.period - (step - self.period // 2) % self.period
 
     def shares(self, behind: float) -> dict[str, float]:
         """The share of each of `parts` in the time so far; all are 0 before the first step.
@@ -116,15 +118,30 @@ class TimeSpent:
         total = sum(seconds.values()) or 1.0
         return {part: seconds.get(part, 0.0) / total for part in self.parts}
 
+    def spread(self) -> dict[str, float]:
+        """How exact the shares of the parts of a step are, as shares of a step: twice their standard errors.
+
+        Those of a ratio of sums (Cochran 1977, Sampling Techniques, section 2.11). Empty where no share was measured.
+        """
+        self._divide()
+        number, whole = len(self.divided), sum(self.of_steps.values())
+        if number < LEAST_TIMED:
+            return {}
+        off = {
+            part: sum((parts[part] - seconds / whole * sum(parts.values())) ** 2 for parts in self.divided)
+            for part, seconds in self.of_steps.items()
+        }
+        return {part: 2 * math.sqrt(squares * number / (number - 1)) / whole for part, squares in off.items()}
+
     def _seconds(self, behind: float) -> dict[str, float]:
         total = self.clock.so_far()
-        self._add_up()
+        self._divide()
         steps = max(0.0, total.busy - total.waited)
         loaded = min(self.loaded, total.waited)
         parts = {"data": loaded, "augmentation": total.waited - loaded, **self.clock.paused_for}
-        if self.model is None:
+        if len(self.divided) < LEAST_TIMED:
             return {**parts, "step": steps}
-        timed = sum(self.of_steps.values()) or 1.0
+        timed = sum(self.of_steps.values())
         parts |= {part: steps * seconds / timed for part, seconds in self.of_steps.items()}
         if "communication" in parts:
             parts["slowest_rank"] = min(parts["communication"], behind * total.busy)
@@ -147,10 +164,14 @@ class TimeSpent:
             self.gradient = None
         self.marks.append((part, self._stamp()))
 
-    def _add_up(self) -> None:
+    def _divide(self) -> None:
         if self.on_gpu and self.timed:
             torch.cuda.synchronize()
         for marks in self.timed:
+            parts: defaultdict[str, float] = defaultdict(float)
             for (_, began), (part, ended) in itertools.pairwise(marks):
-                self.of_steps[part] += began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
+                seconds = began.elapsed_time(ended) / 1000 if self.on_gpu else ended - began
+                parts[part] += seconds
+                self.of_steps[part] += seconds
+            self.divided.append(parts)
         self.timed.clear()

@@ -6,10 +6,10 @@ So that advice need not guess, other settings are tried in turns with the presen
 import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -36,8 +36,7 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a primitive",
 )
-TRIALS_S = 1.0  # the most that all trials of a moment may take
-TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take long
+TURNS = 5  # how many steps of each setting are timed
 
 
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], None]:
@@ -116,72 +115,65 @@ def is_out_of_memory(error: BaseException) -> bool:
     return out_of_memory or in_words
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A job, the examples in a step of a rank, and the CPU threads of the rank."""
+class Gain(NamedTuple):
+    """How many times as fast a setting was (the median of its turns), and how far its turns lie apart."""
 
-    job: ResolvedJob
-    examples: int
-    threads: int
+    factor: float
+    spread: float
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the gain, or loss, is larger than the spread of its measurements."""
+        return abs(self.factor - 1) > self.spread
 
 
-def tried(
-    present: Setting, others: Mapping[str, Setting], *, device: torch.device, seconds: float
-) -> dict[str, float]:
-    """How many times as many images per second than at present a step trains on with other settings, by name.
+def tried(job: ResolvedJob, others: Mapping[str, ResolvedJob], world: World, *, seconds: float) -> dict[str, Gain]:
+    """How many times as many images per second than the job a rank trains on with other settings, by name.
 
-    Settings for which `seconds` in all are too short are left out, as are those that do not fit into memory.
+    Each step is timed beside one of the job, so that other work on the machine slows both. Settings for which
+    `seconds` in all are too short are left out, as are those that do not fit into memory.
     """
     end = time.perf_counter() + seconds
-    factors: dict[str, float] = {}
-    with trial(device):
-        step = _warmed_up(present, device)
-        if step is None:
+    gains: dict[str, Gain] = {}
+    with trial(world.device):
+        if (now := _stopwatch(job, world)) is None:
             return {}
-        expected = _timed_with(step, present.threads, device)
+        expected = now()
         for name, setting in others.items():
-            share = setting.examples / present.examples
+            share = setting.micro_batch(world.size) / job.micro_batch(world.size)
             room = (end - time.perf_counter()) / expected  # in steps: the warm-up, and both settings in turns
-            turns = next((turns for turns in TURNS if share + turns * (1 + share) <= room), 0)
-            if not turns:
-                continue
-            other = _warmed_up(setting, device)
-            if other is None:
-                continue
-            pairs = [
-                (_timed_with(step, present.threads, device), _timed_with(other, setting.threads, device))
-                for _ in range(turns)
-            ]
-            factors[name] = agreed([share * now / then for now, then in pairs])
-    return factors
+            if share + TURNS * (1 + share) <= room and (then := _stopwatch(setting, world)) is not None:
+                factors = [share * now() / then() for _ in range(TURNS)]
+                gains[name] = Gain(statistics.median(factors), max(factors) - min(factors))
+    return gains
 
 
-def agreed(factors: Sequence[float]) -> float:
-    """The median of some trials' factors; 1 if they do not agree on which setting is faster."""
-    return statistics.median(factors) if min(factors) > 1 or max(factors) < 1 else 1.0
+def _stopwatch(job: ResolvedJob, world: World) -> Callable[[], float] | None:
+    """A function that returns the seconds of a step, warmed up; None if the step does not fit into memory."""
+    steps: list[Callable[[], None]] = []
+
+    def seconds() -> float:
+        torch.set_num_threads(job.launcher.threads)
+        if not steps:
+            steps.append(dry_run_step(job, World.solo(world.device), job.micro_batch(world.size)))
+        return timed(steps[0], world.device)
+
+    return seconds if unless_out_of_memory(seconds) is not None else None
 
 
-def settings_to_try(
-    job: ResolvedJob, world: World, model: nn.Module, cores: int
-) -> tuple[Setting, dict[str, Setting]]:
-    """The present setting of a rank, and the others that may be faster, by override."""
-    threads, examples = torch.get_num_threads(), job.micro_batch(world.size)
-    present = Setting(job, examples, threads)
-    others: dict[str, Setting] = {}
-    slow_format = job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32
-    if slow_format and world.device.type == "cpu":
-        others["precision=fp32"] = replace(present, job=replace(job, precision=FP32()))
-    elif job.precision.dtype is torch.float32 and (world.device.type == "cuda" or host.has_bfloat16()):
-        others["precision=bf16"] = replace(present, job=replace(job, precision=BF16()))
-    if world.device.type == "cpu":
-        fair = max(1, cores // world.local_size)
-        for number in sorted({1, fair} - {threads}):
-            others[f"launcher.threads={number}"] = replace(present, threads=number)
+def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
+    """The settings that may be faster than those of the job, by override."""
+    on_cpu, others = world.device.type == "cpu", dict[str, ResolvedJob]()
+    if on_cpu and job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32:
+        others["precision=fp32"] = replace(job, precision=FP32())
+    elif job.precision.dtype is torch.float32 and (not on_cpu or host.has_bfloat16()):
+        others["precision=bf16"] = replace(job, precision=BF16())
+    for threads in sorted({1, max(1, cores // world.local_size)} - {job.launcher.threads}) if on_cpu else ():
+        others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
     if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
-        channels_last = replace(job, model=replace(job.model, channels_last=True))
-        others["model.channels_last=true"] = replace(present, job=channels_last)
-    others[f"batch={2 * job.batch}"] = replace(present, examples=2 * examples)
-    return present, others
+        others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
+    others[f"batch={2 * job.batch}"] = replace(job, batch=2 * job.batch)
+    return others
 
 
 def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
@@ -191,31 +183,6 @@ def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
 
 def has_convolutions(model: nn.Module) -> bool:
     return any(parameter.dim() == 4 for parameter in model.parameters())
-
-
-def times_as_long(job: ResolvedJob, world: World) -> float | None:
-    """How many times as long as in float32 a step takes, tried with few examples; None if that would take long."""
-    present = Setting(replace(job, precision=FP32()), min(FEW, job.micro_batch(world.size)), torch.get_num_threads())
-    others = {"as configured": replace(present, job=job)}
-    rate = tried(present, others, device=world.device, seconds=TRIALS_S).get("as configured")
-    return None if rate is None else 1 / rate
-
-
-def _warmed_up(setting: Setting, device: torch.device) -> Callable[[], None] | None:
-    """A function that does one step of a setting, which was called once; None if it does not fit into memory."""
-
-    def warmed_up() -> Callable[[], None]:
-        step = dry_run_step(setting.job, World.solo(device), setting.examples)
-        step()
-        return step
-
-    torch.set_num_threads(setting.threads)
-    return unless_out_of_memory(warmed_up)
-
-
-def _timed_with(step: Callable[[], None], threads: int, device: torch.device) -> float:
-    torch.set_num_threads(threads)
-    return timed(step, device)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,12 @@ from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.dry_run import times_as_long
-from lockstep.training.explain import explain
+from lockstep.training.checklist import checklist
 from lockstep.training.micro_batch_search import advice_on_batch
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Evidence
+from lockstep.training.verdict import Evidence, verdict
 
 
 class NoRecord:
@@ -68,6 +68,7 @@ class RunRecord(NoRecord):
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world
+        self.idle_before = host.idle_seconds()
         self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
     def announce(
@@ -89,11 +90,9 @@ class RunRecord(NoRecord):
         notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
-            longer = times_as_long(job, self.world)
             notes.append(
-                "this processor has no instructions for bfloat16, so a step takes "
-                f"{'2 to 47' if longer is None else f'{longer:.1f}'} times as long as in float32; precision=fp32 is "
-                "faster"
+                "this processor has no instructions for bfloat16, so a step takes 2 to 47 times as long as in "
+                "float32; precision=fp32 is faster (lockstep doctor tries how much)"
             )
         if job.train.sampling == "balanced" and getattr(job.loss, "class_weights", None):
             notes.append("train.sampling=balanced balances the classes already, and loss.class_weights apply on top")
@@ -147,11 +146,13 @@ class RunRecord(NoRecord):
             world=self.world,
             plan=trainer.plan,
             model=trainer.network.model,
+            steps=trainer.progress.step - telemetry.resumed,
             shares=shares,
-            hardware=hardware,
+            spread=telemetry.times.spread(),
+            hardware={**hardware, "idle_cores": (host.idle_seconds() - self.idle_before) / seconds},
             mfu=telemetry.mfu(figures["img_per_s"]),
         )
-        verdict, sight = explain(evidence, seconds)
+        best = verdict(evidence)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
@@ -162,10 +163,12 @@ class RunRecord(NoRecord):
             best_step=progress.best_step,
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
-            **sight,
+            time={part: round(share, 4) for part, share in shares.items() if share},
+            verdict={**asdict(best), "sentence": str(best)},
+            checklist=[asdict(item) for item in checklist(evidence)],
             **of_gpu,
         )
-        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(verdict), trainer.raw_top1)
+        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(best), trainer.raw_top1)
         append_verdict(self.run_dir, progress.step)
         report = typed(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):

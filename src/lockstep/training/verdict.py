@@ -1,18 +1,19 @@
-"""What limits the speed of a run, and what to change: the verdict, and the checklist of the tutorials.
+"""What limits the speed of a run, and what to change: the verdict.
 
-Every gain is that of the whole run. It follows from a part's share of the time by Amdahl's law; how much faster the
-part itself becomes was tried where a trial is short (`lockstep.training.dry_run`).
+It speaks of what the run itself measured. Every gain is that of the whole run, and follows from a part's share of the
+time by Amdahl's law. Other settings are tried where a person asks for it, by `lockstep doctor`.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.runtime import host
+from lockstep.runtime import host, limits
 from lockstep.training.resolved_job import ResolvedJob
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
@@ -20,6 +21,8 @@ WORTH, NOTABLE = 1.1, 0.05
 # A GPU that is busy for this share of the time (percent), at less than this share of its peak rate, is kept busy by
 # operations that move memory or are launched one by one.
 BUSY, LOW_MFU = 90.0, 20.0
+SHORT = 50  # steps; in fewer, starting up takes too much of the time for shares to say anything
+SLOW_BF16 = 2.0  # how many times as long as in float32 a step in bfloat16 takes at least, without instructions for it
 WORK = ("forward", "backward", "optimizer", "step")
 
 
@@ -54,10 +57,12 @@ class Evidence:
     """What is known of a run at its end.
 
     Fields:
+        steps: how many this process trained.
         shares: the shares of the parts in its time (`TimeSpent`).
-        hardware: the means of the monitor's figures: `cpu_cores`, `gpu_util` and others.
+        spread: how exact those of the parts of a step are.
+        hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
+            of the machine's nobody used.
         mfu: percent of the devices' peak rate; 0 if it is not known.
-        factors: how many times as fast a step is with an override, as tried.
         cores: the CPU cores of this machine that the job may use.
     """
 
@@ -65,11 +70,12 @@ class Evidence:
     world: World
     plan: Plan
     model: nn.Module
+    steps: int
     shares: Mapping[str, float]
+    spread: Mapping[str, float]
     hardware: Mapping[str, float]
     mfu: float
-    factors: Mapping[str, float] = field(default_factory=dict)
-    cores: int = field(default_factory=host.cores)
+    cores: int = field(default_factory=limits.cores)
 
     def share(self, *parts: str) -> float:
         return sum(self.shares.get(part, 0.0) for part in parts)
@@ -88,6 +94,15 @@ def verdict(evidence: Evidence) -> Finding:
     worth = [finding for finding in findings(evidence) if finding.gain is None or finding.gain >= WORTH]
     if worth:
         return max(worth, key=lambda finding: finding.gain or 1.0)
+    spread = max(evidence.spread.values(), default=0.0)
+    if evidence.steps < SHORT or amdahl(min(1.0, spread), 2) >= WORTH:  # such a share would be worth a change
+        reason = "the timed steps differ too much, as on a busy machine"
+        if evidence.steps < SHORT:
+            reason = f"{evidence.steps} steps are too few, {SHORT} are enough"
+        return Finding(
+            sentence=f"nothing could be measured: {reason}",
+            evidence=f"the shares of a step are exact to {100 * spread:.0f} %" * (spread > 0),
+        )
     part, share = max(evidence.shares.items(), key=lambda item: item[1], default=("step", 0.0))
     work = evidence.share(*WORK)
     return Finding(
@@ -99,8 +114,9 @@ def verdict(evidence: Evidence) -> Finding:
 def findings(evidence: Evidence) -> Iterator[Finding]:
     """Everything that takes a notable share of the time, with what to change."""
     yield from data_findings(evidence)
-    yield from _interruptions(evidence)
-    yield from _ranks(evidence)
+    if evidence.steps >= SHORT:
+        yield from _interruptions(evidence)
+        yield from _ranks(evidence)
     yield from _work(evidence)
 
 
@@ -111,12 +127,13 @@ def amdahl(share: float, factor: float) -> float:
 
 def data_findings(evidence: Evidence) -> Iterator[Finding]:
     share = evidence.share("data")
-    if share < NOTABLE:
+    if share < NOTABLE or evidence.steps < SHORT:
         return
     loader = evidence.job.loader
     workers = int(getattr(loader, "workers", 0))
     cores = evidence.cores / evidence.world.local_size
-    idle = cores - evidence.hardware.get("cpu_cores", cores) / evidence.world.local_size
+    unused = evidence.cores - evidence.hardware.get("cpu_cores", evidence.cores)
+    idle = min(unused, evidence.hardware.get("idle_cores", unused)) / evidence.world.local_size  # others work too
     sentence = f"training waits for images in {100 * share:.0f} % of the time"
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
@@ -165,32 +182,33 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
             evidence=f"{evidence.world.size} ranks",
             gain=1 / (1 - behind),
         )
-    share = evidence.share("communication")
-    if share >= NOTABLE:
-        batch = 2 * evidence.plan.batch
-        yield Finding(
-            sentence=f"the ranks exchange gradients in {100 * share:.0f} % of the time; a larger batch does so "
-            "less often",
-            evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
-            gain=amdahl(share, 2),
-            override=f"batch={batch}",
-            another_run=True,
-        )
+    for part, sentence in (
+        ("communication", "the ranks exchange gradients"),
+        ("optimizer", "the optimizer updates the weights"),
+    ):
+        share = evidence.share(part) - evidence.spread.get(part, 0.0)  # what is certain of it
+        if share >= NOTABLE:
+            yield Finding(
+                sentence=f"{sentence} in {100 * share:.0f} % of the time; a larger batch does so less often",
+                evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
+                gain=amdahl(share, 2),
+                override=f"batch={2 * evidence.plan.batch}",
+                another_run=True,
+            )
 
 
 def _work(evidence: Evidence) -> Iterator[Finding]:
     work = evidence.share(*WORK)
-    for override, factor in evidence.factors.items():
+    if evidence.job.precision.dtype is torch.bfloat16 and not (evidence.on_gpu or host.has_bfloat16()):
         yield Finding(
-            sentence=_reason(override, evidence),
-            evidence=f"tried: a step trains on {factor:.2f}x as many images per second, and steps are "
-            f"{100 * work:.0f} % of the time",
-            gain=amdahl(work, factor),
-            override=override,
-            another_run=override.startswith(("batch=", "precision=")),
+            sentence=f"this processor has no instructions for {type(evidence.job.precision).__name__.lower()}",
+            evidence=f"a step takes at least {SLOW_BF16:g} times as long as in float32",
+            gain=amdahl(work, SLOW_BF16),
+            override="precision=fp32",
+            another_run=True,
         )
     threads, fair = evidence.job.launcher.threads, max(1, evidence.cores // evidence.world.local_size)
-    if threads > fair and f"launcher.threads={fair}" not in evidence.factors:
+    if threads > fair:
         yield Finding(
             sentence=f"{threads} threads of a rank share {fair} core{'s' * (fair != 1)}",
             evidence=f"{evidence.cores} cores, {evidence.world.local_size} ranks on this machine",
@@ -209,16 +227,3 @@ def _work(evidence: Evidence) -> Iterator[Finding]:
             evidence=f"{100 * work:.0f} % of the time are steps",
             override=None if evidence.job.train.cuda_graph else "train.cuda_graph=true",
         )
-
-
-def _reason(override: str, evidence: Evidence) -> str:
-    precision = type(evidence.job.precision).__name__.lower()
-    if override.startswith("precision="):
-        slow = evidence.factors[override] > 1 and precision != "fp32"
-        return f"precision={precision} is slow on this device" if slow else f"steps compute in {precision}"
-    if override.startswith("launcher.threads="):
-        return f"{evidence.job.launcher.threads} threads are not the best number for this model"
-    if override.startswith("batch="):
-        optimizer = evidence.share("optimizer")
-        return f"steps are small: the optimizer alone takes {100 * optimizer:.0f} % of the time"
-    return "convolutions are faster in another order of memory"

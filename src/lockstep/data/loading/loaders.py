@@ -26,7 +26,8 @@ from lockstep.core.world import World
 from lockstep.data.datasets.packed import MappedSplit
 from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
 from lockstep.data.loading.shared_memory import decode_all
-from lockstep.runtime.host import GB, amount, cores, free_memory
+from lockstep.runtime.host import GB, amount, free_memory
+from lockstep.runtime.limits import cores
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
 # cache: as float32 they are 4 MB. On a GPU a call costs more than many values, so they may take a small share of the

@@ -1,0 +1,325 @@
+"""The GPUs of a machine as NVML and CUDA name them. NVML is a stub here, because most test machines have no GPU.
+
+What `CUDA_VISIBLE_DEVICES` means is in the CUDA C++ Programming Guide (CUDA Environment Variables): only devices
+before the first invalid one are visible, and a UUID may be cut as far as it is unique. The values here are worked out
+from it by hand.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pynvml
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from helpers import resolved
+from lockstep.core.finding import Finding
+from lockstep.core.process_group import Backend
+from lockstep.core.world import World
+from lockstep.job import examination
+from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
+from lockstep.runtime.limits import VISIBLE
+from lockstep.telemetry import gpu, gpu_counters
+
+WHOLE = ["GPU-aa11", "GPU-ab22", "GPU-ab33", "GPU-cc44"]
+ERRORS = sorted(code for code in pynvml.NVMLError._valClassMapping if code != pynvml.NVML_SUCCESS)
+
+
+class Driver:
+    """A stub NVML with four GPUs; `cut` are the instances of some, `refused` the codes with which queries fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cut: dict[int, list[str]] | None = None) -> None:
+        self.cut, self.refused = cut or {}, dict[str, int]()
+        names = itertools.chain(WHOLE, *self.cut.values())
+        self.answers: dict[str, Callable[..., Any]] = {
+            "nvmlInit": lambda: None,
+            "nvmlShutdown": lambda: None,
+            "nvmlDeviceGetCount": lambda: len(WHOLE),
+            "nvmlDeviceGetHandleByIndex": lambda number: WHOLE[number],
+            "nvmlDeviceGetHandleByUUID": {name: name for name in names}.__getitem__,
+            "nvmlDeviceGetUUID": str,
+            "nvmlDeviceGetMigMode": lambda gpu: [int(WHOLE.index(gpu) in self.cut), 0],
+            "nvmlDeviceGetMaxMigDeviceCount": lambda gpu: 7,
+            "nvmlDeviceGetMigDeviceHandleByIndex": self.instance,
+            "nvmlDeviceGetComputeRunningProcesses": lambda gpu: [SimpleNamespace(pid=7)],
+            "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(free=5, used=2 * 10**9),
+            "nvmlDeviceGetTopologyCommonAncestor": lambda *pair: pynvml.NVML_TOPOLOGY_SYSTEM,
+            "nvmlDeviceGetP2PStatus": lambda first, second, index: int(not first.startswith("GPU-a")),
+            "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=90),
+            "nvmlDeviceGetPowerUsage": lambda gpu: 350_000,
+            "nvmlDeviceGetTemperature": lambda gpu, sensor: 55,
+            "nvmlDeviceGetClockInfo": lambda gpu, clock: 1980,
+            "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: 0,
+            "nvmlDeviceGetPcieThroughput": lambda gpu, counter: 1000,
+            "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: 10**9,
+            "nvmlDeviceGetFieldValues": lambda gpu, fields: [self.links(field) for field, _ in fields],
+            "nvmlGpmQueryDeviceSupport": lambda gpu: SimpleNamespace(isSupportedDevice=1),
+            "nvmlGpmSampleAlloc": pynvml.c_nvmlGpmSample_t,
+            "nvmlGpmSampleFree": lambda sample: None,
+            "nvmlGpmSampleGet": lambda gpu, sample: None,
+            "nvmlGpmMetricsGet": lambda request: None,
+        }
+        for name, answer in self.answers.items():
+            monkeypatch.setattr(pynvml, name, self.query(name, answer))
+
+    def query(self, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        def asked(*arguments: Any) -> Any:
+            if name in self.refused:
+                raise pynvml.NVMLError(self.refused[name])
+            return answer(*arguments)
+
+        return asked
+
+    def instance(self, gpu: str, number: int) -> str:
+        names = self.cut[WHOLE.index(gpu)]
+        if number >= len(names):
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return names[number]
+
+    @staticmethod
+    def links(field: int) -> SimpleNamespace:
+        return SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=SimpleNamespace(ullVal=field))
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (None, WHOLE),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0,-1,2", ["0"]),
+        ("0,0", []),
+        ("1,0,1", []),
+        ("0,9", ["0"]),
+        ("9,0", []),
+        ("4", []),
+        ("3, 1", ["3", "1"]),
+        ("0,,1", ["0"]),
+        ("2gpu,1", ["2", "1"]),
+        ("GPU-aa11", ["GPU-aa11"]),
+        ("GPU-aa,GPU-c", ["GPU-aa11", "GPU-cc44"]),
+        ("GPU-ab", []),
+        ("GPU-ab3,GPU-ab2", ["GPU-ab33", "GPU-ab22"]),
+        ("GPU-aa,GPU-zz,GPU-cc", ["GPU-aa11"]),
+        ("GPU-aa,1", ["GPU-aa11"]),
+        ("GPU-aa,GPU-aa11", []),
+        ("MIG-d1", ["MIG-d100"]),
+        ("MIG-d2,MIG-d1", ["MIG-d200", "MIG-d100"]),
+        ("MIG-zz", []),
+    ],
+)
+def test_the_visible_devices_are_those_of_cuda(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, names: list[str]
+) -> None:
+    Driver(monkeypatch, {} if value is None else {1: ["MIG-d100", "MIG-d200"]})
+    monkeypatch.delenv(VISIBLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(VISIBLE, value)
+    assert visible_gpus() == names
+
+
+def test_a_gpu_that_is_cut_is_its_instances_and_each_has_its_uuid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Driver(monkeypatch, {0: ["MIG-d1", "MIG-d2"], 2: []})
+    monkeypatch.delenv(VISIBLE, raising=False)
+    assert visible_gpus() == ["MIG-d1", "MIG-d2", "GPU-ab22", "GPU-ab33", "GPU-cc44"]
+    monkeypatch.setenv(VISIBLE, "MIG-d2")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="aa11"))
+    assert name_in_nvml(0) == "MIG-d2"
+    assert gpu.watched_gpus(nn.Linear(1, 1), World.solo("cuda:0")) == ["MIG-d2"]
+    assert free_bytes("MIG-d2") == 5
+    monkeypatch.setenv(VISIBLE, "3")
+    assert name_in_nvml(0) == "GPU-aa11", "CUDA may number GPUs by their speed: it says itself which one it has"
+
+
+def test_torch_still_has_the_parser_that_is_borrowed_from_it() -> None:
+    """Both functions are private. torch counts its devices with them before CUDA is initialised."""
+    assert "_parse_visible_devices" in inspect.getsource(torch.cuda._device_count_nvml)
+    assert "_transform_uuid_to_ordinals" in inspect.getsource(torch.cuda._device_count_nvml)
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_a_driver_that_refuses_says_nothing_and_ends_nothing(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    driver = Driver(monkeypatch)
+    driver.refused = dict.fromkeys(("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMemoryInfo"), code)
+    assert (processes_on("0"), free_bytes("GPU-aa11")) == ([], 0)
+    driver.refused = {"nvmlDeviceGetP2PStatus": code}
+    assert path_between("0", "1") == "unknown path"
+    driver.refused = {"nvmlInit": code}
+    monkeypatch.delenv(VISIBLE, raising=False)
+    assert visible_gpus() == []
+    monkeypatch.setenv(VISIBLE, "0,-1,2")
+    assert visible_gpus() == ["0"]
+
+
+def test_paths_have_the_words_of_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    Driver(monkeypatch)
+    assert path_between("GPU-aa11", "1") == "NVLink"
+    assert path_between("3", "0") == "SYS without P2P"
+
+
+FIGURES = {  # the figures that come from each query of NVML
+    "nvmlDeviceGetUtilizationRates": {"util"},
+    "nvmlDeviceGetMemoryInfo": {"mem_gb"},
+    "nvmlDeviceGetPowerUsage": {"power_w"},
+    "nvmlDeviceGetTemperature": {"temp_c"},
+    "nvmlDeviceGetClockInfo": {"sm"},
+    "nvmlDeviceGetCurrentClocksEventReasons": {"slowed"},
+    "nvmlDeviceGetPcieThroughput": {"pcie_in_mb_s", "pcie_out_mb_s"},
+    "nvmlDeviceGetFieldValues": {*gpu_counters.LINKS},
+    "nvmlGpmQueryDeviceSupport": {*gpu_counters.ACTIVE},
+    "nvmlGpmSampleAlloc": {*gpu_counters.ACTIVE},
+    "nvmlGpmSampleGet": {*gpu_counters.ACTIVE},
+    "nvmlGpmMetricsGet": {*gpu_counters.ACTIVE},
+    "nvmlDeviceGetTotalEnergyConsumption": set(),
+    "nvmlGpmSampleFree": set(),
+    "nvmlShutdown": set(),
+}
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_a_query_that_is_refused_loses_its_own_figures_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int
+) -> None:
+    driver = Driver(monkeypatch)
+    usual = {f"gpu/{name}/0" for name in set().union(*FIGURES.values())}
+    for query, lost in FIGURES.items():
+        for late in (False, True):
+            driver.refused = {} if late else {query: code}
+            part = gpu.Gpus(["GPU-aa11"], tmp_path / "gpu.jsonl")
+            driver.refused = {query: code}
+            figures, joules = part.sample(1), part.joules
+            part.close()
+            counted = late and query in ("nvmlGpmQueryDeviceSupport", "nvmlGpmSampleAlloc")  # asked at the start only
+            assert set(figures) == usual - {f"gpu/{name}/0" for name in lost if not counted}, query
+            assert (joules is None) == (query == "nvmlDeviceGetTotalEnergyConsumption" and not late)
+
+
+def test_a_gpu_of_which_nothing_is_answered_is_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    driver = Driver(monkeypatch)
+    part = gpu.Gpus(["GPU-aa11"], tmp_path / "gpu.jsonl")
+    driver.refused = dict.fromkeys(FIGURES, pynvml.NVML_ERROR_GPU_IS_LOST)
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+        part.sample(1)
+    part.close()
+
+
+class Wires:
+    """Copies between pretended GPUs. Over a broken path nothing arrives: the target keeps what lay in its memory."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: set[tuple[int, int]]) -> None:
+        self.broken, self.place, self.memory = broken, WeakTensorKeyDictionary(), dict[int, Tensor]()
+        monkeypatch.setattr(Tensor, "to", lambda tensor, device: self.copy(tensor, int(device.removeprefix("cuda:"))))
+
+    def copy(self, tensor: Tensor, target: int) -> Tensor:
+        is_lost = (self.place.get(tensor), target) in self.broken
+        arrived = self.memory.get(target, torch.zeros_like(tensor)) if is_lost else tensor
+        self.memory[target] = arrived.clone()
+        copied = arrived.clone()
+        self.place[copied] = target
+        return copied
+
+
+def add_by_gloo(tensors: list[Tensor]) -> None:
+    """What NCCL does, by gloo: each tensor is a rank's."""
+    store, wait = dist.HashStore(), timedelta(seconds=60)
+
+    def add(rank: int) -> None:
+        group = dist.ProcessGroupGloo(store, rank, len(tensors), wait)
+        group.allreduce([tensors[rank]]).wait()
+
+    threads = [threading.Thread(target=add, args=[rank]) for rank in range(len(tensors))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def examined(monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None], **broken: Any) -> list[Finding]:
+    """What `doctor` says of a job on four GPUs, after the lines of the single ones."""
+    Driver(monkeypatch)
+    Wires(monkeypatch, **{"broken": set(), **broken})
+    fakes = {
+        "mem_get_info": lambda number: (80 * 2**30, 80 * 2**30),
+        "get_device_name": lambda number: "NVIDIA H100",
+        "get_device_properties": lambda number: SimpleNamespace(uuid=WHOLE[number].removeprefix("GPU-")),
+        "synchronize": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda.nccl, "all_reduce", add)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    job = resolved("model=linear", "device=cpu", "strategy=ddp", "launcher=spawn", "launcher.threads=1")
+    launcher = replace(job.launcher, ranks=4, backend=Backend.nccl)
+    return [*examination.devices(replace(job, device="cuda", launcher=launcher))][5:]
+
+
+def test_gpus_that_copy_and_add_right_are_fine_and_their_paths_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    topology, copies, nccl = examined(monkeypatch, add_by_gloo)
+    assert topology.text == "NVLink (see nvidia-smi topo -m) between GPUs 0-1, 0-2, 0-3, 1-2, 1-3, 2-3"
+    assert (copies.level, copies.text) == ("ok", "numbers that are copied between 4 GPUs arrive as they were")
+    assert (nccl.level, nccl.text) == ("ok", "2.28.3 adds over 4 of the GPUs")
+
+
+@pytest.mark.parametrize("pair", list(itertools.permutations(range(4), 2)))
+def test_a_pair_of_gpus_with_broken_copies_is_named_and_nccl_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, pair: tuple[int, int]
+) -> None:
+    started: list[object] = []
+    monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
+    _, copies = examined(monkeypatch, started.append, broken={pair})
+    assert copies.level == "error"
+    assert copies.text.startswith(
+        f"numbers that are copied from GPU {pair[0]} to {pair[1]} arrive changed: set NCCL_"
+    )
+    assert not started, "it may never return"
+
+
+def test_with_p2p_turned_off_a_broken_pair_is_a_warning_and_nccl_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    _, copies, nccl = examined(monkeypatch, add_by_gloo, broken={(0, 2), (2, 0)})
+    assert (copies.level, nccl.level) == ("warning", "ok")
+
+
+def lose_a_rank(tensors: list[Tensor]) -> None:
+    add_by_gloo(tensors[:-1])
+
+
+def lose_a_number(tensors: list[Tensor]) -> None:
+    add_by_gloo(tensors)
+    tensors[2][-1] += 1
+
+
+def fail(tensors: list[Tensor]) -> None:
+    raise RuntimeError("NCCL Error 1: unhandled cuda error")
+
+
+@pytest.mark.parametrize(
+    ("add", "says"),
+    [
+        (lambda tensors: None, "adds wrong over 4 of the GPUs: set NCCL_P2P_DISABLE=1"),
+        (lose_a_rank, "adds wrong over 4"),
+        (lose_a_number, "adds wrong over 4"),
+        (fail, "does not work here (NCCL Error 1: unhandled cuda error); launcher.backend=gloo"),
+    ],
+)
+def test_a_sum_of_nccl_that_is_wrong_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None], says: str
+) -> None:
+    nccl = examined(monkeypatch, add)[-1]
+    assert nccl.level == "error"
+    assert nccl.text.startswith(says)

@@ -1,0 +1,146 @@
+"""The cores and the memory that a container leaves a process. The trees of cgroups are files of the kernel's form."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from lockstep.core.world import World
+from lockstep.runtime import host, limits
+from lockstep.runtime.limits import CORES, cores, memory_left
+
+GIB = 2**30
+NONE_1 = str(2**63 - 4096)  # what version 1 says without a limit
+
+
+def container(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, own: str, files: Mapping[str, str], allowed: int = 64
+) -> None:
+    """Be a process of these cgroups on a machine of many cores."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text + "\n")
+    (folder / "own").write_text(f"{own}\n" if own else "")
+    monkeypatch.setattr(limits, "CGROUPS", folder)
+    monkeypatch.setattr(limits, "OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
+    monkeypatch.delenv(CORES, raising=False)
+
+
+def version_2(limit: int | str, used: int, cached: int = 0, high: int | str = "max") -> dict[str, str]:
+    stat = f"anon {used - cached}\ninactive_file {cached}\nactive_file 0"
+    return {"memory.max": str(limit), "memory.high": str(high), "memory.current": str(used), "memory.stat": stat}
+
+
+def version_1(limit: int | str, used: int, cached: int = 0) -> dict[str, str]:
+    stat = f"cache {cached}\ninactive_file 1\ntotal_inactive_file {cached}"
+    return {"memory.limit_in_bytes": str(limit), "memory.usage_in_bytes": str(used), "memory.stat": stat}
+
+
+def under(place: str, files: Mapping[str, str]) -> dict[str, str]:
+    return {f"{place}/{name}": text for name, text in files.items()}
+
+
+CASES = {
+    "no cgroup": ("", {}, math.inf),
+    "version 2, no limit": ("0::/a", under("a", version_2("max", 5 * GIB)), math.inf),
+    "version 2, the root of a container": ("0::/", version_2(8 * GIB, 3 * GIB), 5 * GIB),
+    "version 2, what is cached comes back": ("0::/", version_2(8 * GIB, 3 * GIB, cached=GIB), 6 * GIB),
+    "version 2, throttled above `high`": ("0::/", version_2(8 * GIB, 3 * GIB, high=4 * GIB), GIB),
+    "version 2, over `high` already": ("0::/", version_2(8 * GIB, 5 * GIB, high=4 * GIB), 0),
+    "version 2, the pod is full before the container": (
+        "0::/pod/c",
+        {**under("pod/c", version_2(8 * GIB, GIB)), **under("pod", version_2(10 * GIB, 9 * GIB))},
+        GIB,
+    ),
+    "version 2, the container is full before the pod": (
+        "0::/pod/c/sub",
+        {**under("pod/c", version_2(8 * GIB, 6 * GIB)), **under("pod", version_2(20 * GIB, 9 * GIB))},
+        2 * GIB,
+    ),
+    "version 2, a path that the container does not show": ("0::/pod/c", version_2(8 * GIB, 3 * GIB), 5 * GIB),
+    "version 2, a path outside": ("0::/../../other", version_2(8 * GIB, 3 * GIB), 5 * GIB),
+    "version 1, no limit": ("4:memory:/", under("memory", version_1(NONE_1, 0)), 2**63 - 4096),
+    "version 1": ("7:cpu:/x\n4:memory:/a", under("memory/a", version_1(4 * GIB, 3 * GIB, GIB)), 2 * GIB),
+    "version 1, nested": (
+        "4:memory:/a/b\n0::/",
+        {**under("memory/a/b", version_1(NONE_1, GIB)), **under("memory/a", version_1(4 * GIB, 3 * GIB))},
+        GIB,
+    ),
+    "version 1, a path that the container does not show": (
+        "4:hugetlb,memory:/docker/c",
+        under("memory", version_1(4 * GIB, GIB)),
+        3 * GIB,
+    ),
+}
+
+
+@pytest.mark.parametrize(("own", "files", "left"), CASES.values(), ids=CASES)
+def test_the_memory_is_what_the_nearest_limit_leaves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, files: Mapping[str, str], left: float
+) -> None:
+    container(monkeypatch, tmp_path, own, files)
+    assert memory_left() == left
+    free = psutil.virtual_memory().available
+    assert host.available_memory() == pytest.approx(min(left, free), rel=0.2)
+    assert host.free_memory(World.solo()) == pytest.approx(min(left, free) / 1e9, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "number"),
+    [
+        ("", {}, 64),
+        ("0::/", {"cpu.max": "max 100000"}, 64),
+        ("0::/", {"cpu.max": "200000 100000"}, 2),
+        ("0::/", {"cpu.max": "150000 100000"}, 2),
+        ("0::/", {"cpu.max": "20000 100000"}, 1),
+        ("0::/pod/c", {"pod/c/cpu.max": "max 100000", "pod/cpu.max": "300000 100000"}, 3),
+        ("0::/pod/c", {"pod/c/cpu.max": "400000 100000", "pod/cpu.max": "6400000 100000"}, 4),
+        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "-1", "cpu/a/cpu.cfs_period_us": "100000"}, 64),
+        ("3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "500000", "cpu/a/cpu.cfs_period_us": "100000"}, 5),
+        ("0::/", {"cpu.max": "99999999 100000"}, 64),
+    ],
+)
+def test_the_cores_are_those_of_the_affinity_within_the_quota(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own: str, files: Mapping[str, str], number: int
+) -> None:
+    container(monkeypatch, tmp_path, own, files)
+    assert cores() == number
+    monkeypatch.setenv(CORES, "2")
+    assert cores() == min(2, number), "a job beside others has its share"
+
+
+def test_without_linux_there_is_no_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "nothing")
+    assert memory_left() == math.inf
+    assert cores() >= 1
+
+
+def test_a_real_limit_is_the_memory_there_is() -> None:
+    """The kernel's own count, where this process may make a cgroup."""
+    own = next(iter(limits._groups("memory")), None)
+    if own is None or not os.access(own, os.W_OK):
+        pytest.skip("no cgroup can be made here")
+    group = own / f"lockstep-{uuid4().hex}"
+    try:
+        group.mkdir()
+        limit = next(group / name for name in ("memory.limit_in_bytes", "memory.max") if (group / name).exists())
+        limit.write_text(str(GIB))
+        code = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()));"
+        code += "from lockstep.runtime.host import available_memory; print(available_memory())"
+        words = [sys.executable, "-c", code, str(group / "cgroup.procs")]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    except (OSError, StopIteration):
+        pytest.skip("no limit can be set here")
+    finally:
+        if group.exists():
+            group.rmdir()
+    assert 0.2 * GIB < float(done.stdout) <= GIB
