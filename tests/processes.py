@@ -151,7 +151,7 @@ def left_of(temporary: Path) -> dict[int, str]:
 
     Without the interpreter that commands are forked from, and Python's tracker of shared memory.
     """
-    kept = {helpers.forks().process.pid} if helpers.forks.cache_info().currsize else set()
+    expected = {helpers.forks().process.pid} if helpers.forks.cache_info().currsize else set()
     started = [
         pid for pid, _, words in living() if f"TMPDIR={temporary}" in words and pid not in {*kept, os.getpid()}
     ]
