@@ -29,11 +29,10 @@ from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.checklist import checklist
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Evidence, verdict
+from lockstep.training.verdict import Evidence, checklist, verdict
 
 
 class NoRecord:
