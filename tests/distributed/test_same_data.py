@@ -38,7 +38,7 @@ from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
-from lockstep.telemetry.samples import fingerprints
+from lockstep.telemetry.sinks import fingerprints
 from lockstep.training.evaluate import evaluate
 
 pytestmark = pytest.mark.slow
