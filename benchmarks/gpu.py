@@ -53,7 +53,7 @@ def raw(job: ResolvedJob, steps: int, interval: int) -> float:
     model: nn.Module = timm.create_model(job.model.name, num_classes=CLASSES)
     model = model.to(device, storage).to(memory_format=layout)
     if job.model.compile:
-        model.compile(mode=job.model.compile_mode.value)
+        model.compile(mode=job.model.compile_mode.replace("_", "-"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
     scaler = job.precision.scaler(device)
     images = torch.randn(int(job.batch), *job.dataset.input_shape, device=device, dtype=storage)

@@ -39,7 +39,7 @@ from lockstep.data.loading.sampler import shard_indices
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry import Telemetry
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.samples import NoSamples
+from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training.sanity_checks import checksums, compare_weights

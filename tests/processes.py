@@ -153,7 +153,7 @@ def left_of(temporary: Path) -> dict[int, str]:
     """
     expected = {helpers.forks().process.pid} if helpers.forks.cache_info().currsize else set()
     started = [
-        pid for pid, _, words in living() if f"TMPDIR={temporary}" in words and pid not in {*kept, os.getpid()}
+        pid for pid, _, words in living() if f"TMPDIR={temporary}" in words and pid not in {*expected, os.getpid()}
     ]
     commands = {}
     for pid in started:

@@ -101,9 +101,6 @@ telemetry/time_spent.py: the parts of a step divide a time that has the wait for
 telemetry/spending.py: the energy of an image is that of the last part of the run [spending]
 - JOULES_PER_KWH * spent["kwh"] / (self.monitor.step()
 + JOULES_PER_KWH * (self._kwh() or 0.0) / (self.monitor.step()
-training/micro_batch_search.py: the rate of a larger batch is divided instead of multiplied [largest_batch]
-- _usual_rate(job, largest) / _usual_rate(job, present)
-+ _usual_rate(job, present) / _usual_rate(job, largest)
 training/micro_batch_search.py: each rank takes the number of micro-batches that it needs itself [largest_batch]
 - return max(needed)
 + return needed[world.rank]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.fields import ranged
+from lockstep.core.fields import choice, ranged
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import SOFTMAX
 from lockstep.core.protocols import Metric, Score
@@ -29,21 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["AUROC", "F1", "Accuracy", "AveragePrecision", "Calibration", "Kappa", "Matthews", "Precision", "Recall"]
 
 
-class Average(Enum):
-    """How the scores of the classes are averaged; with `none` each class keeps its own."""
-
-    macro = "macro"
-    weighted = "weighted"
-    micro = "micro"
-    none = "none"
-
-
-class ClassAverage(Enum):
-    """Like `Average`, for scores that are defined for one class at a time."""
-
-    macro = "macro"
-    weighted = "weighted"
-    none = "none"
+# How the scores of the classes are averaged; with `none` each class keeps its own. The second is for scores that are
+# defined for one class at a time.
+AVERAGES = ("macro", "weighted", "micro", "none")
+CLASS_AVERAGES = ("macro", "weighted", "none")
 
 
 class PresentClasses:
@@ -53,10 +41,10 @@ class PresentClasses:
     model gets columns of zeros, and the scores of the classes are averaged here. `name` is without `Multiclass`.
     """
 
-    def __init__(self, name: str, classes: int, average: Enum | None = None, **options: Any) -> None:
+    def __init__(self, name: str, classes: int, average: str | None = None, **options: Any) -> None:
         from torchmetrics import classification  # takes a second to import
 
-        self.name, self.classes, self.average = name, classes, None if average is None else average.value
+        self.name, self.classes, self.average = name, classes, average
         # Of two classes, torchmetrics' coefficient is 1 or -1 where it is 0/0; of more it is 0, as in scikit-learn.
         self.columns = max(3 if name == "MatthewsCorrCoef" else 2, classes)
         if average is not None:
@@ -95,7 +83,7 @@ class Accuracy:
         average: `macro` gives all classes the same weight: this is the balanced accuracy.
     """
 
-    average: Average = Average.macro
+    average: str = choice("macro", *AVERAGES)
     top_k: int = ranged(1, least=1, most=1_000_000)
 
     def build(self, classes: int) -> Score:
@@ -105,7 +93,7 @@ class Accuracy:
 class _Averaged:
     """A score of torchmetrics with the name of the class, averaged over the classes."""
 
-    average: Average | ClassAverage
+    average: str
 
     def build(self, classes: int) -> Score:
         return PresentClasses(type(self).__name__, classes, self.average)
@@ -115,21 +103,21 @@ class _Averaged:
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
-    average: Average = Average.macro
+    average: str = choice("macro", *AVERAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
-    average: Average = Average.macro
+    average: str = choice("macro", *AVERAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class F1:
     """The harmonic mean of precision and recall."""
 
-    average: Average = Average.macro
+    average: str = choice("macro", *AVERAGES)
 
     def build(self, classes: int) -> Score:
         return PresentClasses("F1Score", classes, self.average)
@@ -139,22 +127,14 @@ class F1:
 class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
-    average: ClassAverage = ClassAverage.macro
+    average: str = choice("macro", *CLASS_AVERAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
-    average: ClassAverage = ClassAverage.macro
-
-
-class Norm(Enum):
-    """How the differences of the bins are combined: their mean, their root mean square, or the largest."""
-
-    l1 = "l1"
-    l2 = "l2"
-    max = "max"
+    average: str = choice("macro", *CLASS_AVERAGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,31 +143,28 @@ class Calibration:
 
     Fields:
         bins: the number of equal intervals of the probability.
+        norm: how the differences of the bins are combined: their mean, their root mean square, or the largest.
     """
 
     bins: int = ranged(15, least=1, most=10_000)
-    norm: Norm = Norm.l1
+    norm: str = choice("l1", "l1", "l2", "max")
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm.value)
-
-
-class KappaWeights(Enum):
-    """How the weight of a confusion grows with the distance of the two labels."""
-
-    none = "none"
-    linear = "linear"
-    quadratic = "quadratic"
+        return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kappa:
-    """Cohen's kappa: how much better than chance predictions and labels agree."""
+    """Cohen's kappa: how much better than chance predictions and labels agree.
 
-    weights: KappaWeights = KappaWeights.none
+    Fields:
+        weights: how the weight of a confusion grows with the distance of the two labels.
+    """
+
+    weights: str = choice("none", "none", "linear", "quadratic")
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("CohenKappa", classes, weights=self.weights.value)
+        return PresentClasses("CohenKappa", classes, weights=self.weights)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_man
         "from lockstep.runtime.signals import StopRequest; from lockstep.training import compile; "
         "config.compile_threads = 7; "  # what inductor reads from the environment when it is imported
         "compile.cores = lambda: 6; world = replace(World.solo(), local_size=2); "
-        "job = Stub(model=Stub(compile=True, compile_mode=Stub(value='default'))); "
+        "job = Stub(model=Stub(compile=True, compile_mode='default')); "
         "compile.compile_model(nn.Linear(2, 2), job, world, StopRequest()); "
         "print(config.compile_threads)"
     )

@@ -35,10 +35,10 @@ from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import AUROC, F1, Average, Calibration, Recall, build_scores
+from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
-from lockstep.telemetry.samples import fingerprints
+from lockstep.telemetry.sinks import fingerprints
 from lockstep.training.evaluate import evaluate
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     source = Fake(examples=4 * n, classes=10, channels=1, size=8)
     train, val = source.train(), source.eval()
     torch.manual_seed(0)
-    metrics = {"calibration": Calibration(), "f1": F1(), "recall": Recall(average=Average.none)}
+    metrics = {"calibration": Calibration(), "f1": F1(), "recall": Recall(average="none")}
     if n > 100:  # the metric warns of classes without examples
         metrics["auroc"] = AUROC()
     further = build_scores(metrics, 10, (), here)

@@ -14,7 +14,7 @@ import pytest
 import forks
 from helpers import NARROW, command, forked, train_here
 from lockstep.core import errors
-from processes import LONG, SPAWN, background, ended, ranks, start, steps_done, summary, wait_for
+from processes import LONG, SPAWN, ended, ranks, start, steps_done, summary, wait_for
 
 STREAMS = ("stdin", "stdout", "stderr")
 STATES = ("closed", "full", "broken")
@@ -212,19 +212,6 @@ def test_a_real_shell_that_closes_them_gets_the_same_codes(tmp_path: Path) -> No
     assert command("sh", "-c", '"$@" <&- >&- 2>&-', "sh", *words).code == 0
     mistake = (*words, "batch=nonsense")
     assert command("bash", "-c", '"$@" 2>&1 | true; exit ${PIPESTATUS[0]}', "bash", *mistake).code == 2
-
-
-C_LOCALE = {"LC_ALL": "C", "LANG": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-
-
-@pytest.mark.slow
-def test_a_path_in_utf_8_is_one_in_the_locale_c_too(tmp_path: Path) -> None:
-    folder = tmp_path / "café-写真"
-    words = ("train.py", *QUICK, "launcher=elastic", "launcher.ranks=1", f"output_root='{folder}'", "name='año'")
-    process = background(tmp_path, sys.executable, *words, afresh=True, **C_LOCALE)
-    code, err = ended(process)
-    assert (code, err) == (0, "")
-    assert list(folder.glob("*-año-*/summary.json"))
 
 
 @pytest.mark.slow

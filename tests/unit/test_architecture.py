@@ -282,7 +282,6 @@ READS: dict[str, str] = {
     "sweep.record": "the kernel's /proc; records are read by the guarded reader",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
-    "data.datasets.published": "an archive in the file that the guarded reader has opened",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "data.packing": "locks the folder that it makes, and reads nothing of it",
     "telemetry.pictures": "images, from bytes that were read",

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterator
 from email.message import Message
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError, URLError
 
 import numpy as np
@@ -148,14 +149,12 @@ def test_a_file_cut_short_is_an_error_with_the_folder_in_it(tmp_path: Path, size
             attempt()
 
 
-@pytest.mark.parametrize("folder", ["MNIST/raw", "MNIST", "raw", "."])
-@pytest.mark.parametrize("name", ["{}-ubyte", "{}-ubyte.gz", "{}.ubyte", "{}-ubyte/{}-ubyte"])
-def test_mnist_is_read_packed_or_not_wherever_people_put_it(tmp_path: Path, folder: str, name: str) -> None:
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_mnist_is_read_packed_or_not_and_is_not_unpacked(tmp_path: Path, suffix: str) -> None:
+    raw = tmp_path / "MNIST" / "raw"
+    raw.mkdir(parents=True)
     for stem, array in small_mnist().items():
-        dotted = stem.replace("-idx", ".idx") + "-ubyte"
-        path = tmp_path / folder / (dotted if name == "{}.ubyte" else name.format(stem, stem))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(idx(array)) if path.suffix == ".gz" else idx(array))
+        (raw / f"{stem}-ubyte{suffix}").write_bytes(gzip.compress(idx(array)) if suffix else idx(array))
     before = sorted(tmp_path.rglob("*"))
     source = MNIST(root=str(tmp_path))
     source.prepare()
@@ -183,50 +182,69 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
         MNIST(root=str(tmp_path)).train()
 
 
-def cifar_files(source: type[CIFAR10]) -> dict[str, bytes]:
-    """Small files in the original pickle format, three images each."""
-    generator = np.random.default_rng(0)
-    return {
-        name: pickle.dumps(
-            {"data": generator.integers(0, 256, (3, 3072), dtype=np.uint8), source.label_key: [0, 1, 2]}, protocol=2
-        )
-        for name in (*source.train_files, *source.eval_files)
-    }
+def cifar_files(monkeypatch: pytest.MonkeyPatch, folder: Path, kind: Any) -> list[np.ndarray]:
+    """Small files in the original pickle format, three images each; torchvision is told their md5.
+
+    Returns the rows of the images in the order of the files, those of the evaluation split last.
+    """
+    folder.mkdir()
+    generator, rows = np.random.default_rng(0), []
+    key = "labels" if kind is datasets.CIFAR10 else "fine_labels"
+
+    def written(name: str, content: dict[str, Any]) -> str:
+        data = pickle.dumps(content, protocol=2)
+        (folder / name).write_bytes(data)
+        return hashlib.md5(data).hexdigest()
+
+    for attribute in ("train_list", "test_list"):
+        sums = []
+        for name, _ in getattr(kind, attribute):
+            rows.append(generator.integers(0, 256, (3, 3072), dtype=np.uint8))
+            sums.append([name, written(name, {"data": rows[-1], key: [0, 1, 2]})])
+        monkeypatch.setattr(kind, attribute, sums)
+    names = written(kind.meta["filename"], {kind.meta["key"]: ["a", "b", "c"]})
+    monkeypatch.setattr(kind, "meta", {**kind.meta, "md5": names})
+    return rows
 
 
 @pytest.mark.parametrize("source", [CIFAR10, CIFAR100])
-@pytest.mark.parametrize("placement", ["archive", "unpacked", "directly", "in a folder"])
-def test_cifar_is_read_packed_or_not_wherever_people_put_it(
-    tmp_path: Path, source: type[CIFAR10], placement: str
+@pytest.mark.parametrize("packed", [False, True], ids=["unpacked", "archive"])
+def test_cifar_is_read_unpacked_or_from_its_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: type[CIFAR10], packed: bool
 ) -> None:
-    files = cifar_files(source)
-    folder = {"directly": tmp_path, "in a folder": tmp_path / source.factory}.get(
-        placement, tmp_path / source.unpacked
-    )
-    folder.mkdir(exist_ok=True)
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    if placement == "archive":
+    kind = getattr(datasets, source.factory)
+    rows = cifar_files(monkeypatch, tmp_path / source.unpacked, kind)
+    if packed:
         with tarfile.open(tmp_path / source.archive, "w:gz") as tar:
-            tar.add(folder, source.unpacked)
-        shutil.rmtree(folder)
+            tar.add(tmp_path / source.unpacked, source.unpacked)
+        shutil.rmtree(tmp_path / source.unpacked)
+        monkeypatch.setattr(kind, "tgz_md5", hashlib.md5((tmp_path / source.archive).read_bytes()).hexdigest())
     dataset = source(root=str(tmp_path))
     dataset.prepare()
-    assert dataset.train().images.shape == (3 * len(source.train_files), 3, 32, 32)
-    assert dataset.train().labels.tolist() == [0, 1, 2] * len(source.train_files)
-    first = np.random.default_rng(0).integers(0, 256, (3, 3072), dtype=np.uint8).reshape(3, 3, 32, 32)
-    assert torch.equal(dataset.train().images[:3], torch.from_numpy(first))
+    expected = torch.from_numpy(np.concatenate(rows).reshape(-1, 3, 32, 32))
+    assert torch.equal(torch.cat([dataset.train().images, dataset.eval().images]), expected)
     assert dataset.train().images.is_contiguous()
-    assert dataset.eval().images.shape == (3, 3, 32, 32)
+    assert dataset.train().labels.tolist() == [0, 1, 2] * (len(rows) - 1)
+    assert dataset.eval().labels.tolist() == [0, 1, 2]
 
 
-def test_a_pickle_of_cifar_that_asks_for_code_runs_none(tmp_path: Path) -> None:
-    for name, content in cifar_files(CIFAR10).items():
-        (tmp_path / name).write_bytes(content)
-    (tmp_path / "data_batch_3").write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "ran") + b"'\ntR.")
-    with pytest.raises(InputError, match=r"CIFAR10 cannot be read from .*asks for os\.system.*; put cifar-10-python"):
+@pytest.mark.parametrize("name", ["data_batch_3", "batches.meta"])
+def test_a_pickle_of_cifar_that_is_not_the_published_one_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    folder = tmp_path / CIFAR10.unpacked
+    cifar_files(monkeypatch, folder, datasets.CIFAR10)
+    (folder / name).write_bytes(b"cos\nsystem\n(S'touch " + os.fsencode(tmp_path / "ran") + b"'\ntR.")
+    with pytest.raises(InputError, match=r"CIFAR10 cannot be read from .* not the published one by its md5\); put"):
         CIFAR10(root=str(tmp_path)).train()
     assert not (tmp_path / "ran").exists()
+
+
+def test_cifar_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(
+        InputError, match=r"\(FileNotFoundError: there is no cifar-10-batches-py\); put cifar-10-python"
+    ):
+        CIFAR10(root=str(tmp_path)).train()
 
 
 def test_the_classes_and_shapes_of_the_data_sets_are_the_published_ones() -> None:

@@ -1,4 +1,4 @@
-"""What fits into memory: the advice on `batch=auto`, and the number of `train.micro_batches=auto`."""
+"""What fits into memory: the number of `train.micro_batches=auto`."""
 
 from __future__ import annotations
 
@@ -15,53 +15,12 @@ from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB
 from lockstep.training import micro_batch_search
-from lockstep.training.micro_batch_search import advice_on_batch, choose_micro_batches, fits, oom_advice
+from lockstep.training.micro_batch_search import choose_micro_batches, fits, oom_advice
 from thread_ranks import ThreadRanks
 
 # A global batch of 64 is 22 examples on the largest of three shards.
 WORLD = World(rank=0, local_rank=0, size=3, local_size=3, device=torch.device("cpu"))
 PLENTY = 10**6
-
-
-@pytest.mark.parametrize(
-    ("room", "step_s", "examples", "largest", "reason"),
-    [
-        (85, 0.001, PLENTY, 128, "the next one does not fit into memory"),  # 256 are 86 examples on a rank
-        (86, 0.001, PLENTY, 256, "the next one does not fit into memory"),
-        (PLENTY, 0.001, 255, 128, "an epoch has no more examples"),
-        (PLENTY, 0.001, 256, 256, "an epoch has no more examples"),
-        (PLENTY, 0.02, PLENTY, 256, "larger ones were not tried, because their steps are long"),
-    ],
-)
-@pytest.mark.parametrize(("optimizer", "power"), [("sgd", 1), ("adamw", 0.5)])
-def test_the_largest_batch_is_advised_with_its_rate(
-    room: int,
-    step_s: float,
-    examples: int,
-    largest: int,
-    reason: str,
-    optimizer: str,
-    power: float,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    job = resolved("batch=64", f"optimizer={optimizer}", "optimizer.lr=0.2", "device=cpu", "launcher.ranks=1")
-    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= room)
-    monkeypatch.setattr(micro_batch_search, "dry_run_step", lambda job, world, examples: torch.rand(examples))
-    monkeypatch.setattr(micro_batch_search, "timed", lambda numbers, device: step_s * len(numbers))
-    before = torch.get_rng_state()
-    lr = 0.2 * (largest / 64) ** power
-    present_rate, rate = 64 / (22 * step_s), largest / (-(-largest // 3) * step_s)
-    assert advice_on_batch(job, WORLD, examples) == (
-        f"batch=auto is 64, which trains on about {present_rate:,.0f} img/s; up to {largest} fit here ({reason}), "
-        f"with {rate:,.0f} img/s: batch={largest} optimizer.lr={lr:.3g}, which is another run"
-    )
-    assert torch.equal(torch.get_rng_state(), before), "the run draws the same numbers as without the advice"
-
-
-def test_where_no_larger_batch_fits_none_is_advised(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held_gb: examples <= 22)
-    job = resolved("model=linear", "batch=64", "device=cpu", "launcher.ranks=1")
-    assert advice_on_batch(job, WORLD, PLENTY) == "batch=auto is 64: the next one does not fit into memory"
 
 
 # With the margin, 22 examples need the room of 27 (21 would need that of 26), 11 of 14, 6 of 8, and one that of two.

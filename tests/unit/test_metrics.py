@@ -24,7 +24,7 @@ from lockstep.core.world import World
 from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.columns import figures
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.samples import NoSamples
+from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.time_spent import TimeSpent
 from thread_ranks import ThreadRanks
 

@@ -18,7 +18,7 @@ from lockstep.config.options import timm_models
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
 from lockstep.models.nets import MaxPoolTo, TimeLimit, TooSlowError, check_size, sketch
-from lockstep.models.zoo import Stem, network_options
+from lockstep.models.zoo import network_options
 
 
 def parameters(model: nn.Module) -> int:
@@ -88,7 +88,7 @@ def test_digitnet_refuses_what_it_cannot_be(make: Any, says: str) -> None:
 
 def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
     large = ResNet34().build(10, (3, 64, 64))
-    small = ResNet34(stem=Stem.cifar).build(10, (3, 32, 32))
+    small = ResNet34(stem="cifar").build(10, (3, 32, 32))
     assert large.conv1.weight.shape == (64, 3, 7, 7)
     assert isinstance(large.maxpool, nn.MaxPool2d)
     assert small.conv1.weight.shape == (64, 3, 3, 3)

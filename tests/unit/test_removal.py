@@ -23,10 +23,10 @@ from lockstep.inference.load import load
 from lockstep.job.run_folder import Lock
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
-from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import State
+from lockstep.training.banner import state_bytes
 
 
 @pytest.fixture(scope="module")

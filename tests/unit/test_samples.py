@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from helpers import train_here
-from lockstep.telemetry.samples import fingerprints
+from lockstep.telemetry.sinks import fingerprints
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -16,9 +16,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.training import dry_run, verdict
-from lockstep.training.checklist import checklist
 from lockstep.training.dry_run import settings_to_try, tried
-from lockstep.training.verdict import Evidence, findings
+from lockstep.training.verdict import Evidence, checklist, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
 

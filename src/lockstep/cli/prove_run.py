@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import IO
 
 from safetensors.torch import load_file
@@ -23,7 +23,6 @@ from lockstep.core.run_dir import RunDir
 from lockstep.runtime.program import LONGEST_LINE
 
 KEPT = 2**16  # bytes of the end of a stream
-CLOSED_S = 1.0  # seconds until the streams of a command that has ended are closed
 # Becomes a command that the kernel ends with process `argv[1]`.
 TIED = """
 import os, sys
@@ -113,9 +112,9 @@ def ending(code: int, err: str) -> str:
 class Command:
     """A command in new processes that has started, in a session of its own. Of what it prints, the end is kept."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
         self.process, self.pid = process, process.pid
-        self.ends = [_End(stream) for stream in (process.stdout, process.stderr) if stream is not None]
+        self.streams = out, err
 
     @property
     def returncode(self) -> int | None:
@@ -134,27 +133,10 @@ class Command:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.process.wait()
-        *out, err = [end.text() for end in self.ends]
-        return "".join(out), err
-
-
-class _End:
-    """The end of a stream, which a thread reads: a script can print more than fits into memory."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self.content = b""
-        self.reader = Thread(target=self._read, args=[stream], daemon=True)
-        self.reader.start()
-
-    def _read(self, stream: IO[bytes]) -> None:
-        with stream:
-            while part := os.read(stream.fileno(), KEPT):
-                self.content = (self.content + part)[-KEPT:]
-
-    def text(self) -> str:
-        """The text, when the command has ended. A process in another session may still hold the stream."""
-        self.reader.join(CLOSED_S)
-        return self.content.decode(errors="replace")
+        out, err = (
+            os.pread(file.fileno(), KEPT, max(0, os.fstat(file.fileno()).st_size - KEPT)) for file in self.streams
+        )
+        return out.decode(errors="replace"), err.decode(errors="replace")
 
 
 @contextmanager
@@ -164,19 +146,21 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
     Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
     it imports the modules beside it, which Lockstep's own processes do not.
     """
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
-        # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
-        env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
-        | {"HYDRA_FULL_ERROR": "0"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        yield Command(process)
-    finally:
-        if process.returncode is None:  # nobody has waited for it: its number is still its own
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    # Files, because a script can print more than fits into memory, and leave processes that hold its streams.
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
+            # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
+            env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
+            | {"HYDRA_FULL_ERROR": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=out if capture else subprocess.DEVNULL,
+            stderr=err,
+            start_new_session=True,
+        )
+        try:
+            yield Command(process, out, err)
+        finally:
+            if process.returncode is None:  # nobody has waited for it: its number is still its own
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
@@ -211,7 +210,7 @@ class Model(Component, Protocol):
     def compile(self) -> bool: ...
 
     @property
-    def compile_mode(self) -> Enum: ...
+    def compile_mode(self) -> str: ...
 
     @property
     def memory_format(self) -> torch.memory_format:

@@ -18,7 +18,7 @@ from lockstep.core.launched import is_launched, local_size
 from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
-from lockstep.models.nets import CompileMode, check_size, sketch
+from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import available_memory, check_room
 from lockstep.runtime.limits import cores
 from lockstep.training.resolved_job import ResolvedJob
@@ -33,9 +33,9 @@ LARGE = 1024  # the side of images for which the layers of some networks of timm
 def check_effects(job: ResolvedJob) -> None:
     """Refuse a key that has no effect because of another key."""
     model = job.model
-    if model.compile_mode is not CompileMode.default and not model.compile:
+    if model.compile_mode != "default" and not model.compile:
         raise InputError(
-            f"model.compile_mode is {model.compile_mode.name}, but model.compile is false, so nothing is compiled; "
+            f"model.compile_mode is {model.compile_mode}, but model.compile is false, so nothing is compiled; "
             "add model.compile=true, or leave out model.compile_mode"
         )
     if job.init_from is not None and getattr(model, "pretrained", False):
@@ -137,7 +137,7 @@ def _check_kernels(job: ResolvedJob) -> None:
     """Refuse options that choose kernels by timing them if `repro=strict`."""
     timed = {
         "train.cudnn_benchmark=false": job.train.cudnn_benchmark,
-        "model.compile_mode=default": job.model.compile and job.model.compile_mode.value == "max-autotune",
+        "model.compile_mode=default": job.model.compile and job.model.compile_mode == "max_autotune",
     }
     if job.strategy.fixed_order and any(timed.values()):
         remedy = " ".join(key for key, on in timed.items() if on)
@@ -153,9 +153,9 @@ def _check_compile(job: ResolvedJob) -> None:
         return
     job.strategy.check_compile(job.launcher.world_size, job.device)
     # A CUDA graph overwrites the gradients of the previous micro-batch (pytorch/pytorch#169545).
-    if job.device == "cuda" and job.model.compile_mode.value != "default" and job.train.micro_batches != 1:
+    if job.device == "cuda" and job.model.compile_mode != "default" and job.train.micro_batches != 1:
         raise InputError(
-            f"model.compile_mode={job.model.compile_mode.name} records CUDA graphs, which cannot add up the "
+            f"model.compile_mode={job.model.compile_mode} records CUDA graphs, which cannot add up the "
             f"gradients of micro-batches, and train.micro_batches is {job.train.micro_batches}; use "
             "model.compile_mode=default"
         )
@@ -182,8 +182,8 @@ def _check_graph(job: ResolvedJob) -> None:
             "recorded one; use optimizer=sgd, adam, adamw or muon",
         ),
         (
-            mode is not CompileMode.default,
-            f"model.compile_mode={mode.name} records graphs of its own; use model.compile_mode=default",
+            mode != "default",
+            f"model.compile_mode={mode} records graphs of its own; use model.compile_mode=default",
         ),
     ]
     problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]

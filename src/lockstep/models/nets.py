@@ -1,6 +1,5 @@
 """Small convolutional networks that need no library."""
 
-import enum
 import itertools
 import math
 import time
@@ -15,20 +14,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged
+from lockstep.core.fields import choice, ranged
 from lockstep.core.protocols import Model
 from lockstep.runtime.host import check_room
 
 NORM_GROUPS = 8
 SKETCH_S = 10  # seconds of CPU time; the largest networks of timm take 1.3
-
-
-class CompileMode(enum.Enum):
-    """torch.compile's modes: its default, CUDA graphs, or the fastest kernels by measurement."""
-
-    default = "default"
-    reduce_overhead = "reduce-overhead"
-    max_autotune = "max-autotune"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +29,12 @@ class Network(Model):
     Fields:
         channels_last: keep images and weights in NHWC memory order, which is faster for GPU convolutions.
         compile: `torch.compile` the model; the first steps take minutes longer, the others less time.
-        compile_mode: the mode of torch.compile.
+        compile_mode: the mode of torch.compile: its default, CUDA graphs, or the fastest kernels by measurement.
     """
 
     channels_last: bool = False
     compile: bool = False
-    compile_mode: CompileMode = CompileMode.default
+    compile_mode: str = choice("default", "default", "reduce_overhead", "max_autotune")
     imports: ClassVar[tuple[str, ...]] = ()
     """Modules that building it imports and that take seconds."""
 

@@ -1,6 +1,5 @@
 """timm's models, with typed options."""
 
-import enum
 import inspect
 import sys
 from contextlib import suppress
@@ -11,7 +10,7 @@ from torch import nn
 
 from lockstep.config.options import is_timm_model, timm_models
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import ranged, ruled
+from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
 from lockstep.core.rules import Options, Text
@@ -159,23 +158,21 @@ def network_options(architecture: str) -> frozenset[str]:
     return (names | BATCH_NORM) - NOT_OPTIONS
 
 
-class Stem(enum.Enum):
-    """The first layers: a 7x7 convolution of stride 2 and a pool, or a 3x3 convolution of stride 1 without one."""
-
-    imagenet = "imagenet"
-    cifar = "cifar"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ResNet34(Network):
-    """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
+    """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images.
+
+    Fields:
+        stem: the first layers: `imagenet`, a 7x7 convolution of stride 2 and a pool; or `cifar`, a 3x3 convolution
+            of stride 1 without one.
+    """
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
-    stem: Stem = Stem.imagenet
+    stem: str = choice("imagenet", "imagenet", "cifar")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         model = Timm(name="resnet34").build(classes, input_shape)
-        if self.stem is Stem.cifar:
+        if self.stem == "cifar":
             model.conv1 = nn.Conv2d(input_shape[0], 64, 3, padding=1, bias=False)
             nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
             model.maxpool = nn.Identity()

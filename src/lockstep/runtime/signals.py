@@ -180,7 +180,7 @@ def reports_stops() -> bool:
 
 
 def begin(parent: int | None = None, *, says: str = "") -> None:
-    """Prepare a process of ours: its streams and locale, garbage, its end with its parent, its reaction to stops.
+    """Prepare a process of ours: its streams, garbage, its end with its parent, its reaction to stops.
 
     Called first, before imports that take seconds.
 
@@ -189,10 +189,6 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
             the environment names, or the launcher of this rank (torchrun).
         says: the sentence for the user if a stop ends the process before it has set its own handlers.
     """
-    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
-        # In the locale C, Python reads and writes names of files as ASCII; they are UTF-8 on every system of today.
-        os.environ["PYTHONUTF8"] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
     guard_streams()
     # With Python's own limit, 700 new objects, a tenth of the time of the imports goes to searches for garbage.
     gc.set_threshold(50_000, 10, 10)

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lockstep.core import log
 from lockstep.core.safe_read import MB, opened
 from lockstep.core.safe_write import sync, write_atomic
 
-if TYPE_CHECKING:  # slow, and only a run with TensorBoard needs it
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
 EVENTS = "events.out.tfevents.*"
-HPARAMS = "_hparams_/"  # the beginning of the tags of the hyper-parameters
 SESSION = "run/"  # the beginning of the tags of texts that describe the run
+# How all tags begin that describe the run: each part of a run writes them anew.
+ABOUT_RUN = (SESSION, "_hparams_/", "custom_scalars__")
 # How the tags begin that are written after the figures of their step, in an evaluation; or in the step after it.
 LATER = ("loss/val", "loss/train_epoch", "perf/time/", "images/")
 RECORD_LIMIT = 64 * MB  # a usual record has a few hundred bytes
@@ -28,13 +25,11 @@ def place_of(step: int, tags: Iterable[str]) -> float:
     return step + 0.5 if any(tag.startswith(LATER) for tag in tags) else step
 
 
-def trim_events(paths: list[Path], after: float, session: Collection[Summary.Value] = ()) -> set[str]:
-    """Remove all events after `RunInfo.after` from event files, oldest first; returns the tags that are left.
+def trim_events(paths: list[Path], after: float) -> None:
+    """Remove from event files, oldest first, all events after `RunInfo.after`, and what describes the run.
 
-    Hyper-parameters and texts about the run that are not those of `session` are removed too: the resumed run writes
-    its own. TensorBoard's
-    purge only hides such steps: other readers of the files would find them twice. A record that a kill cut short ends
-    its file. A damaged record is left out, with a warning.
+    The resumed run writes both again. TensorBoard's purge only hides such steps: other readers of the files would
+    find them twice. A record that a kill cut short ends its file. A damaged record is left out, with a warning.
 
     Raises:
         UnreadableFile: one is not a plain file.
@@ -44,7 +39,6 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    session_parts = [_parts(value) for value in session]
     keys: set[tuple[str, int]] = set()
     for path in paths:
         trimmed, damaged, before = BytesIO(), False, len(keys)
@@ -53,15 +47,13 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
                 if record is None:
                     raise DecodeError
                 event = Event.FromString(record)
-                about_run = [
-                    _parts(value) for value in event.summary.value if value.tag.startswith((HPARAMS, SESSION))
-                ]
             except DecodeError:
                 damaged = True
                 continue
             values = {(value.tag, event.step) for value in event.summary.value}
-            outdated = any(part not in session_parts for part in about_run)
-            if place_of(event.step, {tag for tag, _ in values}) <= after and not outdated and not values & keys:
+            tags = [tag for tag, _ in values]
+            about_run = any(tag.startswith(ABOUT_RUN) for tag in tags)
+            if place_of(event.step, tags) <= after and not about_run and not values & keys:
                 keys |= values
                 RecordWriter(trimmed).write(record)
         if damaged:
@@ -71,16 +63,6 @@ def trim_events(paths: list[Path], after: float, session: Collection[Summary.Val
         elif len(trimmed.getvalue()) != path.stat().st_size:  # replace only if needed: a viewer may have it open
             write_atomic(path, trimmed.getvalue())
             sync(path.parent)
-    return {tag for tag, _ in keys}
-
-
-def _parts(value: Summary.Value) -> tuple[str, object]:
-    """The tag and the content of a value about the run. The bytes of hyper-parameters have them in any order."""
-    if value.tag.startswith(SESSION):
-        return value.tag, value.SerializeToString()
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
-
-    return value.tag, HParamsPluginData.FromString(value.metadata.plugin_data.content)
 
 
 def _records(path: Path) -> Iterator[bytes | None]:

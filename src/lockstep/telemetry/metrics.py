@@ -18,11 +18,10 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.profile import NoProfile
-from lockstep.telemetry.samples import NoSamples
+from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.straggler import Stragglers
-from lockstep.telemetry.tally import EpochState, Tally, WindowState
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.telemetry.window import EndedWindow, PendingNumbers, Span, Window
+from lockstep.telemetry.window import EndedWindow, EpochState, PendingNumbers, Span, Tally, Window, WindowState
 
 S = TypeVar("S", bound=Stepped)
 

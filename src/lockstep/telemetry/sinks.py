@@ -1,4 +1,4 @@
-"""The files of a run's figures: `metrics.jsonl` (the reference, append only), `metrics.csv` and `validation.json`.
+"""The files of a run's figures: `metrics.jsonl` (the reference, append only), `metrics.csv`, `validation.json`.
 
 Each file has every step once, however often a run is killed. When a run resumes, the steps after the checkpoint, and
 an evaluation that it does not have, will be done again, so they are removed from the files first.
@@ -12,7 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+from torch import Tensor
+
 from lockstep.core import log
+from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
@@ -180,3 +184,39 @@ class PredictionsFile(Observer):
 
     def predicted(self, predictions: Predictions) -> None:
         predictions.write(self.path)
+
+
+class NoSamples:
+    """Records no samples."""
+
+    def record(self, micro: MicroBatch, images: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Samples(NoSamples):
+    """Records which examples a rank trained on, with a hash of the image that the network got.
+
+    Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch.
+    """
+
+    def __init__(self, sink: JsonLines) -> None:
+        self.sink = sink
+
+    def record(self, micro: MicroBatch, images: Tensor) -> None:
+        for index, digest in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
+            self.sink.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
+
+    def close(self) -> None:
+        self.sink.close()
+
+
+def fingerprints(images: Tensor) -> Tensor:
+    """Hashes int64 (b,) of the rows of floats (b, ...).
+
+    A hash is the sum of the row's bits as integers, weighted by position, modulo 2^64. The sum of integers does not
+    depend on their order, so the hash is the same on every device and in every batch.
+    """
+    words = images.contiguous().flatten(1).view(torch.int64 if images.dtype == torch.float64 else torch.int32)
+    odd = 2 * torch.arange(words.shape[1], device=words.device) + 1
+    return (words * odd).sum(1)

@@ -127,14 +127,13 @@ class TensorBoard(Observer):
     def _open(self, folder: Path, after: float, session: Sequence[Any]) -> None:
         """Trim the event files of a folder, and begin a new one, with what describes the run."""
         make_folder(folder)
-        tags = trim_events(sorted(folder.glob(EVENTS)), after, [value for part in session for value in part.value])
+        trim_events(sorted(folder.glob(EVENTS)), after)
         name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         file = (folder / name).open("xb")
         self.files.append(file)
         write_event(file, file_version="brain.Event:2")
         for summary in session:
-            if tags.isdisjoint(value.tag for value in summary.value):
-                write_event(file, summary=summary)
+            write_event(file, summary=summary)
         file.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

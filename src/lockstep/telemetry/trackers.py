@@ -5,12 +5,11 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ruled
+from lockstep.core.fields import choice, pathname, ruled
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.rules import Text
 from lockstep.core.safe_write import storing
@@ -26,11 +25,6 @@ def identifier(run: RunInfo) -> str:
     return hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
 
 
-class Mode(Enum):
-    offline = "offline"
-    online = "online"
-
-
 @dataclass(frozen=True, kw_only=True)
 class WandB:
     """Weights & Biases.
@@ -43,7 +37,7 @@ class WandB:
 
     project: str = ruled(PROJECT, Text())
     entity: str | None = ruled(None, Text())
-    mode: Mode = Mode.offline
+    mode: str = choice("offline", "offline", "online")
 
     package: ClassVar[str] = "wandb"
 
@@ -65,7 +59,7 @@ class WandBRun(Observer):
             self.run = wandb.init(
                 project=logger.project,
                 entity=logger.entity,
-                mode=logger.mode.value,
+                mode="offline" if logger.mode == "offline" else "online",
                 id=identifier(run),
                 name=run.name,
                 resume="allow",
@@ -79,7 +73,7 @@ class WandBRun(Observer):
                 f"logger.wandb: W&B cannot begin the run ({error}); use logger.wandb.mode=offline"
             ) from error
 
-        if logger.mode is Mode.offline:
+        if logger.mode == "offline":
             for step, scalars in read_figures(run.run_dir.metrics, run.after):
                 self.write(step, scalars)
 

@@ -1,12 +1,13 @@
 """The lines that main shows the user before a run and after it."""
 
+import dataclasses
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep import checkpoint
 from lockstep.config import yaml_io
@@ -14,12 +15,11 @@ from lockstep.config.commands import override, program_words, typed
 from lockstep.config.invocation import repeated_words
 from lockstep.config.messages import key_of
 from lockstep.core import log
-from lockstep.core.protocols import Precision
+from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, crops_files
-from lockstep.optim.state_size import state_bytes
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
@@ -31,6 +31,7 @@ from lockstep.training.resolved_job import ResolvedJob
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
+SIDE = 8  # of the small parameters over which an optimizer is tried
 SHOWN = 0.01  # the smallest share of the time that is shown
 
 
@@ -162,6 +163,36 @@ def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, flo
         keep_best=job.checkpoint.keep_best,
     )
     return saved, state, ROUNDING * total
+
+
+def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
+    """An estimate of the bytes of an optimizer's state after its first step; None if it cannot be made.
+
+    The optimizer is built over one small parameter for each number of dimensions, and takes a step. The size of its
+    state is then scaled to the model's parameters.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    small: Any = nn.Module()
+    for parameter in trained:
+        name = f"dimensions_{parameter.dim()}"
+        if not hasattr(small, name):
+            small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
+    changed: Any = option
+    if getattr(option, "layer_decay", None) is not None:
+        changed = dataclasses.replace(changed, layer_decay=None)  # the small module has no layers
+    try:
+        with torch.random.fork_rng(devices=[]):  # some optimizers draw numbers
+            optimizer = changed.build(small)
+            for parameter in small.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+    except Exception:  # the optimizer of an extension may need the real model
+        return None
+    shares = {}
+    for parameter in small.parameters():
+        state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        shares[parameter.dim()] = sum(value.nbytes for value in state if value.dim() > 0) / parameter.numel()
+    return round(sum(shares[parameter.dim()] * parameter.numel() for parameter in trained))
 
 
 def banner(

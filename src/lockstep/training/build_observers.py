@@ -19,7 +19,7 @@ from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
 from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.profile import StepProfile
-from lockstep.telemetry.samples import NoSamples, Samples
+from lockstep.telemetry.sinks import NoSamples, Samples
 from lockstep.telemetry.spending import Spending
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner

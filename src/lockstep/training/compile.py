@@ -57,7 +57,7 @@ def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRe
 
     callback.on_compile_start(start)
     callback.on_compile_end(end)
-    model.compile(mode=job.model.compile_mode.value, dynamic=False)
+    model.compile(mode=job.model.compile_mode.replace("_", "-"), dynamic=False)
 
 
 class CompileTime:

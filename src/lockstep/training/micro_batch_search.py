@@ -1,15 +1,12 @@
-"""Finds by trying which batches and micro-batches fit into memory, and sets how the C library keeps freed memory."""
+"""Finds by trying which micro-batches fit into memory, and sets how the C library keeps freed memory."""
 
 import ctypes
 import gc
 import math
-import statistics
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +14,7 @@ import torch
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.training.dry_run import dry_run_step, timed, trial, unless_out_of_memory
+from lockstep.training.dry_run import dry_run_step, trial, unless_out_of_memory
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -26,9 +23,6 @@ MARGIN = 1.2
 # glibc's numbers for two options of `mallopt` (malloc.h), and their defaults.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 TRIM, MAPPINGS = 128 * 1024, 65536
-# Batches are tried up to this long a step and this long in all (seconds).
-LONGEST_STEP_S, LONGEST_S = 2.0, 10.0
-STEPS = 3  # are timed of each batch
 
 
 def keep_freed_memory(world: World, *, keep: bool) -> None:
@@ -137,52 +131,3 @@ def _bounded(world: World) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def advice_on_batch(job: ResolvedJob, world: World, examples: int) -> str:
-    """A sentence for `batch=auto`: the present and the largest batch that fits, with images per second and rate.
-
-    Batches are doubled while they fit on a rank and their steps are short, up to all `examples` of an epoch. They are
-    tried on main alone.
-    """
-    end = time.perf_counter() + LONGEST_S
-    present = batch = job.batch
-    rates: dict[int, float] = {}
-    with trial(world.device):
-        while True:
-            seconds = _seconds(job, world, math.ceil(batch / world.size))
-            if seconds is None:
-                limit = "the next one does not fit into memory"
-                break
-            rates[batch] = batch / seconds
-            if 2 * batch > examples:
-                limit = "an epoch has no more examples"
-                break
-            if 2 * seconds > LONGEST_STEP_S or time.perf_counter() > end:
-                limit = "larger ones were not tried, because their steps are long"
-                break
-            batch *= 2
-    if set(rates) <= {present}:
-        return f"batch=auto is {present}: {limit}"
-    largest = max(rates)
-    rate = job.optimizer.lr * _usual_rate(job, largest) / _usual_rate(job, present)
-    return (
-        f"batch=auto is {present}, which trains on about {rates[present]:,.0f} img/s; up to {largest:,} fit here "
-        f"({limit}), with {rates[largest]:,.0f} img/s: batch={largest} optimizer.lr={rate:.3g}, which is another run"
-    )
-
-
-def _usual_rate(job: ResolvedJob, batch: int) -> float:
-    return float(replace(job.optimizer, lr="auto").at_batch(batch, trained=False).lr)
-
-
-def _seconds(job: ResolvedJob, world: World, examples: int) -> float | None:
-    """The seconds of a step on a rank; None if it does not fit into memory."""
-    if not fits(job, world, examples, held_gb=0.0):
-        return None
-
-    def median() -> float:
-        step = dry_run_step(job, world, examples)
-        return statistics.median(timed(step, world.device) for _ in range(STEPS))
-
-    return unless_out_of_memory(median)

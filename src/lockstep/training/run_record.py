@@ -29,12 +29,10 @@ from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.checklist import checklist
-from lockstep.training.micro_batch_search import advice_on_batch
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Evidence, verdict
+from lockstep.training.verdict import Evidence, checklist, verdict
 
 
 class NoRecord:
@@ -96,8 +94,6 @@ class RunRecord(NoRecord):
             )
         if job.train.sampling == "balanced" and getattr(job.loss, "class_weights", None):
             notes.append("train.sampling=balanced balances the classes already, and loss.class_weights apply on top")
-        if self._composed().get("batch") == "auto":
-            notes.append(advice_on_batch(job, self.world, data.plan.examples))
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(
                 "some kernels of a GPU add in an order that changes from run to run: equal runs agree to rounding; "
