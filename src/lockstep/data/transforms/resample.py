@@ -7,21 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.model_card import INTERPOLATION
 
+def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
+    """A box of each uint8 image (B, C, H, W), resized with antialiasing: uint8 (B, C, *size).
 
-def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Tensor:
-    """A box of each image, resized with antialiasing: uint8 (B, C, *size).
-
-    The pixels of an image are those of `torchvision.transforms.v2.functional.resized_crop` with `antialias=True` for
-    uint8 on the CPU, which rounds after the columns and after the rows; on a GPU a few differ by 1 or 2 of 255. They
-    do not depend on the other images of the batch.
-
-    Args:
-        images: uint8 (B, C, H, W).
-        boxes: int64 (B, 4), as top, left, height and width.
-        size: (height, width) of the result.
-        interpolation: a name of `INTERPOLATIONS`.
+    On the CPU the pixels are those of torchvision's `resized_crop` for uint8, which rounds after the columns and
+    after the rows; on a GPU a few differ by 1 or 2 of 255. They do not depend on the other images of the batch.
+    `boxes` is int64 (B, 4): top, left, height and width.
     """
     if images.is_cuda or size == (1, 1):  # for one pixel torch's kernel fails: "num_channels == ..."
         return crops_together(images, boxes, size, interpolation)
@@ -63,10 +55,6 @@ def _resized_rows(images: Tensor, start: Tensor, length: Tensor, size: int, inte
     return (values / weights[:, None, None]).round().clamp(0, 255)
 
 
-def _triangle(distance: Tensor) -> Tensor:
-    return (1 - distance).clamp(min=0)
-
-
 def _cubic(distance: Tensor) -> Tensor:
     """Keys' cubic convolution (1981) with a = -1/2, as in Pillow and torch with antialiasing."""
     near = (1.5 * distance - 2.5) * distance * distance + 1
@@ -75,4 +63,7 @@ def _cubic(distance: Tensor) -> Tensor:
 
 
 # How far a filter reaches on each side, in pixels, and its weight at a distance.
-FILTERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {"bilinear": (1, _triangle), "bicubic": (2, _cubic)}
+FILTERS: dict[str, tuple[int, Callable[[Tensor], Tensor]]] = {
+    "bilinear": (1, lambda distance: (1 - distance).clamp(min=0)),
+    "bicubic": (2, _cubic),
+}
