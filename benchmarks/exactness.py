@@ -59,8 +59,8 @@ def augmentation() -> Rows:
     class Drawn(SampleRNG):
         """The same interface, with numbers of a plain generator."""
 
-        def uniform(self, n: int) -> Tensor:
-            return torch.rand(len(self.indices), generator=generator)
+        def uniform(self, n: int | Tensor) -> Tensor:
+            return torch.rand(len(self.indices), *getattr(n, "shape", ()), generator=generator)
 
     def keyed_alone() -> None:
         draws = SampleRNG(0, 0, torch.arange(BATCH))
@@ -89,7 +89,7 @@ def augmentation() -> Rows:
         flip = v2.RandomHorizontalFlip()
         pairs: list[tuple[CropFlip | RandomResizedCrop, nn.Module]] = [
             (CropFlip(), v2.Compose([v2.RandomCrop(size, padding=4), flip])),
-            (RandomResizedCrop(), v2.Compose([v2.ToDtype(torch.float32), v2.RandomResizedCrop(size), flip])),
+            (RandomResizedCrop(), v2.Compose([v2.RandomResizedCrop(size), flip])),
         ]
         for ours, theirs in pairs:
             cases = {

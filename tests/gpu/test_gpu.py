@@ -24,6 +24,7 @@ from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
+from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.randaugment import randaugment
 from lockstep.models.nets import MaxPoolTo
 from lockstep.stochastic import KeyedModel, key_draws
@@ -250,6 +251,23 @@ def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device(compiled:
         torch.cuda.set_sync_debug_mode("default")
     # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.
     assert (actual.cpu() != expected).float().mean().item() < 0.001
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_resized_crops_are_those_of_the_cpu_and_never_wait_for_the_device(interpolation: str) -> None:
+    images, indices, crop = (
+        torch.randint(256, (50, 3, 64, 64), dtype=torch.uint8),
+        torch.arange(50),
+        RandomResizedCrop(),
+    )
+    expected = crop.apply(images, rng.SampleRNG(0, 0, indices), (24, 24), interpolation)
+    there, draws = images.cuda(), rng.SampleRNG(0, 0, indices.cuda())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = crop.apply(there, draws, (24, 24), interpolation)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (actual.cpu().int() - expected.int()).abs().max() <= 2
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:

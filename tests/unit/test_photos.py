@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import tarfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 from torch import Tensor
+from torchvision.transforms.v2.functional import to_dtype
 
 from helpers import ROOT, decoded
 from lockstep.core.errors import InputError
@@ -19,6 +21,7 @@ from lockstep.data.datasets import photos
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.inference.images import stored_image
 
 REAL = ROOT.parent / "shared" / "data" / "imagenet_samples.tar.gz"
 SIZE = 24
@@ -65,9 +68,13 @@ def palette_with_transparency() -> Image.Image:
 def twelve_bits() -> bytes:
     """A TIFF of packed 12-bit pixels. Pillow can read this format, but not write it."""
     levels = (4095 * GREYS).astype(int).reshape(-1, 2)
-    rows = b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in levels.tolist())
-    tags = [(256, 4, SIZE), (257, 4, SIZE), (258, 3, 12), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
-    tags += [(278, 4, SIZE), (279, 4, len(rows))]
+    return tiff(12, b"".join(bytes([a >> 4, (a & 15) << 4 | b >> 8, b & 255]) for a, b in levels.tolist()))
+
+
+def tiff(bits: int, rows: bytes, *more: tuple[int, int, int]) -> bytes:
+    """A grey TIFF; `more` are further tags, in their order."""
+    tags = [(256, 4, SIZE), (257, 4, SIZE), (258, 3, bits), (259, 3, 1), (262, 3, 1), (273, 4, 8), (277, 3, 1)]
+    tags += [(278, 4, SIZE), (279, 4, len(rows)), *more]
     entries = b"".join(struct.pack("<HHI", tag, kind, 1) + struct.pack("<I", value) for tag, kind, value in tags)
     return b"II*\0" + struct.pack("<I", 8 + len(rows)) + rows + struct.pack("<H", len(tags)) + entries + bytes(4)
 
@@ -142,70 +149,157 @@ def test_an_avif_may_name_its_whole_family_before_itself(tmp_path: Path) -> None
     assert torch.equal(read(tmp_path / "family.avif"), read(usual))
 
 
+def ways(path: Path) -> dict[str, Tensor]:
+    """What prediction makes of a file in each form in which it takes one."""
+    with Image.open(path) as unread, Image.open(path) as loaded:
+        loaded.load()
+        forms = {"path": path, "bytes": path.read_bytes(), "unread": unread, "loaded": loaded}
+        return {form: stored_image(image, (3, SIZE, SIZE)) for form, image in forms.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prediction_sees_the_pixels_of_training_in_a_path_in_bytes_and_in_a_pillow_image(
+    tmp_path: Path, kind: str
+) -> None:
+    path = write(kind, tmp_path)
+    expected = read(path)
+    for form, pixels in ways(path).items():
+        tolerance = KINDS[kind][2] if form == "loaded" else 0  # for JPEG: Pillow's decoder, not simplejpeg
+        assert (pixels.int() - expected.int()).abs().max() <= tolerance, form
+
+
+@pytest.mark.parametrize("format", ["PNG", "TIFF", "BMP", "GIF", "WEBP", "PPM"])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "HSV"])
+def test_every_mode_in_every_format_is_the_picture_that_pillow_shows(tmp_path: Path, mode: str, format: str) -> None:
+    image = with_alpha(mode) if mode in ("LA", "PA", "RGBA") else COLOURS.convert(mode)
+    try:
+        image.save(tmp_path / "image", format)
+    except (OSError, ValueError):
+        pytest.skip(f"Pillow writes no {format} of {mode}")
+    expected = by_pillow(tmp_path / "image")
+    assert torch.equal(read(tmp_path / "image"), expected)
+    assert all(torch.equal(pixels, expected) for pixels in ways(tmp_path / "image").values())
+
+
+def numbers(largest: int) -> np.ndarray:
+    return (largest * GREYS).astype(np.uint32)
+
+
+# Numbers of 12 and 16 bits: name, how the file is written, and the 8 bits that are read.
 WIDE: dict[str, tuple[str, Callable[[Path], object], np.ndarray]] = {
-    "tiff of 12 bits": ("a.tif", lambda path: path.write_bytes(twelve_bits()), (4095 * GREYS).astype(int) >> 4),
-    "12 bits in 16": ("a.tif", tiff_of((4095 * GREYS).astype(np.uint16)), (4095 * GREYS).astype(int) >> 4),
-    "tiff of 16 bits": ("a.tif", tiff_of((65535 * GREYS).astype(np.uint16)), (65535 * GREYS).astype(int) >> 8),
+    "tiff of 12 bits": ("a.tif", lambda path: path.write_bytes(twelve_bits()), numbers(4095) >> 4),
+    "tiff of 16 bits": ("a.tif", tiff_of(numbers(65535).astype(np.uint16)), numbers(65535) >> 8),
+    "big-endian tiff": ("a.tif", tiff_of(numbers(65535).astype(">u2")), numbers(65535) >> 8),
+    "tiff of 16 bits in lzw": (
+        "a.tif",
+        lambda path: Image.fromarray(numbers(65535).astype(np.uint16)).save(path, compression="tiff_lzw"),
+        numbers(65535) >> 8,
+    ),
+    "a tiff of 16 bits at noon": ("a.tif", tiff_of(numbers(4096).astype(np.uint16)), numbers(4096) >> 8),
+    "a tiff of 16 bits at night": ("a.tif", tiff_of(numbers(4095).astype(np.uint16)), numbers(4095) >> 8),
     "a largest value that is stated": (
         "a.tif",
-        lambda path: Image.fromarray((16383 * GREYS).astype(np.uint16)).save(path, tiffinfo={281: 16383}),
-        (16383 * GREYS).astype(int) >> 6,
+        lambda path: Image.fromarray(numbers(16383).astype(np.uint16)).save(path, tiffinfo={281: 16383}),
+        numbers(16383) >> 8,
     ),
-    "signed tiff of 32 bits": (
-        "a.tif",
-        tiff_of((2.0**31 * (2 * GREYS - 1)).clip(max=2**31 - 1).astype(np.int32)),
-        ((2.0**31 * (2 * GREYS - 1)).clip(0, 2**31 - 1)).astype(np.int64) >> 23,
-    ),
-    "float tiff": ("a.tif", tiff_of((0.3 * GREYS - 0.1).astype(np.float32)), (255 * GREYS).round()),
-    "float tiff of large numbers": ("a.tif", tiff_of((9e5 * GREYS).astype(np.float32)), (255 * GREYS).round()),
-    "png of 16 bits": ("a.png", tiff_of((65535 * GREYS).astype(np.uint16)), (65535 * GREYS).astype(int) >> 8),
-    "pgm of 16 bits": (
-        "a.pgm",
-        lambda path: Image.fromarray((65535 * GREYS).astype(np.int32)).save(path),
-        (65535 * GREYS).astype(int) >> 8,
-    ),
-    "pfm": ("a.pfm", tiff_of(GREYS.astype(np.float32)), (255 * GREYS).round()),
+    "png of 16 bits": ("a.png", tiff_of(numbers(65535).astype(np.uint16)), numbers(65535) >> 8),
+    "a png of 16 bits at night": ("a.png", tiff_of(numbers(4095).astype(np.uint16)), numbers(4095) >> 8),
+    "pgm of 16 bits": ("a.pgm", tiff_of(numbers(65535).astype(np.int32)), numbers(65535) >> 8),
 }
 
 
 @pytest.mark.parametrize("kind", WIDE)
-def test_wide_pixels_are_scaled_by_the_range_of_their_format_and_floats_by_their_own(
-    tmp_path: Path, kind: str
-) -> None:
+def test_of_wide_numbers_the_upper_8_bits_of_their_format_are_read(tmp_path: Path, kind: str) -> None:
     name, save, expected = WIDE[kind]
     save(tmp_path / name)
-    assert (read(tmp_path / name).int() - grey(expected).int()).abs().max() <= ("float" in kind or kind == "pfm")
+    assert torch.equal(read(tmp_path / name), grey(expected))
+    for form, pixels in ways(tmp_path / name).items():
+        assert torch.equal(pixels, grey(expected)), form
 
 
-def test_an_unsigned_tiff_of_32_bits_is_not_taken_for_a_signed_one(tmp_path: Path) -> None:
-    values = ((2.0**32 - 1) * GREYS).astype(np.uint32)
-    Image.fromarray(values.view(np.int32)).save(tmp_path / "a.tif")
-    signed, unsigned = (struct.pack("<HHIHH", 339, 3, 1, sample_format, 0) for sample_format in (2, 1))
-    content = (tmp_path / "a.tif").read_bytes()
-    assert signed in content
-    (tmp_path / "a.tif").write_bytes(content.replace(signed, unsigned))
-    assert torch.equal(read(tmp_path / "a.tif"), grey(values >> 24))
+def test_wide_numbers_become_those_that_torchvision_makes_of_them(tmp_path: Path) -> None:
+    values = torch.arange(65536).view(256, 256)
+    Image.fromarray(values.numpy().astype(np.uint16)).save(tmp_path / "a.tif")
+    expected = to_dtype(values.to(torch.uint16), torch.uint8, scale=True)
+    assert torch.equal(stored_image(tmp_path / "a.tif", (3, 256, 256)), expected.expand(3, 256, 256))
 
 
 @pytest.mark.parametrize(
-    "values", [(65535 * GREYS).astype(np.uint16), (9e5 * GREYS).astype(np.float32)], ids=["16 bits", "float"]
+    ("name", "values", "kind"),
+    [
+        ("a.tif", (2.0**31 * (GREYS - 0.5)).astype(np.int32), "signed integers or integers of 32 bits"),
+        ("a.tif", GREYS.astype(np.float32), "floats"),
+        ("a.pfm", GREYS.astype(np.float32), "floats"),
+    ],
 )
-def test_a_wide_tiff_whose_zero_is_white_is_no_negative(tmp_path: Path, values: np.ndarray) -> None:
-    Image.fromarray(values).save(tmp_path / "black.tif")
+def test_numbers_without_a_white_are_refused_with_the_line_that_converts_them(
+    tmp_path: Path, name: str, values: np.ndarray, kind: str
+) -> None:
+    tiff_of(values)(tmp_path / name)
+    message = f"{name}.*its pixels are {kind}, and nothing says which value is white.*Image.fromarray"
+    for image in (tmp_path / name, (tmp_path / name).read_bytes(), Image.fromarray(values)):
+        with pytest.raises(InputError, match=message.removeprefix(f"{name}.*")):
+            stored_image(image, (3, SIZE, SIZE))
+    with pytest.raises(InputError, match=message):
+        read(tmp_path / name)
+
+
+def test_signed_numbers_of_16_bits_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tif").write_bytes(tiff(16, numbers(32767).astype("<u2").tobytes(), (339, 3, 2)))
+    with pytest.raises(InputError, match="signed integers"):
+        read(tmp_path / "a.tif")
+
+
+def test_a_wide_tiff_whose_zero_is_white_is_no_negative(tmp_path: Path) -> None:
+    Image.fromarray(numbers(65535).astype(np.uint16)).save(tmp_path / "black.tif")
     content = (tmp_path / "black.tif").read_bytes()
     black, white = (struct.pack("<HHIHH", 262, 3, 1, zero, 0) for zero in (1, 0))
     assert black in content
     (tmp_path / "white.tif").write_bytes(content.replace(black, white))
-    assert torch.equal(read(tmp_path / "white.tif"), 255 - read(tmp_path / "black.tif"))
+    for pixels in ways(tmp_path / "white.tif").values():
+        assert torch.equal(pixels, 255 - read(tmp_path / "black.tif"))
 
 
-def test_a_float_image_with_holes_is_scaled_by_what_is_finite(tmp_path: Path) -> None:
-    values = GREYS.astype(np.float32)
-    values[0, :3] = np.nan, np.inf, -np.inf
-    Image.fromarray(values).save(tmp_path / "a.tif")
-    assert read(tmp_path / "a.tif")[0, 0, :3].tolist() == [0, 255, 0]
-    Image.fromarray(np.full((SIZE, SIZE), 7, dtype=np.float32)).save(tmp_path / "flat.tif")
-    assert read(tmp_path / "flat.tif").unique().tolist() == [0]
+@pytest.mark.parametrize("mode", ["L", "I;16", "RGB", "RGB of 16 bits"])
+def test_the_transparent_value_of_a_png_is_white(tmp_path: Path, mode: str) -> None:
+    """By a file that is made by hand, since Pillow writes no RGB of 16 bits."""
+    bits, channels = 16 if "16" in mode else 8, 3 if "RGB" in mode else 1
+    values = (np.stack([GREYS] * channels, -1) * (2**bits - 1)).astype(f">u{bits // 8}")
+    key = values[3, 4]
+    chunks = {
+        b"IHDR": struct.pack(">IIBBBBB", SIZE, SIZE, bits, 2 if channels == 3 else 0, 0, 0, 0),
+        b"tRNS": key.astype(">u2").tobytes(),
+        b"IDAT": zlib.compress(b"".join(b"\0" + row.tobytes() for row in values)),
+        b"IEND": b"",
+    }
+    content = b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body))
+        for name, body in chunks.items()
+    )
+    (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + content)
+    expected = (values >> bits - 8).astype(np.uint8)
+    expected[(values == key).all(-1)] = 255
+    shown = torch.from_numpy(expected).permute(2, 0, 1).expand(3, SIZE, SIZE)
+    assert torch.equal(read(tmp_path / "a.png"), shown)
+    assert all(torch.equal(pixels, shown) for pixels in ways(tmp_path / "a.png").values())
+
+
+def test_an_image_that_was_changed_after_it_was_opened_is_not_read_again_from_its_file(tmp_path: Path) -> None:
+    COLOURS.save(tmp_path / "a.png")
+    with Image.open(tmp_path / "a.png") as image:
+        image.paste((9, 8, 7), (0, 0, SIZE, SIZE))
+        assert stored_image(image, (3, SIZE, SIZE))[:, 0, 0].tolist() == [9, 8, 7]
+    with Image.open(write("animated gif", tmp_path)) as image:
+        image.seek(1)
+        second = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        assert torch.equal(stored_image(image, (3, SIZE, SIZE)), second)
+
+
+def test_a_large_jpeg_that_pillow_has_not_decoded_is_scaled_as_its_file_is(tmp_path: Path) -> None:
+    COLOURS.resize((400, 300)).save(tmp_path / "a.jpg")
+    with Image.open(tmp_path / "a.jpg") as image:
+        assert torch.equal(stored_image(image, (3, SIZE, SIZE)), read(tmp_path / "a.jpg"))
+        assert np.array_equal(np.asarray(image), np.asarray(Image.open(tmp_path / "a.jpg")))  # and is still usable
 
 
 def test_black_ink_on_a_transparent_ground_stays_readable(tmp_path: Path) -> None:
@@ -229,6 +323,8 @@ def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) 
     assert (file.height, file.width) == expected.shape[1:]
     difference = decoded(file)[0].transpose(2, 0, 1).astype(int) - expected.numpy()
     assert np.abs(difference).max() <= 4
+    by_path, *by_others = ways(tmp_path / name).values()
+    assert all((pixels.int() - by_path.int()).abs().max() <= 4 for pixels in by_others)
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

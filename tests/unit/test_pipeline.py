@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
+from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.datasets.files import CropFrom
 from lockstep.data.loading.shards import Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
+from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
+from lockstep.training.evaluate import weighted_views
 
 pytestmark = pytest.mark.numerics
 
@@ -100,6 +102,25 @@ def test_evaluation_sees_the_centre() -> None:
     batch = images(2, 3, 64, 64)
     expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(pipeline(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "augment", [*AUGMENTS, CropFlip(reflect=True), RandAugment(), RandAugmentResized()], ids=repr
+)
+@pytest.mark.parametrize("crop", [0.001, 0.3, 1.0])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_image_of_any_size_is_augmented_and_evaluated_in_any_crop_and_view(
+    size: int, crop: float, augment: Any
+) -> None:
+    for model_size in (1, 2, 5):
+        source = Folder(path="nowhere", decode_size=size, input_size=model_size, crop=crop)
+        path = pipeline(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=9)
+        grey = torch.full((4, 3, size, size), 124, dtype=torch.uint8)
+        assert train(path, grey, torch.arange(4)).shape == (4, *source.input_shape)
+        evaluated = path.eval(grey)
+        colour = T.normalize(grey[..., :1, :1] / 255, list(source.mean), list(source.std))
+        for view in (evaluated, *(view for views in VIEWS for _, view in weighted_views(evaluated, views))):
+            torch.testing.assert_close(view, colour.expand(4, *source.input_shape))
 
 
 @pytest.mark.parametrize(("crop", "top", "left", "size"), [(0.9, 1, 1, (29, 18)), (0.5, 8, 5, (16, 10))])

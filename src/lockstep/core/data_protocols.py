@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
@@ -228,6 +229,11 @@ class Augment(Component, Protocol):
 @runtime_checkable
 class BoxAugment(Augment, Protocol):
     """An augmentation whose first part crops a box from each image. The reader of the files can crop it instead."""
+
+    def apply(
+        self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
+    ) -> Tensor:
+        """As for every augmentation; `interpolation` is how the box is resized to `size`."""
 
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""

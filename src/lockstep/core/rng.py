@@ -59,7 +59,7 @@ def key(seed: int, *words: int) -> int:
     return _signed(state)
 
 
-def uniform(keys: Tensor, n: int) -> Tensor:
+def uniform(keys: Tensor, n: Tensor | int) -> Tensor:
     """Number `n` of each key's stream as float32 in [0, 1), from the upper 24 bits."""
     return _shifted(draw(keys, n), 40).to(torch.float32) * 2.0**-24
 
@@ -108,9 +108,9 @@ class SampleRNG:
         """One key for each example, different in each epoch."""
         return sample_keys(self.seed, self.epoch, self.indices)
 
-    def uniform(self, n: int) -> Tensor:
-        """Number `n` of each example in this epoch: float32 (b,) in [0, 1)."""
-        return uniform(self.keys, n)
+    def uniform(self, n: int | Tensor) -> Tensor:
+        """Number `n` of each example in this epoch: float32 (b,) in [0, 1); several, (b, k), for a tensor (k,)."""
+        return uniform(self.keys[:, None] if isinstance(n, Tensor) else self.keys, n)
 
     def epoch_invariant(self, n: int) -> Tensor:
         """Number `n` of each example, the same in all epochs: float32 (b,) in [0, 1)."""

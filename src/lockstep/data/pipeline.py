@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class Pipeline:
         precision: Precision,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        interpolation: str = INTERPOLATION,
         **options: Any,
     ) -> Pipeline:
         """The pipeline of a data set or of a model's card, with its own mean and deviation by default.
@@ -71,6 +73,8 @@ class Pipeline:
         if crops_files(source):
             assert isinstance(augment, BoxAugment)
             apply = augment.after_crop
+        elif isinstance(augment, BoxAugment):
+            apply = partial(augment.apply, interpolation=interpolation)
         return cls(
             augment=apply,
             input_shape=source.input_shape,
@@ -78,6 +82,7 @@ class Pipeline:
             scale=1 / (255 * stds),
             shift=-means / stds,
             dtype=precision.dtype,
+            interpolation=interpolation,
             **options,
         )
 
@@ -118,7 +123,7 @@ class Pipeline:
     def eval(self, images: Tensor) -> Tensor:
         """Crop uint8 images (B, C, H, W) to the centre that is evaluated, and normalise them, in `scale`'s dtype."""
         height, width = images.shape[-2:]
-        keep_h, keep_w = round(height * self.eval_crop), round(width * self.eval_crop)
+        keep_h, keep_w = (max(1, round(side * self.eval_crop)) for side in (height, width))
         top, left = (height - keep_h) // 2, (width - keep_w) // 2
         return self._finish(images[..., top : top + keep_h, left : left + keep_w])
 

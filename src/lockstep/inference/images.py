@@ -2,20 +2,21 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATION, Shape
 from lockstep.data.datasets.decode import Box, ImageFile
 from lockstep.data.datasets.folder import SUFFIXES, image_files
-from lockstep.data.datasets.photos import to_rgb
+from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
 from lockstep.data.datasets.splits import decoding_failure
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
@@ -123,6 +124,13 @@ def _bytes(image: bytes | Image.Image) -> bytes:
     """An image as the content of a file, so that the same code decodes all images."""
     if isinstance(image, bytes):
         return image
+    # Nobody can have changed an image that Pillow has not decoded yet, so it is read as its file is.
+    if getattr(image, "tile", None) and image.format in (*FORMATS, "MPO") and image.tell() == 0:
+        image.fp.seek(0)  # type: ignore[attr-defined]
+        content: bytes = image.fp.read()  # type: ignore[attr-defined]
+        with suppress(OSError):  # of a damaged file; the decoder of its content decides
+            image.load()  # then Pillow closes the file
+        return content
     file = BytesIO()
-    Image.fromarray(to_rgb(ImageOps.exif_transpose(image))).save(file, "BMP")
+    Image.fromarray(upright(to_rgb(image), orientation_of(image))).save(file, "BMP")
     return file.getvalue()

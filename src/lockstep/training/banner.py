@@ -19,7 +19,7 @@ from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.data.datasets.files import AUTO, SIZES, crops_files
+from lockstep.data.datasets.files import AUTO, SIZES
 from lockstep.runtime.host import GB, amount
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.loggers import TensorBoard
@@ -95,14 +95,6 @@ def _count(parameters: int) -> str:
     if parameters < 1000:
         return str(parameters)
     return f"{parameters / 1e3:.0f} k" if parameters < 1e6 else f"{parameters / 1e6:.1f} M"
-
-
-def _other_interpolation(job: ResolvedJob) -> str:
-    """A remark if the augmentation and the evaluation resize images in different ways; else empty."""
-    own, evaluated = getattr(job.augment, "interpolation", None), job.input.interpolation
-    if own in (None, evaluated) or crops_files(job.dataset):
-        return ""
-    return f" (resized {own} on the device, evaluated {evaluated}; dataset.crop_from=file resizes both alike)"
 
 
 def _rate_reason(job: ResolvedJob, composed: Mapping[str, Any]) -> str:
@@ -225,7 +217,7 @@ def banner(
         "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
-        "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}{_other_interpolation(job)}",
+        "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
         f"{_rate_reason(job, composed)}, {named(job.schedule)}",

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import VIEWS
@@ -13,6 +12,7 @@ from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.augment import reflected
 from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
@@ -113,7 +113,9 @@ def weighted_views(images: Tensor, views: int) -> list[tuple[float, Tensor]]:
     height, width = images.shape[-2:]
     weighted = [(1.0, images)]
     if views == max(VIEWS):
-        padded = F.pad(images, [1] * 4, mode="reflect")
+        # Not F.pad, which cannot reflect an image of one pixel.
+        rows, columns = (reflected(torch.arange(-1, n + 1, device=images.device), n) for n in (height, width))
+        padded = images.index_select(-2, rows).index_select(-1, columns)
         weighted += [(0.5, padded[..., at : at + height, at : at + width]) for at in (0, 2)]
     if views > 1:
         weighted += [(weight, view.flip(-1)) for weight, view in weighted]

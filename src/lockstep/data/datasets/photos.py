@@ -1,10 +1,9 @@
 """What Pillow is needed for: the formats of photos, their orientation, and 8-bit RGB from any of Pillow's modes.
 
 - Transparent pixels become white, the colour of the page that such an image is drawn for.
-- Of integers with more than 8 bits the upper 8 bits are kept. Their number of bits is that of the format, or that of
-  the largest value, if a TIFF states it. A TIFF of 16 bits whose numbers all fit into 12 has 12 bits: cameras write
-  such files. Zero is black; negative numbers are black too.
-- Floats are scaled: the image's smallest value becomes black, its largest white.
+- Of integers of 12 or 16 bits the upper 8 are kept, as torchvision, OpenCV and libpng do it. The format says how many
+  bits there are; the values are not looked at.
+- Floats, signed integers and integers of 32 bits are refused: nothing says which of them is white.
 """
 
 import functools
@@ -26,10 +25,10 @@ NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XM
 ORIENTATION, UPRIGHT = 0x0112, 1
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
 TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
-# Tags of TIFF: whether zero is white, the largest value, whether numbers are unsigned, and their bits.
-PHOTOMETRIC, MAX_VALUE, SAMPLE_FORMAT, BITS = 262, 281, 339, 258
-WHITE_IS_ZERO, UNSIGNED = 0, 1
-CAMERA_BITS = 12
+# Tags of TIFF: whether zero is white, and the bits of a number.
+PHOTOMETRIC, BITS = 262, 258
+WHITE_IS_ZERO = 0
+TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')).save('NAME.png')"
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,11 @@ def opened_by_pillow(data: bytes) -> Any:
         raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
 
 
-def orientation_of(image: Any, data: bytes) -> int:
-    """The orientation, 1 to 8, of an image that Pillow has opened from `data`, as it will decode it."""
+def orientation_of(image: Any, data: bytes | None = None) -> int:
+    """The orientation, 1 to 8, of an image as Pillow decodes it from `data`; None: of one that is in memory."""
     if image.format == "TIFF":
         return UPRIGHT  # Pillow turns it itself
-    if image.format in NOTES and not any(note in data for note in NOTES[image.format]):
+    if data is not None and image.format in NOTES and not any(note in data for note in NOTES[image.format]):
         return UPRIGHT
     try:
         value = image.getexif().get(ORIENTATION, UPRIGHT)
@@ -136,7 +135,11 @@ def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
 
 
 def to_rgb(image: Any) -> NDArray[np.uint8]:
-    """The first frame of an image that Pillow has opened: (height, width, 3)."""
+    """The current frame of an image that Pillow has opened: (height, width, 3).
+
+    Raises:
+        ValueError: it has numbers of which no format says what is white.
+    """
     from PIL import Image
 
     if image.mode == "F" or image.mode.startswith("I"):
@@ -144,37 +147,25 @@ def to_rgb(image: Any) -> NDArray[np.uint8]:
     if not image.has_transparency_data:
         return np.array(image.convert("RGB"))
     straight = image.convert("LA") if image.mode == "La" else image
+    key = image.info.get("transparency")
+    if image.mode == "RGB" and max(key) > 255:  # of a PNG of 16 bits, of which Pillow keeps the upper 8
+        straight = image.copy()
+        straight.info["transparency"] = tuple(value >> 8 for value in key)
     page = Image.new("RGBA", image.size, "white")
     return np.array(Image.alpha_composite(page, straight.convert("RGBA")).convert("RGB"))
 
 
 def _grey(image: Any) -> NDArray[np.uint8]:
     """An image of numbers wider than 8 bits: (height, width)."""
+    # Pillow scales every PGM of more than 8 bits to 16, in its mode of 32.
+    if not image.mode.startswith("I;16") and (image.mode, image.format) != ("I", "PPM"):
+        kind = "floats" if image.mode == "F" else "signed integers or integers of 32 bits"
+        raise ValueError(
+            f"its pixels are {kind}, and nothing says which value is white; choose the values LOW and HIGH that are "
+            f"to be black and white, and convert it with Pillow: {TO_8_BITS}"
+        )
     values, tags = np.asarray(image), getattr(image, "tag_v2", {})
-    if image.mode == "F":
-        grey = _float_to_grey(values)
-    else:
-        if values.dtype == np.int32 and tags.get(BITS) == (32,) and not _is_signed(tags):
-            values = values.view(np.uint32)  # Pillow's widest mode is signed
-        grey = (values.clip(0) >> max(0, _bits(values, tags) - 8)).clip(max=255).astype(np.uint8)
-    return 255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey
-
-
-def _bits(values: NDArray[Any], tags: Any) -> int:
-    """The number of bits of an image of integers. `tags` are those of a TIFF; other images have 16 bits."""
-    if stated := tags.get(MAX_VALUE):
-        return int(np.max(stated)).bit_length()
-    bits = int(tags.get(BITS, (16,))[0]) - _is_signed(tags)
-    return CAMERA_BITS if tags and bits == 16 and values.max() < 2**CAMERA_BITS else bits
-
-
-def _is_signed(tags: Any) -> bool:
-    return tags.get(SAMPLE_FORMAT, (UNSIGNED,)) != (UNSIGNED,)
-
-
-def _float_to_grey(values: NDArray[Any]) -> NDArray[np.uint8]:
-    """Scale floats by their own range; NaN and minus infinity become black, infinity becomes white."""
-    finite = values[np.isfinite(values)].astype(np.float64)
-    low, high = (finite.min(), finite.max()) if finite.size else (0.0, 0.0)
-    shares = (values.clip(low, high) - low) / (high - low or 1.0)
-    return np.nan_to_num(255 * shares).round().astype(np.uint8)
+    grey = (values >> tags.get(BITS, (16,))[0] - 8).astype(np.uint8)
+    if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO:
+        grey = 255 - grey
+    return np.where(values == image.info.get("transparency"), np.uint8(255), grey)

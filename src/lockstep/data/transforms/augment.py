@@ -6,7 +6,6 @@ resumes cannot change it. An augmentation takes uint8 images and returns uint8 o
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -14,8 +13,10 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
+from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms.randaugment import STRONGEST, randaugment
+from lockstep.data.transforms.resample import resized_crops
 
 # Tries of a random resized crop to find a box that fits, as in torchvision. Their draws start at 2**20, so they never
 # collide with other draws.
@@ -76,7 +77,7 @@ class CropFlip:
         columns = left + torch.where(self._mirrored(draws)[:, None], width - 1 - x, x)
         rows = top + torch.arange(height, device=images.device)
         if self.reflect:
-            rows, columns = _reflected(rows - self.pad, height), _reflected(columns - self.pad, width)
+            rows, columns = reflected(rows - self.pad, height), reflected(columns - self.pad, width)
             padded, row_length = images, width
         else:
             padded, row_length = F.pad(images, [self.pad] * 4), width + 2 * self.pad
@@ -91,7 +92,7 @@ class CropFlip:
         return draws.uniform(2) < self.flip
 
 
-def _reflected(positions: Tensor, side: int) -> Tensor:
+def reflected(positions: Tensor, side: int) -> Tensor:
     """Positions outside of 0 to side - 1, reflected at the outermost pixels to positions inside."""
     positions = positions.abs() % max(1, 2 * side - 2)
     return side - 1 - (side - 1 - positions).abs()
@@ -101,9 +102,9 @@ def _reflected(positions: Tensor, side: int) -> Tensor:
 class RandomResizedCrop:
     """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
 
-    The box of Szegedy et al. 2015, resampled bilinearly. There are two ways to cut it. From stored squares on the
-    device (`apply`): a box that does not fit is clipped to the image. From image files while they are read (`boxes`,
-    then `after_crop`): a box that does not fit is drawn again, which is torchvision's distribution.
+    torchvision's `RandomResizedCrop(antialias=True)` (Szegedy et al. 2015), in which a box that does not fit is drawn
+    again. The box is cut from stored squares on the device (`apply`), or from image files while they are read
+    (`boxes`, then `after_crop`).
 
     Fields:
         scale: smallest and largest area, as a share of the image's.
@@ -115,8 +116,6 @@ class RandomResizedCrop:
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
     flip: float = ranged(0.5, least=0, most=1)
 
-    interpolation: ClassVar[str] = "bilinear"  # of `apply`; boxes of files are resized like the files
-
     def __str__(self) -> str:
         return _listed("random resized crop", _mirrored(self.flip))
 
@@ -125,42 +124,32 @@ class RandomResizedCrop:
             if len(bounds) != 2 or bounds[0] > bounds[1]:
                 raise InputError(f"augment.{name} is {bounds}, expected two rising numbers: augment.{name}={usual}")
 
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        area = self.scale[0] + draws.uniform(0) * (self.scale[1] - self.scale[0])
-        low, high = torch.tensor(self.ratio).log().tolist()
-        ratio = torch.exp(low + draws.uniform(1) * (high - low))
-        # In grid_sample's units: the image's centre is 0, its edges are at -1 and 1.
-        width = (area * ratio).sqrt().clamp(max=1.0)
-        height = (area / ratio).sqrt().clamp(max=1.0)
-        x = (2 * draws.uniform(2) - 1) * (1 - width)
-        y = (2 * draws.uniform(3) - 1) * (1 - height)
-        mirror = torch.where(draws.uniform(4) < self.flip, -1.0, 1.0)
-        zero = torch.zeros_like(x)
-        theta = torch.stack([torch.stack([width * mirror, zero, x], 1), torch.stack([zero, height, y], 1)], 1)
-        grid = F.affine_grid(theta, [len(images), images.shape[1], *size], align_corners=False)
-        return F.grid_sample(images.float(), grid, padding_mode="reflection", align_corners=False)
+    def apply(
+        self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
+    ) -> Tensor:
+        sizes = torch.stack([torch.full_like(draws.indices, side) for side in images.shape[-2:]], 1)
+        return self.after_crop(resized_crops(images, self.boxes(draws, sizes), size, interpolation), draws, size)
 
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
-        height, width = sizes.double().unbind(1)
+        height, width = (side[:, None] for side in sizes.double().unbind(1))
         low, high = self.ratio
+        numbers = torch.arange(FIRST_TRY, FIRST_TRY + 4 * TRIES, device=sizes.device)
+        tries = draws.uniform(numbers).double().view(-1, TRIES, 4)
+        area, aspect, vertical, horizontal = tries.unbind(2)
+        area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
+        ratio = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
+        box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
+        fits = (box_height > 0) & (box_width > 0) & (box_height <= height) & (box_width <= width)
+        top = (vertical * (height - box_height + 1)).floor()
+        left = (horizontal * (width - box_width + 1)).floor()
+        first = fits.int().argmax(1)[:, None]
+        box = torch.cat([side.gather(1, first) for side in (top, left, box_height, box_width)], 1)
         # The result if no try fits: the largest central box with an allowed ratio.
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
-        has_box = torch.zeros_like(height, dtype=torch.bool)
-        for first_draw in range(FIRST_TRY, FIRST_TRY + 4 * TRIES, 4):
-            if has_box.all():
-                break
-            area, aspect, vertical, horizontal = (draws.uniform(first_draw + n).double() for n in range(4))
-            area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-            ratio = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
-            try_height, try_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-            fits = ~has_box & (try_height > 0) & (try_width > 0) & (try_height <= height) & (try_width <= width)
-            has_box |= fits
-            box_height, box_width = torch.where(fits, try_height, box_height), torch.where(fits, try_width, box_width)
-            top = torch.where(fits, (vertical * (height - try_height + 1)).floor(), top)
-            left = torch.where(fits, (horizontal * (width - try_width + 1)).floor(), left)
-        return torch.stack([top, left, box_height, box_width], 1).long()
+        central = torch.cat([top, left, box_height, box_width], 1)
+        return torch.where(fits.any(1, keepdim=True), box, central).long()
 
     def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         x = torch.arange(images.shape[-1], device=images.device)
@@ -200,9 +189,6 @@ class RandAugment(_Operations, CropFlip):
 @dataclass(frozen=True, kw_only=True)
 class RandAugmentResized(_Operations, RandomResizedCrop):
     """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
-
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return self.operate(super().apply(images, draws, size).round().to(torch.uint8), draws)
 
     def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         return self.operate(super().after_crop(images, draws, size), draws)
