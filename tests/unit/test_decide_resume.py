@@ -222,3 +222,18 @@ def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_pat
             yaml_io.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
         )
     assert decided(f"resume={run.path}", "epochs=7").values["data_root"] == "/data/linear"
+
+
+def test_a_run_that_was_killed_at_its_start_needs_the_checkpoint_that_it_started_from(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tmp_path / "step-00000002"
+    shutil.copytree(trained.checkpoints / start.name, start)
+    new = run_dir(tmp_path / "new", *SHORT, "steps=6", f"resume={start}")
+    monkeypatch.chdir(tmp_path.parent)
+    resume, job = decided(f"resume={new.path}"), load_job(new.config)
+    assert resume.checkpoint == start
+    check_resumable(resume, job, plan_of(job, 64))
+    shutil.rmtree(start)
+    with pytest.raises(InputError, match=f"checkpoint {start} is damaged"):
+        check_resumable(decided(f"resume={new.path}"), job, plan_of(job, 64))

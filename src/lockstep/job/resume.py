@@ -117,12 +117,11 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         may_fetch = data_root in (None, values["data_root"])
         # Somebody else may have written the run folder, so only the present command may name another output folder.
         values = {**own, "output_root": values["output_root"]}
+    # What a run was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
+    start = _named_checkpoint(values) if run is None else yaml_io.load(RunDir(run).config).get("resume")
     return Resume(
         composed=values,
-        values={
-            **_without_auto_batch(values, overrides, invocation.configs),
-            "resume": _named_checkpoint(values),
-        },
+        values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
         overrides=overrides,
         run=run,
         folder=named if run is None else run,
