@@ -150,10 +150,9 @@ def fitting(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFile
 def _keys_set(text: str) -> list[str]:
     """The keys of the values that an override sets or removes; empty if it chooses an option of a group."""
     parsed = OverridesParser.create().parse_override(text)
-    value = parsed.value()
-    names = [name for name, _ in leaves({parsed.key_or_group: value})]
-    is_value = isinstance(value, dict) or "." in parsed.key_or_group
-    return names if is_value or parsed.key_or_group in VALUES else []
+    key, value = parsed.key_or_group, parsed.value()
+    is_value = isinstance(value, dict) or "." in key or key in VALUES
+    return [name for name, _ in leaves({key: value})] if is_value else []
 
 
 def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> DictConfig:

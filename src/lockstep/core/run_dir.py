@@ -198,16 +198,13 @@ class RunDir:
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:
-        """Write into the summary how the job ended. If the summary cannot be written, only `error` says it.
-
-        A job that ended before it started is the newest run too.
-        """
+        """Write into the summary how the job ended. If the summary cannot be written, only `error` says it."""
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile, LookupError, TypeError):
             has_started = self.readable_summary().get("status") == "running"
             self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
-            if not has_started:
+            if not has_started:  # else it is the newest run already
                 self.mark_latest(Path(safe_read.read_yaml(self.config)["output_root"]))
 
     @property

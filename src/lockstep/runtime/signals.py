@@ -44,14 +44,12 @@ PR_SET_PDEATHSIG = 1
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 STOPPED = "stopped before it was done; the same command does it again"  # a command that starts no run
-NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
 
 
 def not_begun(saved: str = "") -> Stopped:
     """The error of a stop before this process has finished a step of a run; `saved` is the run's `RunDir.saved`."""
-    return Stopped(
-        f"stopped at {saved}, which was saved: the same command, or resume=latest, goes on" if saved else NOT_BEGUN
-    )
+    how = f"at {saved}, which was saved" if saved else "before a step was finished; nothing is lost"
+    return Stopped(f"stopped {how}: the same command, or resume=latest, goes on")
 
 
 class StopNow(BaseException):
