@@ -141,6 +141,28 @@ def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_
     assert summary(folder)["exit_code"] == code
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_was_stopped_before_its_next_step_is_the_newest_and_says_where_it_stands(
+    tmp_path: Path, saved: bool
+) -> None:
+    folder, waits = tmp_path / "run", tmp_path / "waits"
+    if saved:
+        assert ended(start(folder, *INLINE, "steps=2"))[0] == 0
+        (tmp_path / "latest").unlink()
+    late = f"lambda *_: (open({str(waits)!r}, 'w').close(), __import__('threading').Event().wait())"
+    launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", late)
+    process = start(folder, *INLINE, "steps=4", launch=launch)
+    wait_for(lambda: waits.exists() or process.poll() is not None)
+    process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert code == 75, err
+    assert ("stopped at step 2 of 2, which was saved" if saved else "stopped before a step was finished") in err
+    assert summary(folder)["error"] in err
+    again = command(sys.executable, "train.py", "resume=latest", f"output_root={tmp_path}")
+    assert again.code == 0, again.err
+    assert (summary(folder)["status"], summary(folder)["step"]) == ("completed", 4)
+
+
 def test_a_stop_that_waits_for_a_suspended_rank_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = running(folder, *SPAWN, *LONG, "checkpoint.every=1")

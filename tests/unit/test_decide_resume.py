@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from helpers import FAKE, composed, run_dir, train_here
 from lockstep.config import composition, yaml_io
-from lockstep.config.invocation import Invocation
+from lockstep.config.components import build_job
+from lockstep.config.invocation import ConfigFiles, Invocation
+from lockstep.config.messages import key_of
+from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job.resume import Resume, check_resumable, decide_resume
@@ -105,3 +112,128 @@ def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
     assert (values["batch"], values["train"]["micro_batches"]) == (64, "auto")
     with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; leave out one"):
         decided("batch=auto", "name=test", "train.micro_batches=4", batch="auto")
+
+
+# How a user can set a key of an option, or remove it.
+FORMS = ("{key}=null", "++{key}=null", "~{key}", "++{block}={{{name}: null}}")
+
+
+@functools.cache
+def options() -> dict[str, list[tuple[str, list[str]]]]:
+    """The options of each group, and the dotted keys of each, from the YAML files alone."""
+    by_group: dict[str, list[tuple[str, list[str]]]] = {group: [] for group in GROUPS}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        if (group := path.parent.name) in GROUPS:
+            node, name = yaml.safe_load(path.read_text()), path.stem
+            blocks = {f"{group}.{name}": node[name]} if group in MANY else {group: node}
+            keys = [f"{block}.{key}" for block, values in blocks.items() for key in values if key != "_target_"]
+            by_group[group].append((f"[{name}]" if group in MANY else name, keys))
+    return by_group
+
+
+COMPOSED: dict[tuple[str, ...], Any] = {}
+
+
+@pytest.fixture
+def cached_composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compose each choice of options once, by the last word for each group."""
+    compose = composition._compose
+
+    def cached(name: str, words: list[str]) -> Any:
+        last = tuple(sorted({key_of(word): word for word in words}.values()))
+        if last not in COMPOSED:
+            COMPOSED[last] = compose(name, list(last))
+        return COMPOSED[last]
+
+    monkeypatch.setattr(composition, "_compose", cached)
+    with composition.composing():
+        yield
+
+
+@pytest.mark.usefixtures("cached_composing")
+@pytest.mark.parametrize("form", FORMS)
+def test_a_key_stays_where_the_new_option_of_its_group_has_it_too(form: str) -> None:
+    sizes = range(max(map(len, options().values())))
+    for old, new in itertools.permutations(sizes, 2):  # all groups at once, and each pair of options of each
+        stored, chosen, expected = [], [], []
+        for group, choices in options().items():
+            (old_name, old_keys), (new_name, new_keys) = (choices[number % len(choices)] for number in (old, new))
+            stored.append(f"{group}={old_name}")
+            chosen.append(f"{group}={new_name}")
+            for key in old_keys:
+                block, _, name = key.rpartition(".")
+                stored.append(form.format(key=key, block=block, name=name))
+                expected += [stored[-1]] if key in new_keys else []
+        stayed = composition.fitting([*stored, "epochs=3"], chosen, ConfigFiles())
+        assert [word for word in stayed if "." in word or "{" in word] == expected
+        assert "epochs=3" in stayed
+
+
+@pytest.mark.parametrize(
+    ("first", "now", "key", "value"),
+    [
+        ("schedule=step schedule.gamma=0.5", "schedule=constant", "schedule", {"warmup": 0}),
+        ("schedule=step schedule.warmup=7", "schedule=constant", "schedule", {"warmup": 7}),
+        ("schedule=step ~schedule.gamma", "schedule=constant", "schedule", {"warmup": 0}),
+        ("schedule.final=0.1", "experiment=cifar10_tutorial", "schedule", {"warmup": 0}),
+        ("~experiment batch=32", "experiment=cifar10_tutorial", "epochs", 5),
+        ("metric=[f1] metric.f1.average=macro", "metric=[]", "metric", {}),
+        ("logger=[tensorboard] logger.tensorboard.histograms=true", "logger=[]", "logger", {}),
+        ("schedule=step schedule.gamma=0.5", "epochs=7 batch=32", "epochs", 7),
+    ],
+)
+def test_another_option_takes_the_place_of_the_first_one(
+    tmp_path: Path, first: str, now: str, key: str, value: Any
+) -> None:
+    run = run_dir(tmp_path / "run", *first.split())
+    resume = decided(f"resume={run.path}", f"output_root={tmp_path}", *now.split())
+    left = resume.values[key]
+    assert (left if key == "epochs" else {name: left[name] for name in left if name != "_target_"}) == value
+    assert composed(*resume.overrides) == resume.composed, "the overrides give the config again"
+
+
+def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_dir(tmp_path / "run", "schedule=step", "schedule.gamma=0.5")
+    for word in ("schedule.gamma=0.7", "schedule.warmpu=7", "++schedule={gamma: 0.7}"):
+        called = Invocation(overrides=("schedule=constant", word), command="", sweep=False, folder=None, hydra="")
+        with pytest.raises(InputError, match=r"schedule\.(gamma|warmpu)"), composition.composing():
+            build_job(decide_resume({**composed("schedule=constant"), "resume": str(run.path)}, called).values)
+    assert "schedule.gamma=0.5 of the run is left out" in capsys.readouterr().out
+    assert decided(f"resume={run.path}", "epochs=7").values["schedule"]["gamma"] == 0.5
+
+
+@pytest.mark.parametrize("words", [(), ("epochs=7",), ("schedule=constant",), ("optimizer.lr=0.1", "seed=3")])
+def test_the_options_of_a_run_are_its_own_whatever_the_command_that_resumes_would_choose(
+    tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    run = run_dir(tmp_path / "run", "model=linear", "schedule=step", "augment=none")
+    choices = yaml.safe_load(decided(f"resume={run.path}", *words).hydra)["hydra"]["runtime"]["choices"]
+    schedule = "constant" if "schedule=constant" in words else "step"
+    assert (choices["model"], choices["augment"], choices["schedule"]) == ("linear", "none", schedule)
+    assert (choices["dataset"], choices["optimizer"]) == ("digits", "adamw")
+
+
+def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_path: Path) -> None:
+    word = "data_root=/data/${hydra:runtime.choices.model}"
+    run = run_dir(tmp_path / "run", "model=linear")
+    for file in (run.overrides, run.composed):
+        values = yaml_io.load_list(file) if file == run.overrides else yaml_io.load(file)
+        file.write_text(
+            yaml_io.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
+        )
+    assert decided(f"resume={run.path}", "epochs=7").values["data_root"] == "/data/linear"
+
+
+def test_a_run_that_was_killed_at_its_start_needs_the_checkpoint_that_it_started_from(
+    trained: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = tmp_path / "step-00000002"
+    shutil.copytree(trained.checkpoints / start.name, start)
+    new = run_dir(tmp_path / "new", *SHORT, "steps=6", f"resume={start}")
+    monkeypatch.chdir(tmp_path.parent)
+    resume, job = decided(f"resume={new.path}"), load_job(new.config)
+    assert resume.checkpoint == start
+    check_resumable(resume, job, plan_of(job, 64))
+    shutil.rmtree(start)
+    with pytest.raises(InputError, match=f"checkpoint {start} is damaged"):
+        check_resumable(decided(f"resume={new.path}"), job, plan_of(job, 64))

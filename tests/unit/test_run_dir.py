@@ -9,12 +9,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from helpers import composed
+from helpers import composed, run_dir
 from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
@@ -22,6 +24,11 @@ from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed,
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.create import Preparation
 from lockstep.job.resume import decide_resume
+from lockstep.launcher.base import Inline, first_failure
+from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.pool import Pool
+from lockstep.sweep.record import Record
 
 
 @pytest.mark.parametrize(
@@ -119,6 +126,39 @@ def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Pa
     run.write_ending(NumericalError("the loss is nan"))
     run.start_summary(step=3)
     assert run.read_summary() == {"status": "running", "step": 3}
+
+
+@pytest.mark.parametrize(("status", "newest"), [(None, True), ("stopped", True), ("running", False)])
+def test_a_run_that_ended_before_it_started_is_the_newest_one_too(
+    tmp_path: Path, status: str | None, newest: bool
+) -> None:
+    run = run_dir(tmp_path / "run")
+    RunDir.at(tmp_path / "later").mark_latest(tmp_path)
+    if status is not None:
+        run.write_summary(status=status)
+    run.write_ending(Stopped("early"))
+    assert run.read_summary()["status"] == "stopped"
+    assert latest(tmp_path, "resume").path.name == ("run" if newest else "later")
+
+
+def test_a_stop_before_a_step_says_how_far_the_run_was_saved_before(tmp_path: Path) -> None:
+    run, new = RunDir.at(tmp_path / "run"), RunDir.at(tmp_path / "new")
+    run.last.write_text("step-00000312\n")
+    run.start_summary(steps=345)
+    (tmp_path / "jobs").mkdir()
+
+    def stops(path: Path) -> None:
+        raise StopNow
+
+    for folder, says in ((run, "stopped at step 312 of 345, which was saved"), (new, "stopped before a step was")):
+        with pytest.raises(Stopped, match=says):
+            Inline(ranks=1).launch(stops, folder)
+        request = StopRequest()
+        request.saved = folder.saved
+        pool: Any = SimpleNamespace(ledger=Ledger(tmp_path))
+        record = Pool._without_record(pool, Record(number=0, overrides=(), folder=folder.path.name), 75)
+        for sentence in (first_failure(folder, {0: 75}), request.error(), record.error):
+            assert str(sentence).startswith(says)
 
 
 def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lockstep.core.world import World
 from lockstep.job.validate import check_effects
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import hardware
-from lockstep.telemetry.spending import Spending
+from lockstep.telemetry.spending import Spending, rates
 from lockstep.training import experiment
 from lockstep.training.resolved_job import load_job
 
@@ -52,6 +52,30 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
     assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)
     second.end("completed")
     assert RunDir(tmp_path).spent() == pytest.approx({**second.so_far(), "joules_per_image": 2880}, rel=1e-3)
+
+
+def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """100 s until its last checkpoint, 40 s more until a log point that is written, and 5 s until the kill."""
+    now = 1000.0
+    monkeypatch.setattr("lockstep.telemetry.spending.time", SimpleNamespace(monotonic=lambda: now))
+    for number in (1, 2):
+        session = spending(tmp_path, joules=7.2e6)
+        session.trained = lambda: {"images": 500.0, "training_seconds": 80.0, "waiting_seconds": 8.0}
+        now += 100
+        session.saved(10, tmp_path)
+        for seconds in (20, 20, 5):
+            now += seconds
+            session.write(20, {})
+        spent = RunDir(tmp_path).spent()
+        assert spent["hours"] == pytest.approx(number * 140 / 3600)
+        assert (spent["kwh"], spent["usd"]) == pytest.approx((number * 2.0, number * 140 / 3600 * 2 * 3.0))
+        assert (spent["images"], spent["training_seconds"], spent["waiting_seconds"]) == (
+            number * 500,
+            number * 80,
+            number * 8,
+        )
+        assert RunDir(tmp_path).read_summary()["seconds"] == pytest.approx(number * 140)
+    assert rates(RunDir(tmp_path).spent()) == {"img_per_s": 6.25, "data_wait_pct": 10}
 
 
 @pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"usd": 2.9}])

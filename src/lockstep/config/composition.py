@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from textwrap import TextWrapper
@@ -17,6 +17,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,12 +25,16 @@ from omegaconf.errors import OmegaConfBaseException
 from lockstep.config import components, hydra_policy, messages
 from lockstep.config.commands import program_name
 from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, sentence, translate, unreadable
-from lockstep.config.schema import CONF, Job
+from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.core.safe_read import events
 
 if TYPE_CHECKING:
     from lockstep.config.invocation import ConfigFiles
+
+# The keys of a job that are no groups.
+VALUES = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
 
 
 def register() -> None:
@@ -96,10 +101,10 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFiles) -> dict[str, Any]:
+def recompose(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> dict[str, Any]:
     """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
 
-    Later overrides win.
+    Later overrides win. Hydra's own config is then that of this composition: see `of_hydra`.
 
     Raises:
         InputError: a stored override is one for Hydra itself; a run folder keeps no such override.
@@ -108,7 +113,46 @@ def recompose(stored: list[str], overrides: tuple[str, ...], configs: ConfigFile
         check_word(text)
         if hydra_policy.is_of_hydra(text):
             raise InputError(f"the run keeps the override {text!r}, expected keys of a job; remove it")
-    return to_dict(_compose(configs.name, [*configs.searchpath, *stored, *overrides]))
+    config = _compose(configs.name, [*configs.searchpath, *stored, *overrides], with_hydra=True)
+    HydraConfig.instance().set_config(config)  # values refer to the choices of the run, not of the present command
+    return to_dict(config)
+
+
+def of_hydra() -> str:
+    """Hydra's own config of the newest composition, as YAML. Its choices say which options a job has."""
+    return OmegaConf.to_yaml(HydraConfig.instance().cfg)
+
+
+def fitting(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> list[str]:
+    """The `stored` overrides that still apply when `overrides` choose other options of groups.
+
+    A key that both options have keeps its value. What only the earlier option has is left out, and so is the removal
+    of a key that `overrides` set.
+    """
+    keys = {text: _keys_set(text) for text in (*stored, *overrides)}
+    chosen = [text for text in overrides if not keys[text]]
+    if not chosen:
+        return [*stored]
+    choices = [*configs.searchpath, *(text for text in stored if not keys[text])]
+    before, after = (
+        {key for key, _ in leaves(OmegaConf.to_container(_compose(configs.name, words), resolve=False))}  # type: ignore[arg-type]
+        for words in (choices, [*choices, *chosen])
+    )
+    gone = tuple(f"{key}." for key in before - after)
+    removals = {f"~{messages.key_of(text)}" for text in overrides}
+    return [
+        text
+        for text in stored
+        if text.partition("=")[0] not in removals and not any(f"{key}.".startswith(gone) for key in keys[text])
+    ]
+
+
+def _keys_set(text: str) -> list[str]:
+    """The keys of the values that an override sets or removes; empty if it chooses an option of a group."""
+    parsed = OverridesParser.create().parse_override(text)
+    key, value = parsed.key_or_group, parsed.value()
+    is_value = isinstance(value, dict) or "." in key or key in VALUES
+    return [name for name, _ in leaves({key: value})] if is_value else []
 
 
 def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> DictConfig:

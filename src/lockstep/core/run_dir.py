@@ -162,6 +162,15 @@ class RunDir:
         name = self.readable_summary().get("run")
         return name if isinstance(name, str) else None
 
+    @property
+    def saved(self) -> str:
+        """How far this run is saved, for a sentence: `step 312 of 345`; empty before its first checkpoint."""
+        try:
+            step = int(safe_read.read_text(self.last).strip().removeprefix("step-"))
+        except (UnreadableFile, ValueError):
+            return ""
+        return f"step {step} of {self.readable_summary().get('steps', 'an unknown number')}"
+
     def spent(self) -> dict[str, Any]:
         """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
         spent = self.readable_summary().get("spent")
@@ -193,8 +202,11 @@ class RunDir:
         """Write into the summary how the job ended. If the summary cannot be written, only `error` says it."""
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
-        with suppress(OSError, StorageError, UnreadableFile):
+        with suppress(OSError, StorageError, UnreadableFile, LookupError, TypeError):
+            has_started = self.readable_summary().get("status") == "running"
             self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
+            if not has_started:  # else it is the newest run already
+                self.mark_latest(Path(safe_read.read_yaml(self.config)["output_root"]))
 
     @property
     def began(self) -> bool:

@@ -42,7 +42,7 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> Preparatio
         {
             run_dir.config: yaml_io.dump(components.plain(job)),
             run_dir.command: invocation.command + "\n",
-            run_dir.hydra / "hydra.yaml": invocation.hydra,
+            run_dir.hydra / "hydra.yaml": resume.hydra,
             run_dir.overrides: yaml_io.dump(resume.overrides),
             run_dir.composed: yaml_io.dump(resume.composed),
         },

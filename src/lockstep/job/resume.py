@@ -45,6 +45,7 @@ class Resume:
         folder: the folder of the job, which this run has or the command names; None for a new one.
         may_fetch: whether missing data may be downloaded. Not to a folder that only the run folder names, because
             somebody else may have written the run folder.
+        hydra: Hydra's own config of `composed`, as YAML. Its choices say which options the job has.
     """
 
     composed: Mapping[str, Any]
@@ -53,6 +54,7 @@ class Resume:
     run: Path | None
     folder: Path | None
     may_fetch: bool
+    hydra: str = ""
 
     @property
     def launcher(self) -> Mapping[str, Any]:
@@ -107,23 +109,24 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         raise InputError(
             "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
         )
-    overrides, may_fetch = invocation.overrides, True
+    overrides, hydra, may_fetch = invocation.overrides, invocation.hydra, True
     if run is not None:
         own, overrides = _values_of_run(RunDir(run), invocation)
+        hydra = composition.of_hydra()
         data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
         may_fetch = data_root in (None, values["data_root"])
         # Somebody else may have written the run folder, so only the present command may name another output folder.
         values = {**own, "output_root": values["output_root"]}
+    # What a run was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
+    start = _named_checkpoint(values) if run is None else yaml_io.load(RunDir(run).config).get("resume")
     return Resume(
         composed=values,
-        values={
-            **_without_auto_batch(values, overrides, invocation.configs),
-            "resume": _named_checkpoint(values),
-        },
+        values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
         overrides=overrides,
         run=run,
         folder=named if run is None else run,
         may_fetch=may_fetch,
+        hydra=hydra,
     )
 
 
@@ -213,17 +216,21 @@ def _named_checkpoint(values: Mapping[str, Any]) -> str | None:
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The config of a run with the overrides of the present command, and all overrides."""
-    stored = yaml_io.load_list(run_dir.overrides)
+    stored, configs = yaml_io.load_list(run_dir.overrides), invocation.configs
     added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
     try:
-        values = composition.recompose(stored, added, invocation.configs)
-        own = composition.recompose(stored, (), invocation.configs) if added else {**values}
+        own = composition.recompose(stored, (), configs)
+        fitting = composition.fitting(stored, added, configs)
+        values = composition.recompose(fitting, added, configs) if added else {**own}
     except InputError as error:
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
+    if dropped := [text for text in stored if text not in fitting]:
+        words = " ".join(dropped)
+        log.show_warning(f"resume: {words} of the run is left out: the options of this command do not take it")
     if "name" not in map(messages.key_of, added):
         values["name"] = yaml_io.load(run_dir.config).get("name", values["name"])
     _check_kept_config(run_dir, own, values, [messages.key_of(text) for text in added])
-    return values, (*stored, *added)
+    return values, (*fitting, *added)
 
 
 def _missing_extensions(run_dir: RunDir) -> str:

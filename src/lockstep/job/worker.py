@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing import current_process
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_kno
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
+from lockstep.launcher.processes import Fork
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
@@ -36,12 +38,13 @@ def main(path: Path) -> None:
         full_disk(run_dir.path),
     ):
         job, stop = load_job(run_dir.config), StopRequest()
+        stop.saved = run_dir.saved
         if job.repro == "strict":  # cuBLAS reads the variable when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         timeout = plan.seconds("launcher.timeout", job.launcher.timeout)
         with (
-            # A rank that a launcher started exits after this. It keeps its handlers: a late signal has no effect.
-            stop_signals(stop, restore=not is_launched()),
+            # A process of ours exits after this. It keeps its handlers: a late signal has no effect.
+            stop_signals(stop, restore=not (is_launched() or isinstance(current_process(), Fork))),
             watchdog.Watchdog(
                 errors.rank, timeout=timeout, stop=stop, file=stacks, record_error=errors.record_hang
             ) as dog,

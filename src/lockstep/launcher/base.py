@@ -13,7 +13,7 @@ from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Time
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.runtime.signals import NOT_BEGUN, StopNow
+from lockstep.runtime.signals import StopNow, not_begun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Inline(Launcher):
         try:
             self.run(entry, run_dir)
         except StopNow:  # the stop came before the rank had set its handlers, or after it had restored them
-            raise Stopped(NOT_BEGUN) from None
+            raise not_begun(run_dir.saved) from None
         return run_dir.read_summary().get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
@@ -60,7 +60,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         with suppress(UnreadableFile):  # a full disk may have ended its rank
             errors.append(safe_read.read_json(path))
     if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
-        return Stopped(NOT_BEGUN)
+        return not_begun(run_dir.saved)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
             return StorageError(

@@ -55,7 +55,7 @@ class _StopEarly(StopRequest):
         self.says = says
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if importing(frame):
+        if importing(frame) and not self.requested:
             self._leave()
         if not self.requested:
             # Not with `threading`, whose locks the interrupted code may hold.

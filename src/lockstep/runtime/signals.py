@@ -44,7 +44,12 @@ PR_SET_PDEATHSIG = 1
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 STOPPED = "stopped before it was done; the same command does it again"  # a command that starts no run
-NOT_BEGUN = "stopped before a step was finished; nothing is lost: the same command, or resume=latest, goes on"
+
+
+def not_begun(saved: str = "") -> Stopped:
+    """The error of a stop before this process has finished a step of a run; `saved` is the run's `RunDir.saved`."""
+    how = f"at {saved}, which was saved" if saved else "before a step was finished; nothing is lost"
+    return Stopped(f"stopped {how}: the same command, or resume=latest, goes on")
 
 
 class StopNow(BaseException):
@@ -61,6 +66,7 @@ class StopRequest:
             after the first.
         immediate: whether a stop interrupts the main thread, because no work there must be finished.
         begun: whether a step was finished, so that there is a state to save.
+        saved: how far an earlier process has saved the run; see `not_begun`.
         leaving: whether the state is being saved.
         reason: why the run itself asked for the stop; empty for a signal.
         rung_end: the share of its steps at which the job stops, after an evaluation.
@@ -71,6 +77,7 @@ class StopRequest:
         self.force = False
         self.immediate = True
         self.begun = False
+        self.saved = ""
         self.leaving = False
         self.interrupted_at: float | None = None
         self.reason = ""
@@ -115,7 +122,7 @@ class StopRequest:
 
     def error(self) -> LockstepError:
         """The error of a job that was stopped without saving: there was no state to save, or no time."""
-        return Interrupted() if self.force else Stopped(NOT_BEGUN)
+        return Interrupted() if self.force else not_begun(self.saved)
 
 
 def importing(frame: FrameType | None) -> bool:

@@ -20,7 +20,7 @@ import psutil
 
 from lockstep.core.errors import Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.core.safe_write import append
-from lockstep.runtime.signals import GRACE_S, LEAVE_S, NOT_BEGUN, STOP_SIGNALS, StopRequest, importing
+from lockstep.runtime.signals import GRACE_S, LEAVE_S, STOP_SIGNALS, StopRequest, importing, not_begun
 
 TICK_S = 0.5
 # A process that uses less than this share of a core counts as waiting.
@@ -132,7 +132,7 @@ class Watchdog(threading.Thread):
         # A stop does not interrupt an import (see `importing`), so end the process here: there is nothing to save
         # yet.
         if not begun and (self.since_stop > GRACE_S or (self.since_stop and importing(_main_frame()))):
-            return Stopped(NOT_BEGUN)
+            return not_begun(self.stop.saved)
         suspended = any(map(_is_suspended, self.local_peer_pids.values()))
         patience = GRACE_S if suspended else max(PATIENCE_S, 2 * self.longest)
         if min(self.since_stop, self.idle) > min(patience, self.timeout) and not self.stop.leaving:

@@ -288,7 +288,7 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
     except BaseException as raised:
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
-            error = Stopped(signals.NOT_BEGUN)
+            error = signals.not_begun(RunDir(ledger.folder / record.folder).saved)
         translated = translate(error) if isinstance(error, Exception) else None
         known = translated or as_known(error)
         # A full disk is no fault of the job: the same line goes on with it.

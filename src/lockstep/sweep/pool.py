@@ -160,7 +160,8 @@ class Pool:
         if code == 0:  # a fresh interpreter of an app that knows no ledger
             return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
-            return self.ledger.end(record, State.stopped, exit_code=code, error=signals.NOT_BEGUN)
+            error = str(signals.not_begun(RunDir(self.ledger.folder / record.folder).saved))
+            return self.ledger.end(record, State.stopped, exit_code=code, error=error)
         if code == -signal.SIGKILL and self.has_killed:
             forced = Interrupted()
             return self.ledger.end(record, State.stopped, exit_code=forced.exit_code, error=str(forced))

@@ -19,6 +19,7 @@ from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.profile import NoProfile
 from lockstep.telemetry.sinks import NoSamples
+from lockstep.telemetry.spending import rates
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import EndedWindow, EpochState, PendingNumbers, Span, Tally, Window, WindowState
@@ -265,11 +266,14 @@ class Telemetry:
         """The share of each part of the run in the time of this process since its first step."""
         return self.times.shares(self.stragglers.waited_share)
 
+    def trained(self) -> dict[str, float]:
+        """The images and seconds of this process up to its last log point, for `spending.rates`."""
+        busy, waited = self.window.began
+        return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
+
     def totals_of_run(self) -> dict[str, float]:
         """Images per second, and percent of the time waiting for data, over this process's part of the run."""
-        busy, waited = self.window.began  # the seconds up to the last log point, as the examples are
-        busy = max(busy, 1e-9)
-        return {"img_per_s": self.examples / busy, "data_wait_pct": 100 * waited / busy}
+        return rates(self.trained())
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

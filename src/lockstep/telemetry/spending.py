@@ -1,6 +1,7 @@
-"""What a run has cost over all its parts, in hours, energy and money, and the budget that ends it."""
+"""What a run has cost over all its sessions, in hours, energy and money, and the budget that ends it."""
 
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +15,29 @@ from lockstep.telemetry.hardware import Monitor
 
 JOULES_PER_KWH = 3.6e6
 DIGITS = 9  # of what is written: small runs cost little
+PERIOD_S = 30.0
+
+
+def rates(spent: Mapping[str, float]) -> dict[str, float]:
+    """Images per second, and percent of the time waiting for data, over all sessions."""
+    seconds = max(spent["training_seconds"], 1e-9)
+    return {"img_per_s": spent["images"] / seconds, "data_wait_pct": 100 * spent["waiting_seconds"] / seconds}
 
 
 @dataclass(kw_only=True)
 class Spending(Observer):
-    """Adds up what a run costs, writes it at each checkpoint, and stops the run when its budget is used up.
+    """Adds up what a run costs, and stops the run when its budget is used up.
 
-    What is lost in a kill, the time since the last checkpoint, is not counted.
+    Written at each checkpoint, at the end, and at the first log point after `PERIOD_S`. A killed session counts up to
+    the last of these, with the steps after its last checkpoint, which the next session takes again.
 
     Fields:
-        run_dir: the folder of the run, whose summary has what earlier parts have cost.
+        run_dir: the folder of the run, whose summary has what earlier sessions have cost.
         gpus: the GPUs of the job, on all machines.
         batch: the images of a step, over all ranks.
         usd_per_gpu_hour: the price of a GPU; None if it is not known.
         monitor: counts the energy of this machine, which is the only one of the job, or else counts nothing.
+        trained: what this session has trained so far, for `rates`.
     """
 
     run_dir: RunDir
@@ -38,9 +48,10 @@ class Spending(Observer):
     monitor: Monitor
     counts_energy: bool
     stop: StopRequest
+    trained: Callable[[], Mapping[str, float]] = dict
 
     def __post_init__(self) -> None:
-        self.began = time.monotonic()
+        self.began = self.written = time.monotonic()
         before = self.run_dir.spent()
         self.before = {name: float(value) for name, value in before.items() if is_number(value)}
         if self.budget.kwh is not None and self._kwh() is None:
@@ -75,10 +86,16 @@ class Spending(Observer):
                 )
 
     def _write(self) -> None:
+        self.written = time.monotonic()
         spent = self.so_far()
+        spent |= {name: round(value + self.before.get(name, 0.0), 3) for name, value in self.trained().items()}
         if "kwh" in spent and self.monitor.step():
             spent["joules_per_image"] = JOULES_PER_KWH * spent["kwh"] / (self.monitor.step() * self.batch)
-        self.run_dir.write_summary(spent=spent)
+        self.run_dir.write_summary(spent=spent, seconds=round(3600 * spent["hours"], 3))
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        if time.monotonic() - self.written >= PERIOD_S:
+            self._write()
 
     def saved(self, step: int, checkpoint: Path) -> None:
         self._write()

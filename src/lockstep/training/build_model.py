@@ -114,6 +114,8 @@ def restore(
         optimizer=network.optimizer,
         scaler=network.scaler,
     )
+    if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
+        progress |= {"best": None, "best_step": 0}
     return Progress(**progress), str(relative(loaded.path))
 
 

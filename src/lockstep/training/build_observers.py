@@ -79,6 +79,7 @@ def build_observers(
         monitor=monitor,
         counts_energy=world.local_size == world.size,
         stop=stop,
+        trained=telemetry.trained,
     )
     monitor.sampled = spending.check
     observer.observers = (*observer.observers, spending)

@@ -26,6 +26,7 @@ from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.report import is_due, write_report
+from lockstep.telemetry.spending import rates
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
@@ -106,12 +107,15 @@ class RunRecord(NoRecord):
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
+        spent = self.run_dir.spent()
+        spent["hours"] = spent.get("hours", 0.0) + (time.monotonic() - self.began) / 3600  # of the start
         self.run_dir.start_summary(
             run=run,
             started=self.started,
             step=progress.step,
             steps=plan.total_steps,
-            spent=self.run_dir.spent(),
+            spent=spent,
+            seconds=round(3600 * spent["hours"], 3),
         )
 
     def keep_progress(self, progress: Progress) -> None:
@@ -129,9 +133,9 @@ class RunRecord(NoRecord):
             shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
-        seconds = time.monotonic() - self.began
-        progress, telemetry = trainer.progress, trainer.telemetry
-        figures, shares = {**telemetry.totals_of_run(), **hardware}, telemetry.time_shares()
+        progress, telemetry, spent = trainer.progress, trainer.telemetry, self.run_dir.spent()
+        figures, shares = {**rates(spent), **hardware}, telemetry.time_shares()
+        seconds = 3600 * spent["hours"]
         of_gpu: dict[str, Any] = {}
         if self.world.device.type == "cuda":
             of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
@@ -145,15 +149,17 @@ class RunRecord(NoRecord):
             steps=trainer.progress.step - telemetry.resumed,
             shares=shares,
             spread=telemetry.times.spread(),
-            hardware={**hardware, "idle_cores": (host.idle_seconds() - self.idle_before) / seconds},
-            mfu=telemetry.mfu(figures["img_per_s"]),
+            hardware={
+                **hardware,
+                "idle_cores": (host.idle_seconds() - self.idle_before) / (time.monotonic() - self.began),
+            },
+            mfu=telemetry.mfu(telemetry.totals_of_run()["img_per_s"]),
         )
         best = verdict(evidence)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
             objective=progress.best,
-            seconds=round(seconds, 3),
             step=progress.step,
             best=progress.best,
             best_step=progress.best_step,
