@@ -41,7 +41,10 @@ TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take l
 
 
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], None]:
-    """A function that does one whole step of a job on blank examples, with all memory that a run needs."""
+    """A function that does one whole step of a job on blank examples, with all memory that a run needs.
+
+    Two stand for one example, of which batch norm on one rank has no variance.
+    """
     shape = job.dataset.input_shape
     layout = job.model.memory_format
     precision = job.precision
@@ -49,6 +52,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     model = precision.convert(built.to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
     average = EMA(model, job.train.ema) if job.train.ema is not None else None
+    examples = max(2, examples)
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 
