@@ -19,7 +19,12 @@ from lockstep.core.world import World
 from lockstep.data.loading.sampler import share
 from lockstep.strategy import DDP, FSDP, AllReduce, DataParallel, Pipeline, Single, Strict, ZeRO
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
-from lockstep.training.blank_example import batches_without_single, check_single_examples, for_empty_micro_batches
+from lockstep.training.blank_example import (
+    batch_norm_counts,
+    batches_without_single,
+    check_single_examples,
+    for_empty_micro_batches,
+)
 from lockstep.training.freezing import Freezing
 
 IMAGES = torch.rand(2, 3, 4, 4)
@@ -118,10 +123,10 @@ def test_the_batches_without_a_single_example_are_those_whose_micro_batches_torc
 
 def test_data_parallel_cuts_a_micro_batch_over_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert DataParallel().batch_norm_counts(5, 1, 1) == {5}
+    assert batch_norm_counts(DataParallel(), 5, 1, 1) == {5}
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert DataParallel().batch_norm_counts(5, 1, 1) == {2, 1}
-    assert DataParallel().batch_norm_counts(16, 1, 2) == {2}
+    assert batch_norm_counts(DataParallel(), 5, 1, 1) == {2, 1}
+    assert batch_norm_counts(DataParallel(), 16, 1, 2) == {2}
 
 
 POOLED = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))

@@ -83,14 +83,6 @@ class Strategy(Component, Protocol):
         """The number by which `reduce` divides the sum of the ranks' gradients."""
         return world.size
 
-    def batch_norm_counts(self, count: int, ranks: int, micro_batches: int) -> set[int]:
-        """The numbers of examples over which a batch norm counts in a step on a global batch of `count` examples.
-
-        `ranks` is the size of the `data_world`.
-        """
-        pieces = ranks * micro_batches
-        return {count // pieces, -(-count // pieces)}
-
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         """The context of one micro-batch's forward and backward; only the `last` one communicates."""
         return NO_CONTEXT

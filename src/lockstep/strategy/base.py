@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -118,11 +117,6 @@ class DataParallel(Single):
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return ThreadedReplica(model)
 
-    def batch_norm_counts(self, count: int, ranks: int, micro_batches: int) -> set[int]:
-        whole = super().batch_norm_counts(count, ranks, micro_batches)
-        gpus = max(1, torch.cuda.device_count())
-        return {len(part) for examples in whole for part in torch.empty(examples, device="meta").chunk(gpus)}
-
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         devices = torch.cuda.device_count()
         return [
@@ -161,14 +155,6 @@ class Distributed(Single):
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica, for a job of several ranks."""
         return model
-
-    def batch_norm_counts(self, count: int, ranks: int, micro_batches: int) -> set[int]:
-        if not self.sync_batchnorm:
-            return super().batch_norm_counts(count, ranks, micro_batches)
-        pieces = ranks * micro_batches
-        ends = [piece * count // pieces for piece in range(pieces + 1)]
-        sizes = [end - start for start, end in pairwise(ends)]
-        return {sum(sizes[part::micro_batches]) for part in range(micro_batches)}
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
         return NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()

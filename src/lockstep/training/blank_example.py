@@ -6,7 +6,7 @@ attention then ask torch for a size that it cannot infer from a tensor without e
 
 import math
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.stochastic.convert import untouched
+from lockstep.strategy import DataParallel
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
 from lockstep.training.freezing import Freezing
 
@@ -59,6 +60,16 @@ def for_empty_micro_batches(network: nn.Module, inputs: tuple[Tensor, ...], plan
     return network
 
 
+def batch_norm_counts(strategy: Strategy, count: int, ranks: int, micro_batches: int) -> set[int]:
+    """The numbers of examples over which a batch norm counts in a step on a global batch of `count` examples."""
+    ends = [piece * count // (ranks * micro_batches) for piece in range(ranks * micro_batches + 1)]
+    sizes = [end - start for start, end in pairwise(ends)]
+    if getattr(strategy, "sync_batchnorm", False):
+        return {sum(sizes[part::micro_batches]) for part in range(micro_batches)}
+    gpus = max(1, torch.cuda.device_count()) if isinstance(strategy, DataParallel) else 1
+    return {len(chunk) for size in {*sizes} for chunk in torch.empty(size, device="meta").chunk(gpus)}
+
+
 def batches_without_single(plan: Plan, strategy: Strategy, ranks: int) -> Iterator[int]:
     """The global batches of which no batch norm counts over a single example: the plan's own, smaller, larger ones.
 
@@ -67,7 +78,7 @@ def batches_without_single(plan: Plan, strategy: Strategy, ranks: int) -> Iterat
     ends_epoch = plan.total_steps >= plan.steps_per_epoch
     for batch in chain(range(plan.batch, 0, -1), range(plan.batch + 1, plan.examples + 1)):
         counts = (batch, plan.examples % batch if ends_epoch else 0)
-        if not any(1 in strategy.batch_norm_counts(count, ranks, plan.micro_batches) for count in counts):
+        if not any(1 in batch_norm_counts(strategy, count, ranks, plan.micro_batches) for count in counts):
             yield batch
 
 

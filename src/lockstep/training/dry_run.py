@@ -41,10 +41,7 @@ TURNS = (3, 1)  # how many steps of each setting are timed; fewer if they take l
 
 
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], None]:
-    """A function that does one whole step of a job on blank examples, with all memory that a run needs.
-
-    Two stand for one example, of which batch norm on one rank has no variance.
-    """
+    """A function that does one whole step of a job on blank examples, with all memory that a run needs."""
     shape = job.dataset.input_shape
     layout = job.model.memory_format
     precision = job.precision
@@ -52,7 +49,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     model = precision.convert(built.to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
     average = EMA(model, job.train.ema) if job.train.ema is not None else None
-    examples = max(2, examples)
+    examples = max(2, examples)  # batch norm on one rank has no variance of one
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 
