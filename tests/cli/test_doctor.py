@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import socket
 import tarfile
@@ -383,3 +384,44 @@ def test_on_a_terminal_a_finding_is_wrapped_between_words(monkeypatch: pytest.Mo
     assert first.startswith("error    keys     epochs is '1.5', expected a whole")
     assert continued
     assert all(line.startswith(" " * 18) and len(line) <= 60 for line in continued)
+
+
+# The last layers of this model have one value per channel of an image.
+POOLED = (
+    "dataset=fake",
+    "dataset.classes=2",
+    "dataset.channels=3",
+    "dataset.size=16",
+    "model=test_resnet",
+    "epochs=1",
+)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("dataset.examples=9", "batch=4"),
+        ("dataset.examples=9", "batch=4", "strategy=ddp", "launcher.ranks=2"),
+        ("dataset.examples=9", "batch=4", "strategy=ddp", "launcher.ranks=2", "strategy.sync_batchnorm=false"),
+        ("dataset.examples=13", "batch=5", "strategy=fsdp", "launcher.ranks=4", "strategy.sync_batchnorm=false"),
+        ("dataset.examples=9", "batch=4", "strategy=strict", "repro=strict"),
+    ],
+    ids=" ".join,
+)
+def test_a_batch_that_leaves_batch_norm_one_example_is_an_error_and_no_proposal_does(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = (*POOLED, *words, f"output_root={tmp_path}")
+    checkup = examined(*words)
+    assert "too few for the batch norm" in problems(checkup)["plan"][1]
+    proposals = {match for item in checkup.findings for match in re.findall(r"batch=\d+", item.text)}
+    assert proposals
+    for proposal in proposals:
+        assert "error" not in {level for level, _ in problems(examined(*words, proposal)).values()}, proposal
+
+
+def test_a_micro_batch_of_one_example_is_timed_where_batch_norm_counts_over_all_ranks(tmp_path: Path) -> None:
+    ranks = ("dataset.examples=8", "batch=2", "strategy=ddp", "launcher.ranks=2", f"output_root={tmp_path}")
+    checkup = examined(*POOLED, *ranks)
+    assert "error" not in {level for level, _ in problems(checkup).values()}
+    assert "time" in {item.check for item in checkup.findings}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +14,18 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan, make_plan
+from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
+from lockstep.data.loading.sampler import share
+from lockstep.strategy import DDP, FSDP, AllReduce, DataParallel, Pipeline, Single, Strict, ZeRO
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
-from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
+from lockstep.training.blank_example import (
+    batch_norm_counts,
+    batches_without_single,
+    check_single_examples,
+    for_empty_micro_batches,
+)
+from lockstep.training.freezing import Freezing
 
 IMAGES = torch.rand(2, 3, 4, 4)
 
@@ -74,14 +86,77 @@ def test_a_network_is_wrapped_only_where_it_can_fail() -> None:
     assert for_empty_micro_batches(convolution, (IMAGES,), plan(3), World.solo()) is convolution
 
 
-@pytest.mark.parametrize(("micro_batches", "remedy"), [(2, "batch=5$"), (6, r"train\.micro_batches=1$")])
+def takes(count: int) -> bool:
+    """Whether torch's batch norm takes so many examples of one value per channel."""
+    try:
+        nn.BatchNorm1d(1)(torch.zeros(count, 1))
+    except ValueError:
+        return False
+    return True
+
+
+def fails(strategy: Strategy, count: int, ranks: int, micro_batches: int) -> bool:
+    """Whether torch refuses a micro-batch of a global batch of `count` examples, cut as the ranks cut it."""
+    pieces = [torch.arange(count)[share(count, ranks * micro_batches, part)] for part in range(ranks * micro_batches)]
+    if getattr(strategy, "sync_batchnorm", False):
+        pieces = [torch.cat(pieces[part::micro_batches]) for part in range(micro_batches)]
+    return any(len(piece) and not takes(len(piece)) for piece in pieces)
+
+
+def plan_of(examples: int, micro_batches: int, steps: int) -> Plan:
+    return replace(plan(1), examples=examples, batch=1, micro_batches=micro_batches, total_steps=steps)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Single(), Strict(), Pipeline(), DDP(), DDP(sync_batchnorm=False), ZeRO(sync_batchnorm=False)]
+)
+def test_the_batches_without_a_single_example_are_those_whose_micro_batches_torch_takes(strategy: Strategy) -> None:
+    for examples, ranks, micro_batches in itertools.product((2, 9, 13), range(1, 4), range(1, 4)):
+        whole = [size for size in range(1, examples + 1) if not fails(strategy, size, ranks, micro_batches)]
+        ended = [size for size in whole if not fails(strategy, examples % size, ranks, micro_batches)]
+        for steps, expected in ((examples, ended), (1, whole)):
+            usable = batches_without_single(plan_of(examples, micro_batches, steps), strategy, ranks)
+            assert [*usable] == expected, (examples, ranks, micro_batches, steps)
+        # Where a batch fits, so does a batch twice as large, which the verdict and batch=auto propose.
+        assert {2 * size for size in ended if 2 * size <= examples} <= {*ended}
+
+
+def test_data_parallel_cuts_a_micro_batch_over_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert batch_norm_counts(DataParallel(), 5, 1, 1) == {5}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert batch_norm_counts(DataParallel(), 5, 1, 1) == {2, 1}
+    assert batch_norm_counts(DataParallel(), 16, 1, 2) == {2}
+
+
+POOLED = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "micro_batches", "remedy"),
+    [
+        (Single(), 1, 2, "batch=5$"),
+        (Single(), 1, 6, "batch=14$"),
+        (Strict(), 2, 2, "batch=14$"),
+        (DDP(sync_batchnorm=False), 2, 1, "batch=5$"),
+        (AllReduce(sync_batchnorm=False), 3, 1, "batch=7$"),
+        (FSDP(sync_batchnorm=False), 8, 1, "use fewer ranks or micro-batches, or a model without batch norm$"),
+        (DDP(), 3, 2, "batch=5$"),
+    ],
+)
 def test_a_batch_norm_that_cannot_take_a_single_example_is_refused_before_the_first_step(
-    micro_batches: int, remedy: str
+    strategy: Strategy, ranks: int, micro_batches: int, remedy: str
 ) -> None:
-    pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
-    with pytest.raises(InputError, match=remedy):
-        check_single_examples(pooled, (IMAGES,), plan(micro_batches))
-    check_single_examples(pooled, (IMAGES,), plan(1))
     norm = nn.BatchNorm2d(3)
-    check_single_examples(norm, (IMAGES,), plan(micro_batches))
+    check_single_examples(norm, (IMAGES,), plan(micro_batches), strategy, ranks, Freezing())
     assert norm.num_batches_tracked == 0
+    check_single_examples(POOLED, (IMAGES,), plan(1), Single(), 1, Freezing())
+    with pytest.raises(InputError, match=remedy):
+        check_single_examples(POOLED, (IMAGES,), plan(micro_batches), strategy, ranks, Freezing())
+
+
+@pytest.mark.parametrize(("until", "refused"), [(None, False), (2, True), (3, False)])
+def test_a_frozen_batch_norm_takes_a_single_example(until: int | None, refused: bool) -> None:
+    freezing = Freezing(norms=(POOLED[1],), until=until)
+    with pytest.raises(InputError) if refused else nullcontext():
+        check_single_examples(POOLED, (IMAGES,), plan(2), Single(), 1, freezing)

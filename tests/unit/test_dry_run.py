@@ -43,6 +43,11 @@ def test_the_first_step_of_a_trial_warms_up_and_does_not_count(
     assert training_rate(resolved("batch=8"), World.solo()) == 8 / counts
 
 
+def test_a_trial_of_one_example_works_where_batch_norm_takes_none() -> None:
+    job = resolved("model=test_resnet", "dataset=fake", "dataset.size=16", "batch=1")
+    dry_run_step(job, World.solo(), 1)()
+
+
 def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = []
 

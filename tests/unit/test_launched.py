@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from lockstep.core import network, slurm
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.core.launched import (
+    ATTEMPT,
     Place,
     Starter,
     check_launched,
@@ -244,7 +245,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
 
 
 def join_with(*words: str) -> None:
-    with attach.create_on_main(lambda: pytest.fail("a job of these ranks begins"), words):
+    with attach.create_on_main(lambda earlier: pytest.fail("a job of these ranks begins"), words):
         pytest.fail("a job of these ranks begins")
 
 
@@ -319,22 +320,35 @@ def test_main_must_be_on_the_machine_of_the_store(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("restarts", ["0", "2"])
-def test_a_rank_gets_the_folder_of_its_own_attempt_or_leaves_with_main(
+def test_a_rank_takes_only_the_answer_of_the_present_main(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, restarts: str
 ) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
     variables = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     set_environment(monkeypatch, RANK="1", WORLD_SIZE="2", TORCHELASTIC_RESTART_COUNT=restarts, **variables)
-    for attempt in range(3):
-        store.set(f"lockstep/run_dir/{attempt}", f"ok {tmp_path / str(attempt)}")
+    # What the ranks of an earlier start have left in the store of the agent, which was called as this one.
+    earlier = {attach.NAME.format(1): "gone", attach.INVITED.format("gone"): restarts}
+    for key, value in (earlier | {f"lockstep/run_dir/{restarts}": f"ok {tmp_path}"}).items():
+        store.set(key, value)
 
-    def folder() -> Path:
-        with attach.create_on_main(lambda: pytest.fail("only main makes the folder")) as run_dir:
-            return run_dir.path
+    def join(attempt: str, answer: str) -> Path:
+        """What the rank gets from a main that invites it to an attempt, and answers."""
+        store.set(attach.NAME.format(1), "gone")
+        main = attach.in_thread(lambda: invite(attempt))
+        store.set(f"lockstep/run_dir/{attempt}", answer)
+        try:
+            with attach.create_on_main(lambda earlier: pytest.fail("only main makes the folder")) as run_dir:
+                return run_dir.path
+        finally:
+            main.result(timeout=30)
 
-    assert folder() == tmp_path / restarts
-    store.set(f"lockstep/run_dir/{restarts}", "failed 2")
+    def invite(attempt: str) -> None:
+        assert attach.wait(lambda: store.get(attach.NAME.format(1)) != b"gone", 30)
+        store.set(attach.INVITED.format(store.get(attach.NAME.format(1)).decode()), attempt)
+
+    assert join("now", f"ok {tmp_path / 'now'}") == tmp_path / "now"
+    assert os.environ[ATTEMPT] == "now"
     with pytest.raises(SystemExit) as left:
-        folder()
+        join("then", "failed 2")
     assert left.value.code == 2
-    assert store.add(f"lockstep/run_dir/{restarts}/read", 0) == 1
+    assert store.add("lockstep/run_dir/then/read", 0) == 1

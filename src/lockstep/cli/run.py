@@ -88,5 +88,5 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMach
     from lockstep.launcher import create_on_main
 
     words = (*invocation.configs.words, *invocation.overrides)
-    with create_on_main(lambda: create_run(decide(), invocation, lock), words) as run_dir:
+    with create_on_main(lambda earlier: create_run(decide(), invocation, lock, earlier), words) as run_dir:
         return launch(run_dir, machines)

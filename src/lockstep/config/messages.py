@@ -3,6 +3,7 @@
 Keys and options come with the exceptions; `other_words` knows what other programs call them.
 """
 
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Iterator
@@ -52,9 +53,11 @@ def note(proposal: str) -> str:
 
 
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overload the parser, or make Hydra write files."""
+    """Refuse a word of the command line that would overload the parser, or move what a job writes."""
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
+    if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
+        raise InputError(f"{shown(text)}: a job stays in the folder of its command; leave out hydra.job.chdir")
     depth = deepest = 0
     for character in text if len(text) <= LONGEST else "":
         depth += (character in "([{") - (character in ")]}")
@@ -221,8 +224,10 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; give it one with {key}=VALUE"
     if isinstance(error, (ConfigKeyError, ConfigAttributeError)) and error.parent_node is not None:
-        above = "." * (1 + len(re.findall(r"[.[]", str(error.full_key))))  # from the key's parent to the whole config
-        return _no_such_key(key, _paths(OmegaConf.to_container(OmegaConf.select(error.parent_node, above))))
+        # One dot is the node itself, and each dot more the one above. A key may have dots in it, so none are counted.
+        levels = (OmegaConf.select(error.parent_node, "." * dots) for dots in itertools.count(1))
+        *_, config = itertools.takewhile(lambda node: node is not None, levels)
+        return _no_such_key(key, _paths(OmegaConf.to_container(config)))
     if re.match(r"Invalid value assigned: \w+ is not a ListConfig", message):
         value = OmegaConf.create([error.value])[0]  # the value of a node, too
         default = error.child_node

@@ -12,6 +12,7 @@ from lockstep.core.errors import InputError
 
 # The variables with the number of processes that MPI has started: of Open MPI, of MPICH and Intel's, of MVAPICH.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+ATTEMPT = "LOCKSTEP_ATTEMPT"  # the name of an attempt of ranks that another program starts, shared by all of them
 MOST_DIGITS = 20  # Python refuses to read a number of thousands of digits
 
 

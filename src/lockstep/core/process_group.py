@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lockstep.core import network
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.launched import is_launched, launched, store_address
+from lockstep.core.launched import ATTEMPT, Place, is_launched, launched, store_address
 from lockstep.core.world import World
 
 SPARE_FILES = 512  # files that a rank may have open besides its connections
@@ -51,7 +51,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     if sys.platform == "linux":
         _choose_interface(one_machine=place.local_size == place.size)
     allow_connections(place.size)
-    _init_process_group(backend, timedelta(seconds=timeout), on_device)
+    _init_process_group(backend, timedelta(seconds=timeout), on_device, place)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
         yield World(
@@ -103,9 +103,16 @@ def allow_connections(ranks: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
-def _init_process_group(backend: str, timeout: timedelta, device: torch.device) -> None:
+def _init_process_group(backend: str, timeout: timedelta, device: torch.device, place: Place) -> None:
+    store = None  # the one at MASTER_ADDR
+    if attempt := os.environ.get(ATTEMPT):  # torchrun's store also has the addresses of earlier attempts
+        served = dist.TCPStore(*store_address(), is_master=False, wait_for_workers=False, timeout=timeout)
+        store = dist.PrefixStore(attempt, served)
+    bound = device if backend == "nccl" else None
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if backend == "nccl" else None)
+        dist.init_process_group(
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=timeout, device_id=bound
+        )
     except RuntimeError as error:
         if "Duplicate GPU" not in str(error):
             raise

@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -23,12 +23,15 @@ from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.runtime import environment
 
 
-def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> Preparation:
+def create_run(resume: Resume, invocation: Invocation, lock: Lock, earlier: str = "") -> Preparation:
     """Prepare the job of a command, make its run folder, and take `lock` on the folder.
+
+    `earlier` is the folder of the ranks that torchrun has restarted: without another one, it is continued.
 
     Raises:
         InputError: the job does not fit, or another job uses the folder; nothing was written.
     """
+    resume = replace(resume, folder=resume.folder or (Path(earlier) if earlier else None))
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
     job = prepare(resume, invocation)

@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,10 +27,12 @@ from lockstep.runtime.limits import cores
 from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.columns import clock
 from lockstep.training.banner import sizes_of_checkpoints
+from lockstep.training.blank_example import batches_without_single, check_single_examples
 from lockstep.training.build_data import build_data
 from lockstep.training.build_model import without_start
 from lockstep.training.dry_run import TURNS, settings_to_try, tried
 from lockstep.training.experiment import configure_torch
+from lockstep.training.freezing import Freezing, frozen_names
 from lockstep.training.micro_batch_search import micro_batches_that_fit
 from lockstep.training.parts import Parts, build_parts
 from lockstep.training.resolved_job import ResolvedJob
@@ -117,12 +120,15 @@ def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
         f"{'es' * (steps.micro_batches != 1)} x {math.ceil(steps.batch / pieces)}; {steps.steps_per_epoch:,} steps "
     )
     text += f"an epoch, the last of {last or steps.batch}, {steps.total_steps:,} in all"
+    usable = partial(batches_without_single, steps, job.strategy, ranks)
     if uneven := steps.batch % pieces:
-        text += f"; devices wait for others, which batch={steps.batch - uneven or pieces} avoids"
+        even = next((size for size in usable() if size % pieces == 0), None)
+        text += "; devices wait for others" + f", which batch={even} avoids" * (even is not None)
     yield Finding("batch", text, Level.warning if uneven else Level.ok)
     if 0 < last < pieces:
-        better = next(size for size in range(steps.batch, 0, -1) if not 0 < steps.examples % size < pieces)
-        text = f"the last batch of an epoch has {last} images for {pieces} micro-batches; batch={better} leaves more"
+        full = next((size for size in usable() if not 0 < steps.examples % size < pieces), None)
+        text = f"the last batch of an epoch has {last} images for {pieces} micro-batches"
+        text += f"; batch={full} leaves more" * (full is not None)
         yield Finding("batch", text, Level.warning)
     if getattr(job.model, "pretrained", False) and resume.checkpoint is None:
         text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
@@ -130,6 +136,10 @@ def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
     model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
     size = sizes_of_checkpoints(job, model)[2] + OUTPUTS
     yield Finding("files", f"the run takes up to {amount(size / GB)}", amount=size)
+    blank = torch.empty((2, *job.dataset.input_shape), device="meta", dtype=job.precision.storage)
+    frozen, until = frozen_names(model, job.train.freeze), job.train.freeze_until
+    until = None if until is None else steps.in_steps("train.freeze_until", until)
+    check_single_examples(model, (blank,), steps, job.strategy, ranks, Freezing.of(model, frozen, until))
 
 
 def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iterator[Finding]:
@@ -200,6 +210,8 @@ def _time(job: ResolvedJob, world: World) -> Finding:
     micro, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
     configure_torch(job, world)
     train = replace(job.train, micro_batches=1)
+    trial = replace(steps, batch=micro, micro_batches=1, total_steps=STEPS + 1)
+    micro = next(batches_without_single(trial, job.strategy, 1), micro)
     parts = build_parts(replace(job, batch=micro, steps=STEPS + 1, loader=Streaming(workers=0), train=train))
     reading, updating = _seconds_of_step(parts)
     image = reading / micro / cores()  # seconds to read one with all cores

@@ -11,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
+from uuid import uuid4
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core import log, network
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.core.launched import is_launched, launched, store_address
+from lockstep.core.launched import ATTEMPT, is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.processes import POLL_S
 from lockstep.runtime import program
@@ -28,38 +29,42 @@ SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 OK, FAILED = "ok", "failed"
 ARRIVED = "lockstep/arrived/{}/{}"  # the key in the store at which a rank of an attempt says who it is
+# The keys at which a rank has its name, at which main tells a name its attempt, and of the folder of all attempts.
+NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
 
 Answer = TypeVar("Answer")
 
 
 @contextmanager
-def create_on_main(make: Callable[[], AbstractContextManager[RunDir]], words: Sequence[str] = ()) -> Iterator[RunDir]:
+def create_on_main(
+    make: Callable[[str], AbstractContextManager[RunDir]], words: Sequence[str] = ()
+) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
     If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
     could end main because another rank left first.
 
-    `make` creates the folder, and returns the context in which it is used. Only main calls it. `words` are the words
-    of this rank's command that must be those of main's.
+    `make` creates the folder, and returns the context in which it is used. Only main calls it, with the folder from
+    before a restart by torchrun, if any. `words` are the words of this rank's command that must be those of main's.
 
     Raises:
         InputError: this process cannot be the rank that its variables say.
         RankFailed: the other ranks, or their store, are not there.
     """
     if not is_launched() or launched().size == 1:
-        with make() as run_dir:
+        with make("") as run_dir:
             yield run_dir
         return
     rank = launched().rank
     store = _store(serve=rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    attempt = _shared_attempt(store)
     key = f"lockstep/run_dir/{attempt}"
     _arrive(store, attempt, words)
     if rank == 0:
         try:
             _check_arrivals(store, attempt)
             _find_local_ranks(store, attempt)
-            context = make()
+            context = make(_value(store, FOLDER))
         except LockstepError as error:
             program.say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
@@ -68,11 +73,13 @@ def create_on_main(make: Callable[[], AbstractContextManager[RunDir]], words: Se
                 wait(lambda: store.add(f"{key}/read", 0) >= launched().size - 1, READ_S)
             raise SystemExit(error.exit_code) from error
         with context as run_dir:
+            store.set(FOLDER, str(run_dir.path))
             store.set(key, f"{OK} {run_dir.path}")
             yield run_dir
         return
     _find_local_ranks(store, attempt)
-    status, _, text = _wait_for_value(store, key, "main has not created the run folder").partition(" ")
+    answer = _wait_for_value(lambda: _value(store, key), "main has not created the run folder")
+    status, _, text = answer.partition(" ")
     if status == FAILED:
         store.add(f"{key}/read", 1)
         raise SystemExit(int(text))
@@ -85,6 +92,22 @@ def _agent_serves() -> bool:
     An agent numbers its ranks itself. It may start others in the same attempt, so what a rank says can be outdated.
     """
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _shared_attempt(store: TCPStore) -> str:
+    """A name for this start of the ranks that all of them share, and none of an earlier start.
+
+    An agent keeps its store, with what earlier ranks have written, and the agents of several machines count restarts
+    differently. So each rank has a new name, which only the present main can answer.
+    """
+    if not _agent_serves():
+        return "0"
+    name, rank = uuid4().hex, launched().rank
+    if rank > 0:
+        store.set(NAME.format(rank), name)
+        name = _wait_for_value(lambda: _value(store, INVITED.format(name)), "main has not asked this rank to join")
+    os.environ[ATTEMPT] = name
+    return name
 
 
 def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
@@ -134,9 +157,14 @@ def _only_in(words: Sequence[str], others: Sequence[str]) -> str:
 def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, list[str]]:
     """The machine, the process, the WORLD_SIZE and the command of a rank, when it is there."""
     key, missing = ARRIVED.format(attempt, rank), f"rank {rank} of {launched().size} has not joined"
-    machine, pid, size, words = json.loads(
-        _wait_for_value(store, key, missing, JOIN_S, show=f"waiting for rank {rank}")
-    )
+
+    def invited_and_there() -> str:
+        if name := _value(store, NAME.format(rank)):
+            store.set(INVITED.format(name), attempt)
+        return _value(store, key)
+
+    text = _wait_for_value(invited_and_there, missing, JOIN_S, show=f"waiting for rank {rank}")
+    machine, pid, size, words = json.loads(text)
     return machine, pid, size, words
 
 
@@ -211,8 +239,8 @@ def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
     return True
 
 
-def wait(condition: Callable[[], bool], seconds: float, *, show: str = "") -> bool:
-    """Wait until the condition holds, at most so long; returns whether it does.
+def wait(condition: Callable[[], Answer], seconds: float, *, show: str = "") -> Answer:
+    """Wait until the condition holds, at most so long; returns its last value.
 
     Polls, because signal handlers do not run while a store or a socket waits. A longer wait shows what it waits for.
     """
@@ -225,11 +253,16 @@ def wait(condition: Callable[[], bool], seconds: float, *, show: str = "") -> bo
     return holds
 
 
-def _wait_for_value(store: TCPStore, key: str, otherwise: str, seconds: float = WAIT_S, *, show: str = "") -> str:
-    """Wait until `key` is set in the store, and return its value; `otherwise` says what it means if none comes."""
+def _value(store: TCPStore, key: str) -> str:
+    """The value of a key; empty if it is not set."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _wait_for_value(look: Callable[[], str], otherwise: str, seconds: float = WAIT_S, *, show: str = "") -> str:
+    """Look into the store until there is a value, and return it; `otherwise` says what it means if none comes."""
     try:
-        if not wait(lambda: store.check([key]), seconds, show=show):
+        if not (value := wait(look, seconds, show=show)):
             raise RankFailed(f"{otherwise} within {seconds:g} s; its output says why")
-        return store.get(key).decode()
+        return value
     except (DistNetworkError, DistStoreError) as error:
         raise RankFailed("the launcher, or the rank that serves its store, has ended") from error

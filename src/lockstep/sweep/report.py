@@ -58,7 +58,7 @@ def _refuse_as_rank() -> None:
         return
     from lockstep.launcher import create_on_main  # imported late: it needs torch, and --help must be fast
 
-    def refuse() -> NoReturn:
+    def refuse(earlier: str) -> NoReturn:
         raise InputError(
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )

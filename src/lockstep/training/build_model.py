@@ -63,8 +63,8 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
     inputs = draws.blank_inputs(blank)
-    if strategy.data_world(world).size == 1:  # on several ranks batch norm counts over all
-        check_single_examples(draws.keyed(model), inputs, plan)
+    freezing = Freezing.of(model, frozen, until)
+    check_single_examples(draws.keyed(model), inputs, plan, strategy, strategy.data_world(world).size, freezing)
     replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
     strategy.shard(model, world, precision, blank)
     ema = None
@@ -72,7 +72,7 @@ def build_network(job: ResolvedJob, world: World, plan: Plan, images: Callable[[
         strategy.shard(average, world, precision, blank)
         ema = EMA(model, job.train.ema, average, warmup=job.train.ema_warmup)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
-    freezing = Freezing.of(model, frozen, until)
+    freezing = Freezing.of(model, frozen, until)  # of the parts of a rank, too
     freezing.freeze_for(step=1)
     return Network(
         model=model,

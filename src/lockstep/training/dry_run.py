@@ -48,6 +48,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     model = precision.convert(built.to(world.device)).to(memory_format=layout)
     optimizer = job.optimizer.build(model)
     average = EMA(model, job.train.ema) if job.train.ema is not None else None
+    examples = max(2, examples)  # batch norm on one rank has no variance of one
     images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
     labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
 
