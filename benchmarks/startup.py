@@ -164,11 +164,11 @@ def hydra_alone() -> None:
     """A sweep whose jobs print the time."""
     import hydra
 
-    from lockstep.config import composition
+    from lockstep.config.own_hydra import own_hydra
 
-    composition.register()
     sys.argv = ["train.py", *sys.argv[3:]]
-    hydra.main(config_path=str(ROOT / "conf"), config_name="config")(lambda composed: print(f"\n{time.time()}"))()
+    with own_hydra():
+        hydra.main(config_path=str(ROOT / "conf"), config_name="config")(lambda composed: print(f"\n{time.time()}"))()
 
 
 def hydra_empty() -> None:

@@ -134,12 +134,10 @@ def stages(model: str, size: int, folder: Path, *words: str) -> Iterator[tuple[s
 
 def cover(family: str) -> dict[str, Any]:
     """What works for the smallest model of a family, in this process."""
-    from lockstep.config import composition
     from lockstep.core import log
     from lockstep.core.errors import InputError
     from lockstep.models.zoo import network_options
 
-    composition.register()
     log.console.quiet = True
     model, parameters = smallest(family)
     words = [f"+model.options.depth={BLOCKS}"] * (parameters > LARGE and "depth" in network_options(model))

@@ -78,11 +78,12 @@ def _leaves_nothing_behind(_temporary_files: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _schema() -> None:
-    """Register the schema of the config, as `train.py` does."""
-    from lockstep.config import composition
+def _own_hydra() -> Iterator[None]:
+    """Compose configs as `train.py` does."""
+    from lockstep.config.own_hydra import own_hydra
 
-    composition.register()
+    with own_hydra():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ if TYPE_CHECKING:  # importing these modules imports torch
 
 
 def main(extensions: Sequence[str] = ()) -> None:
-    """Run the training command, as `train.py` does.
+    """Run the training command, as `train.py` does: this process is then the command's, and ends with its exit code.
 
     `extensions` are import names of your packages, which need not be installed.
     """
@@ -74,22 +75,22 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
         )
     from lockstep.config import composition
     from lockstep.config import extensions as known
-    from lockstep.config.invocation import Invocation
     from lockstep.core.safe_write import storing
     from lockstep.job.create import create_run
     from lockstep.job.launch import launch
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
+    from lockstep.runtime.guest import guest
     from lockstep.telemetry.sinks import read_figures
 
-    known.use(extensions)
-    values = composition.composed([*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])])
-    invocation = Invocation.current()
-    with job_lock(invocation) as lock:
-        if invocation.folder is not None:  # for a command, Hydra creates the folder
-            with storing(invocation.folder):
-                invocation.folder.mkdir(parents=True, exist_ok=True)
-        with composition.composing():  # a resume composes the overrides of its run
+    words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
+    with guest(), ExitStack() as locked:
+        known.use(extensions)
+        with composition.invoked(words) as (values, invocation):
+            lock = locked.enter_context(job_lock(invocation))
+            if invocation.folder is not None:  # for a command, Hydra creates the folder
+                with storing(invocation.folder):
+                    invocation.folder.mkdir(parents=True, exist_ok=True)
             prepared = create_run(decide_resume(values, invocation), invocation, lock)
         with prepared as run_dir:
             objective = launch(run_dir)
@@ -116,16 +117,18 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
     """
     from lockstep.config import extensions as known
     from lockstep.job.prepare import job_of
+    from lockstep.runtime.guest import guest
     from lockstep.training.parts import build_parts
 
-    known.use(extensions)
-    job = job_of(overrides)
-    if job.launcher.ranks > 1:
-        raise InputError(
-            f"launcher.ranks is {job.launcher.ranks}, but a loop of your own has one rank; use launcher.ranks=1, or "
-            "lockstep.train"
-        )
-    return build_parts(job)
+    with guest():
+        known.use(extensions)
+        job = job_of(overrides)
+        if job.launcher.ranks > 1:
+            raise InputError(
+                f"launcher.ranks is {job.launcher.ranks}, but a loop of your own has one rank; use launcher.ranks=1, "
+                "or lockstep.train"
+            )
+        return build_parts(job)
 
 
 def load(path: str | Path, *, device: str | None = None, extensions: Sequence[str] = ()) -> Predictor:
@@ -145,6 +148,8 @@ def load(path: str | Path, *, device: str | None = None, extensions: Sequence[st
     """
     from lockstep.config import extensions as known
     from lockstep.inference.load import load as load_predictor
+    from lockstep.runtime.guest import guest
 
-    known.use(extensions)
-    return load_predictor(path, device=device)
+    with guest():
+        known.use(extensions)
+        return load_predictor(path, device=device)

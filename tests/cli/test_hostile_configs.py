@@ -69,7 +69,6 @@ def places(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 @functools.cache
 def walked() -> list[tuple[str, ...]]:
     """Every place of the composed config, Hydra's part included."""
-    composition.register()
     with initialize_config_dir(str(ROOT / "conf")):
         whole = compose("config", ["model=resnet18", "optimizer=timm"], return_hydra_config=True)
     return sorted(set(places(OmegaConf.to_container(whole, resolve=False))))
@@ -133,17 +132,18 @@ def test_no_log_handler_of_a_file_is_made(run: Run, tmp_path: Path, group: str) 
 WHITELIST_ALONE = """
 import json, sys
 import hydra
-from lockstep.config import composition, hydra_policy
+from lockstep.config import hydra_policy
+from lockstep.config.own_hydra import own_hydra
 from lockstep.config.schema import CONF
 
-composition.register()
 hydra_policy.CheckedLoader._check = lambda *_: None
 trusted = [*hydra_policy.TRUSTED, *sys.argv[1:]]
 app = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=trusted)(lambda config: None)
 for line in sys.stdin:
     sys.argv = ["app", *json.loads(line)]
     try:
-        app()
+        with own_hydra():
+            app()
     except BaseException as error:
         print("ended:", repr(error))
     else:

@@ -17,6 +17,7 @@ import pytest
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
+from test_guest import app, script  # noqa: F401  # a fixture
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # the kernel's, of the libraries that it uses
 
@@ -101,3 +102,10 @@ def test_an_interrupted_cell_saves_and_the_next_one_goes_on(tmp_path: Path) -> N
     except CellExecutionError as error:
         pytest.fail(str(error))
     assert "ended: stopped at step" in printed(notebook.cells[0])
+
+
+def test_a_call_in_a_notebook_leaves_its_kernel_as_it_was(app: Path) -> None:  # noqa: F811
+    cells = [script(app, ""), "changed(['train', 'wrong key', 'compose', 'load'])", "changed(['again'])"]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    client(notebook, app).execute()
+    assert results(notebook) == ["{}", "{}"], printed(notebook.cells[1])

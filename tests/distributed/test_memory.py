@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import Done, built, forked, losses, train, train_here
-from lockstep.config import composition
+from lockstep.config.own_hydra import own_hydra
 from lockstep.core.world import World
 from lockstep.training import dry_run, micro_batch_search
 
@@ -32,14 +32,15 @@ def limited_here(folder: str, *overrides: str) -> None:
     It is the address space that is limited, so what is freed has to leave it: by default glibc keeps large blocks.
     And it gives each thread 64 MiB of it in advance, of which the trial knows nothing.
     """
-    composition.register()
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 65536)
     libc.mallopt(M_ARENA_MAX, 1)
-    train_here(Path(folder, "warm"), "steps=1", "batch=8", "optimizer=sgd")
+    with own_hydra():
+        train_here(Path(folder, "warm"), "steps=1", "batch=8", "optimizer=sgd")
     bound = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + ROOM
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
-    train_here(Path(folder, "run"), *overrides)
+    with own_hydra():
+        train_here(Path(folder, "run"), *overrides)
 
 
 def limited(folder: Path, *overrides: str) -> Done:

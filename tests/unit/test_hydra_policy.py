@@ -21,13 +21,16 @@ from lockstep.core.errors import InputError
 from lockstep.core.rules import nested
 
 
-def test_one_undocumented_name_of_hydra_is_used_and_no_private_one() -> None:
-    """`hydra.main.get_args_parser`, read from Hydra 1.4.0rc3; none of OmegaConf, read from 2.4.1rc1."""
+def test_three_undocumented_names_of_hydra_and_omegaconf_are_used() -> None:
+    """`hydra.main.get_args_parser`, and the two dicts of `own_hydra.py`; of Hydra 1.4.0rc3, OmegaConf 2.4.1rc1."""
     private = re.compile(
-        r"\b(hydra|omegaconf)\.[\w.]*\b_\w+|\b(hydra|omegaconf)\b.* import .*\b_\w|\bget_args_parser"
+        r"\b(hydra|omegaconf)\.[\w.]*\b_\w+|\b(hydra|omegaconf)\b.* import .*\b_\w|\bget_args_parser|"
+        r"\b(?:Singleton|BaseContainer|OmegaConf)\._\w+"
     )
     files = {path.name: private.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
-    assert [name for name, names in files.items() if names] == ["flags.py"]
+    assert {name for name, names in files.items() if names} == {"flags.py", "own_hydra.py"}
+    own = set(re.findall(r"\w+\._\w+", (ROOT / "src/lockstep/config/own_hydra.py").read_text()))
+    assert own == {"Singleton._instances", "BaseContainer._resolvers"}
 
 
 @pytest.mark.parametrize("deep", ["x: " + "[" * 50_000, "x:\n  " + "- " * 50_000 + "1"], ids=["flow", "block"])

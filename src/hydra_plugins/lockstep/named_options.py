@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from lockstep.config import extensions, options
 from lockstep.config.hydra_policy import EXTENSION
 from lockstep.config.options import is_timm_model, timm_models
+from lockstep.config.own_hydra import is_own
 from lockstep.config.schema import GROUPS, MANY
 
 
@@ -95,9 +96,11 @@ class DeclaredOptions(NamedOptions):
 
 
 class LockstepSearchPath(SearchPathPlugin):
-    """Adds these options and the config files of extensions after our own files, which win."""
+    """Adds these options and the config files of extensions after our own files, which win; for Lockstep alone."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if not is_own():
+            return
         search_path.append(provider="timm", path="timm://")
         for extension in extensions.active():
             if extension.conf is not None:

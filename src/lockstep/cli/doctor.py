@@ -13,7 +13,7 @@ from rich.text import Text
 from lockstep.config import components, composition
 from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import Invocation, check_folder_overrides
+from lockstep.config.invocation import check_folder_overrides
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
@@ -165,9 +165,8 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Re
 
     The last value is whether another system runs it on other machines; it is then taken for one rank here.
     """
-    values = composition.composed(list(overrides))
-    with composition.composing():
-        resume = decide_resume(values, replace(Invocation.current(), sweep=sweep))
+    with composition.invoked(list(overrides)) as (values, invocation):
+        resume = decide_resume(values, replace(invocation, sweep=sweep))
         elsewhere = components.build("launcher", resume.launcher).submits
         if elsewhere:
             launcher = replace(components.build_option("launcher", "auto"), ranks=1)

@@ -16,6 +16,7 @@ from lockstep.config import completion, composition, extensions
 from lockstep.config.commands import quoted_path, started_as
 from lockstep.config.flags import check_flags
 from lockstep.config.hydra_policy import TRUSTED
+from lockstep.config.own_hydra import own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.launched import check_launched, without_local_rank
 from lockstep.core.slurm import adopt_srun
@@ -29,7 +30,6 @@ def main(packages: Sequence[str] = ()) -> None:
     started_as(sys.argv[0])
     # Hydra's argument parser refuses overrides on both sides of a flag: `model=resnet18 -m seed=1,2`.
     sys.argv[1:] = sorted(without_local_rank(sys.argv[1:]), key=lambda word: word not in ("-m", "--multirun"))
-    composition.register()
     with program.command_line():
         adopt_srun()
         extensions.use(packages)
@@ -37,7 +37,8 @@ def main(packages: Sequence[str] = ()) -> None:
         if not (completion.answered(sys.argv) or composition.showed_help()):
             check_flags(sys.argv[1:])
             check_launched()
-            train()
+            with own_hydra():
+                train()
 
 
 def train_job(composed: DictConfig) -> float | None:

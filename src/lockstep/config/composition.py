@@ -3,68 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager
 from textwrap import TextWrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import components, hydra_policy, messages
+from lockstep.config import hydra_policy, messages
 from lockstep.config.commands import program_name
-from lockstep.config.messages import DEEPEST, UNEXPECTED, check_word, sentence, translate, unreadable
+from lockstep.config.invocation import ConfigFiles, Invocation
+from lockstep.config.messages import UNEXPECTED, check_word, sentence, translate, unreadable
+from lockstep.config.own_hydra import own_hydra
 from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.safe_read import events
-
-if TYPE_CHECKING:
-    from lockstep.config.invocation import ConfigFiles
 
 # The keys of a job that are no groups.
 VALUES = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
-
-
-def register() -> None:
-    """Register the schema of a job with Hydra, so that mistakes show while composing.
-
-    Also removes OmegaConf's access to the environment: somebody else may have written a config, its values are
-    written to files, and environment variables hold secrets.
-    """
-    hydra_policy.install()
-    guard_parser()
-    OmegaConf.clear_resolver("oc.env")
-    ConfigStore.instance().store(name="job", node=components.schema(), replace=True)
-    if not OmegaConf.has_resolver("stamp_hex"):
-        OmegaConf.register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
-
-
-def guard_parser() -> None:
-    """Have OmegaConf refuse a file that is nested deeply, which would overflow the stack of libyaml's parser."""
-    if hasattr(OmegaConf.load, "__wrapped__"):
-        return
-
-    @functools.wraps(OmegaConf.load)
-    def load(file_: Any, **keywords: Any) -> Any:
-        with nullcontext(file_) if hasattr(file_, "read") else Path(file_).open(encoding="utf-8") as stream:
-            if any(depth > DEEPEST for depth, _ in events(stream)):
-                raise InputError(f"{getattr(file_, 'name', file_)} has more than {DEEPEST} nested values")
-            stream.seek(0)
-            return load.__wrapped__(stream, **keywords)
-
-    OmegaConf.load = load  # type: ignore[method-assign]
 
 
 def showed_help() -> bool:
@@ -165,13 +129,15 @@ def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> Di
 @contextmanager
 def composing() -> Iterator[None]:
     """A context in which configs can be composed without Hydra's `main`."""
-    register()
-    with initialize_config_dir(str(CONF)):
+    with own_hydra(), initialize_config_dir(str(CONF)):
         yield
 
 
-def composed(overrides: list[str]) -> dict[str, Any]:
-    """The config that the command line `overrides` would compose, as plain values, without Hydra's `main`.
+@contextmanager
+def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
+    """The config that the command line `overrides` would compose, as plain values, and this command, without `main`.
+
+    In the context, further configs can be composed, such as those of the run that the command resumes.
 
     Raises:
         InputError: an override does not fit.
@@ -185,4 +151,10 @@ def composed(overrides: list[str]) -> dict[str, Any]:
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
             )
         HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-        return to_dict(config)
+        yield to_dict(config), Invocation.current()
+
+
+def composed(overrides: list[str]) -> dict[str, Any]:
+    """The values of `invoked` alone."""
+    with invoked(overrides) as (values, _):
+        return values

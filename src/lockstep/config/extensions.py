@@ -19,7 +19,7 @@ from pathlib import Path
 from lockstep.config import options
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
-from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.native_threads import configure_native_threads, is_own_process
 
 ENTRY_POINTS = "lockstep.extensions"
 # The variable that tells the ranks which extensions the program named, and in which folders they are.
@@ -51,7 +51,8 @@ class Extension:
             InputError: the import fails, or the package declares an invalid option.
         """
         name = module or self.package
-        configure_native_threads()  # before the extension imports NumPy: its threads would prevent forking the ranks
+        if is_own_process():
+            configure_native_threads()  # before the extension imports NumPy: its threads would prevent forking ranks
         try:
             importlib.import_module(name)
         except InputError:

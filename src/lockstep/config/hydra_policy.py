@@ -16,7 +16,6 @@ from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -59,19 +58,6 @@ LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
 OPTIONS = {"launcher": ("basic", "pool"), "sweeper": ("basic",), "job_logging": LOGGING, "hydra_logging": LOGGING}
 
 
-def install() -> None:
-    """Have Hydra compose every config with `CheckedLoader`."""
-    if hasattr(GlobalHydra.initialize, "__wrapped__"):
-        return
-
-    @functools.wraps(GlobalHydra.initialize)
-    def initialize(self: GlobalHydra, hydra: Any) -> None:
-        hydra.config_loader = CheckedLoader(hydra.config_loader)
-        initialize.__wrapped__(self, hydra)
-
-    GlobalHydra.initialize = initialize  # type: ignore[method-assign]
-
-
 def is_of_hydra(override: str | Override) -> bool:
     """Whether an override changes Hydra's own config, by its key or by the package of its group.
 
@@ -92,6 +78,8 @@ class CheckedLoader:
             _check_source(source.provider, source.path)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy asks for these before it has a loader
+            raise AttributeError(name)
         return getattr(self.loader, name)
 
     def get_mode(self, config_name: str | None, overrides: list[str]) -> Any:

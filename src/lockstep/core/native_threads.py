@@ -17,6 +17,17 @@ OURS = "LOCKSTEP_OPENBLAS"
 # The address space of a small job, in bytes. With less, an import of torch or its first threads fail, and C++ ends
 # the process before Python can say why. torch 2.15 alone maps 3.1 GB.
 LEAST_ADDRESS_SPACE = 4_000_000_000
+_own_processes: set[int] = set()
+
+
+def own_process() -> None:
+    """Say that this process is one of Lockstep's: a command or a rank, and not a program that uses the library."""
+    _own_processes.add(os.getpid())
+
+
+def is_own_process() -> bool:
+    """Whether settings may change here that nothing can change back."""
+    return os.getpid() in _own_processes
 
 
 def check_address_space() -> None:

@@ -40,9 +40,8 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
 def job_of(overrides: Sequence[str]) -> ResolvedJob:
     """The job of the words of a command that makes no run folder, resolved and checked without its data."""
     refuse_keys(overrides, RUN_FOLDERS, "names the folder of a run, and no run is made here")
-    values = composition.composed(list(overrides))
-    with composition.composing():
-        return checked_job(decide_resume(values, Invocation.current()))
+    with composition.invoked(list(overrides)) as (values, invocation):
+        return checked_job(decide_resume(values, invocation))
 
 
 def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.launched import is_launched
+from lockstep.core.native_threads import own_process
 from lockstep.core.terminal import guard_streams, write_some
 
 
@@ -197,6 +198,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
         says: the sentence for the user if a stop ends the process before it has set its own handlers.
     """
     guard_streams()
+    own_process()
     # With Python's own limit, 700 new objects, a tenth of the time of the imports goes to searches for garbage.
     gc.set_threshold(50_000, 10, 10)
     named = os.environ.pop(PARENT, None)

@@ -40,15 +40,15 @@ def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
     """Write the stacks of all threads to `log` after a crash in native code, or when a peer sends SIGUSR2."""
     enabled = faulthandler.is_enabled()
     with append(log) as file:
-        faulthandler.enable(file)
+        if not enabled:  # where the program has its stacks written already cannot be asked
+            faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR2, file)
         try:
             yield file
         finally:
             faulthandler.unregister(signal.SIGUSR2)
-            faulthandler.disable()
-            if enabled:
-                faulthandler.enable()
+            if not enabled:
+                faulthandler.disable()
 
 
 class Watchdog(threading.Thread):

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.native_threads import is_own_process
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
 from lockstep.training.dry_run import dry_run_step, trial, unless_out_of_memory
@@ -30,10 +31,11 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
 
     By default glibc maps new memory for each tensor above 32 MB, and the kernel clears its pages at the first write.
     For large activations this happens at every step. Kept memory is fragmented, so a job that is short of memory (it
-    has micro-batches) does not keep it. Other C libraries are not changed.
+    has micro-batches) does not keep it. Other C libraries are not changed, and
+    neither is a program that uses Lockstep as a library: nothing can read what it had set.
     """
     libc = ctypes.CDLL(None)
-    if world.device.type == "cpu" and hasattr(libc, "mallopt"):
+    if is_own_process() and world.device.type == "cpu" and hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_MAX, 0 if keep else MAPPINGS)
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else TRIM)
         if not keep:
