@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore
 
+from helpers import forked
 from lockstep.core import network, slurm
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.core.launched import (
@@ -310,13 +311,14 @@ def test_a_program_that_answers_nothing_is_no_store(monkeypatch: pytest.MonkeyPa
             join_with()
 
 
-def test_main_must_be_on_the_machine_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attach, "REACHED_S", 0.3)
+def test_main_must_be_on_the_machine_of_the_store(tmp_path: Path) -> None:
+    # As a command: its exit does not wait for the thread that still connects, which would end this process with 134.
     with socket.create_server(("127.0.0.1", 0)) as server:
-        as_rank(monkeypatch, 0, server.getsockname()[1])
-    monkeypatch.setenv("MASTER_ADDR", "198.51.100.1")
-    with pytest.raises(InputError, match=r"MASTER_ADDR=198\.51\.100\.1 does not lead to this machine"):
-        join_with()
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": str(server.getsockname()[1])}
+    done = forked("lockstep", "train", f"output_root={tmp_path}", MASTER_ADDR="198.51.100.1", **place)
+    assert done.code == 2
+    assert "MASTER_ADDR=198.51.100.1 does not lead to this machine" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("restarts", ["0", "2"])

@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from helpers import composed
 from lockstep.config import components, flags, messages
-from lockstep.config.other_words import KEYS, VALUES, ours, ours_of, suggest_overrides
+from lockstep.config.other_words import ABSENT, KEYS, VALUES, ours, ours_of, suggest_overrides
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
 
@@ -100,3 +100,29 @@ def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
 def test_a_file_of_weights_is_what_a_run_starts_from(suffix: str) -> None:
     assert suggest_overrides("", f"w{suffix}") == f" Did you mean init_from=w{suffix}?"
     assert suggest_overrides("model", f"w{suffix}") == f" Did you mean model=NAME init_from=w{suffix}?"
+
+
+@pytest.mark.parametrize("word", [word for words in ABSENT for word in words.split()])
+def test_a_word_without_a_counterpart_has_a_sentence(word: str) -> None:
+    assert word not in {key for key, _ in WORDS}
+    with pytest.raises(InputError, match=rf"--{word} is no flag of this program: .{{20,}}"):
+        flags.check_flags([f"--{word}", "3"])
+    with pytest.raises(HydraException) as caught:
+        composed(f"{word}=3")
+    assert f"{word}: there is no such key in the config. Here " in str(messages.translate(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("line", "proposal"),
+    [
+        ("--nodes 2 --gpus 2 --epochs 5", "launcher=elastic launcher.nodes=2 launcher.ranks=2 epochs=5"),
+        ("--nr 1", "launcher=elastic launcher.nodes=2 launcher.node_rank=1"),
+        ("--prefetch_factor 4", "loader=streaming loader.prefetch=4"),
+        ("--prefetch-factor=4", "loader=streaming loader.prefetch=4"),
+        ("--per_device_train_batch_size 16", "batch=16"),
+    ],
+)
+def test_a_line_of_a_tutorial_is_answered_with_ours(line: str, proposal: str) -> None:
+    with pytest.raises(InputError) as caught:
+        flags.check_flags(line.split())
+    assert str(caught.value).endswith(f": {proposal}")

@@ -77,6 +77,8 @@ def check_flags(words: Sequence[str]) -> None:
         next_word = "".join(words[words.index(flag) + 1 :][:1])
         if not sign and next_word and not next_word.startswith("-") and "=" not in next_word:
             sign, value = " ", next_word
+        if sentence := other_words.absent(name):
+            raise InputError(f"{flag} is no flag of this program: {sentence}")
         proposals.append(other_words.ours(name, value if sign else None))
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(

@@ -256,7 +256,9 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same_last_part = [name for name in candidates if name.rpartition(".")[2] == last][:3]
     value = next((word.partition("=")[2] for word in sys.argv[1:] if "=" in word and key_of(word) == key), None)
-    if block and siblings and (option_names := options_with(block, last)):
+    if sentence_about := other_words.absent(key):
+        hint = f" Here {sentence_about}."
+    elif block and siblings and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
     elif (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):

@@ -18,7 +18,7 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 KEYS: Mapping[str, str] = {
     "epochs={}": "max_epochs num_epochs num_train_epochs n_epochs",
     "steps={}": "max_steps num_steps max_iters train_iters total_steps",
-    "batch={}": "batch_size train_batch_size global_batch_size bs b",
+    "batch={}": "batch_size train_batch_size global_batch_size per_device_train_batch_size micro_batch_size bs b",
     "seed={}": "random_seed manual_seed seed_everything",
     "device": "accelerator",
     "name={}": "experiment_name run_name exp_name job_name",
@@ -31,8 +31,10 @@ KEYS: Mapping[str, str] = {
     "model.compile=true": "torchcompile torch_compile",
     "model.channels_last=true": "channels_last",
     "dataset": "dataset_name",
+    "dataset.input_size={}": "img_size image_size imgsz input_size crop_size train_crop_size val_crop_size",
     "dataset=folder dataset.path={}": "data data_dir data_path datadir dataset_dir dataset_path train_dir",
     "loader=streaming loader.workers={}": "num_workers workers j dataloader_num_workers",
+    "loader=streaming loader.prefetch={}": "prefetch_factor dataloader_prefetch_factor",
     "strategy.sync_batchnorm=true": "sync_bn sync_batchnorm sync_batch_norm use_sync_bn",
     "strategy=ddp strategy.find_unused_parameters=true": "find_unused_parameters ddp_find_unused_parameters",
     "precision": "mixed_precision amp_dtype dtype torch_dtype",
@@ -40,9 +42,10 @@ KEYS: Mapping[str, str] = {
     "precision=fp16": "fp16 half",
     "precision=tf32": "tf32 allow_tf32",
     "launcher.ranks={}": "gpus devices nproc_per_node nproc num_processes n_gpus num_gpus ngpus world_size",
-    "launcher=elastic launcher.nodes={}": "num_nodes nnodes num_machines",
+    "launcher=elastic launcher.nodes={}": "nodes num_nodes nnodes num_machines",
+    "launcher=elastic launcher.nodes=2 launcher.node_rank={}": "nr machine_rank",
     "launcher=elastic launcher.restarts={}": "max_restarts",
-    "launcher=elastic launcher.rendezvous={}": "rdzv_endpoint",
+    "launcher=elastic launcher.rendezvous={}": "rdzv_endpoint dist_url",
     "optimizer": "opt optim optimizer_name",
     "optimizer.lr={}": "lr learning_rate base_lr max_lr lr0",
     "optimizer.weight_decay={}": "weight_decay wd",
@@ -61,6 +64,8 @@ KEYS: Mapping[str, str] = {
     "train.ema={}": "model_ema_decay ema_decay",
     "train.mixup={}": "mixup_alpha",
     "train.cutmix={}": "cutmix_alpha",
+    "train.ema_warmup=true": "model_ema_warmup",
+    "schedule=step schedule.gamma={}": "decay_rate lr_gamma lr_decay_rate",
     "train.eval_every={}ep": "check_val_every_n_epoch val_interval",
     "train.eval_every={}": "eval_steps val_check_interval",
     "train.cudnn_benchmark=true": "benchmark",
@@ -70,6 +75,25 @@ KEYS: Mapping[str, str] = {
     "telemetry.interval={}": "log_interval log_every_n_steps logging_steps print_freq",
     "logger=[jsonl,wandb]": "wandb use_wandb log_wandb",
     "augment=randaugment": "aa auto_augment autoaugment",
+}
+# What other programs have and this one has not, or has always: the words, and the sentence about them.
+ABSENT: Mapping[str, str] = {
+    "patience early_stopping early_stopping_patience early_stop": "a run has the length of its schedule; nothing "
+    "stops it early, and the best checkpoint is kept",
+    "shuffle": "training images are in a new random order in each epoch, which depends on seed and epoch alone; "
+    "evaluation keeps the order of the split",
+    "pin_memory pin_mem dataloader_pin_memory": "images for a GPU are in pinned memory always",
+    "drop_last dataloader_drop_last": "every image counts: the last batch of an epoch may be shorter",
+    "persistent_workers dataloader_persistent_workers worker_seeding": "loader workers are threads, which stay for "
+    "the whole run and draw no random numbers",
+    "reprob remode recount random_erase random_erasing erasing": "there is no random erasing; train.cutout=SIDE is "
+    "the nearest",
+    "num_classes nb_classes n_classes": "the number of classes comes from the data set",
+    "start_epoch last_epoch initial_epoch": "a resumed run knows its step: resume=latest",
+    "evaluate eval_only test_only do_eval do_predict": "trained models are evaluated by `lockstep evaluate RUN`",
+    "load_best_model_at_end metric_for_best_model eval_metric": "the best weights, by validation top-1, are exported",
+    "eval_batch_size per_device_eval_batch_size val_batch_size validation_batch_size": "the size of evaluation "
+    "batches is train.eval_batch, images of one device",
 }
 # Values of a key or a group, and what they are called elsewhere.
 VALUES: Mapping[str, str] = {
@@ -130,6 +154,12 @@ def ours(name: str, value: str | None = None) -> str:
     text = form.format("VALUE" if value is None else value)
     word = f"{key}={text}"
     return typed([*before, word if parsed(word) is not None else override(key, text)])
+
+
+def absent(name: str) -> str:
+    """The sentence about a key or flag of another program that has no counterpart here; empty if it is none."""
+    last = name.lower().replace("-", "_").rpartition(".")[2]
+    return next((sentence for words, sentence in ABSENT.items() if last in words.split()), "")
 
 
 def ours_of(group: str, value: str) -> str:
