@@ -333,3 +333,15 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
         path = (here if indent else ROOT) / name
         assert path.exists(), f"{path} is in the map but not in the tree"
         here = here if indent else path
+
+
+def test_every_test_that_a_document_names_exists() -> None:
+    named = [
+        (file, test)
+        for document in sorted((ROOT / "docs").glob("*.md"))
+        for cell in re.findall(r"tests/\w+/\w+\.py::[\w:,/ .]+", document.read_text())
+        for file, tests in re.findall(r"(tests/\w+/\w+\.py)((?:(?:, )?(?:::)?test_\w+\b(?!\.py))+)", cell)
+        for test in re.findall(r"test_\w+", tests)
+    ]
+    assert len(named) > 70
+    assert [place for place in named if f"def {place[1]}(" not in (ROOT / place[0]).read_text()] == []
