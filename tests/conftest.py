@@ -31,8 +31,11 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
-# What torchrun, TensorBoard, W&B and gRPC leave among the temporary files, some until the tests end.
-THEIRS = re.compile(r"torchelastic_.*|\.tensorboard-info|.*wandb-(media|artifacts)|\.ses")
+# What torchrun, the compiler, Ray, TensorBoard, W&B, Chromium and a test of tests leave among the temporary files.
+THEIRS = re.compile(
+    r"torchelastic_.*|torchinductor_.*|ray|\.tensorboard-info|.*wandb-(media|artifacts)|wandb_symon-.*|\.ses|pytest-of-.*"
+    r"|org\.chromium\..*"
+)
 
 # The functions below import what they need: the process that hands the files to the workers of `-n` needs no torch.
 

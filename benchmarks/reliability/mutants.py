@@ -104,6 +104,9 @@ telemetry/spending.py: the energy of an image is that of the last part of the ru
 training/micro_batch_search.py: each rank takes the number of micro-batches that it needs itself [largest_batch]
 - return max(needed)
 + return needed[world.rank]
+optim/ema.py: the decay of the average is not warmed up [optim]
+- decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
++ decay = self.decay
 training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
 - cores = evidence.cores / evidence.world.local_size
 + cores = evidence.cores
@@ -148,10 +151,8 @@ data/datasets/decode.py: a photo is decoded at a scale that is enough for its lo
 - self._decoded(size / short, self.height)
 + self._decoded(size / long, self.height)
 data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
--         width = (area * ratio).sqrt().clamp(max=1.0)
--         height = (area / ratio).sqrt().clamp(max=1.0)
-+         height = (area * ratio).sqrt().clamp(max=1.0)
-+         width = (area / ratio).sqrt().clamp(max=1.0)
+- box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
++ box_width, box_height = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
 data/transforms/randaugment.py: the sign of an operation follows from the operation [randaugment]
 - draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5
 + draws.uniform(FIRST_DRAW + 2 * n) < 0.5
@@ -243,8 +244,8 @@ data/transforms/randaugment.py: operations follow the shift of the crop [augment
 - FIRST_DRAW = 16
 + FIRST_DRAW = 0
 data/datasets/photos.py: a wide TIFF whose zero is white is a negative [photos]
-- return 255 - grey if tags.get(PHOTOMETRIC) == WHITE_IS_ZERO else grey
-+ return grey
+- grey = 255 - grey
++ pass
 data/datasets/decode.py: a box that is scaled down loses a part of what it covers [decode]
 - -(-(start + side) * eighths // 8)
 + (start + side) * eighths // 8

@@ -40,7 +40,6 @@ from typing import Any
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")  # before torch is imported
 
 import torch
-from hydra import initialize_config_dir
 from rich.console import Console
 from rich.table import Table
 
@@ -182,7 +181,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
         with (
             program.command_line(),
             program.bypass_hydra_errors(),
-            initialize_config_dir(str(ROOT / "conf")),
+            composition.composing(),
             job_lock(called) as lock,
             create_run(decide_resume(job, called), called, lock) as run_dir,
         ):

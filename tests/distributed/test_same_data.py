@@ -272,6 +272,5 @@ def test_evaluation_is_that_of_one_process_on_any_number_of_ranks(root: Path, ra
         assert [{tag: figure[tag] for tag in means[0]} for figure in figures] == [
             pytest.approx(sample, rel=1e-12) for sample in means
         ]
-        assert [{tag: figure[tag] for tag in figure if tag.startswith("metric/")} for figure in figures] == (
-            metrics if rank == 0 else [{}] * len(SIZES)
-        )
+        main_has = [{tag: figure[tag] for tag in figure if tag.startswith("metric/")} for figure in figures]
+        assert repr(main_has) == repr(metrics if rank == 0 else [{}] * len(SIZES))  # a class without examples is NaN
