@@ -12,6 +12,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
+from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
 from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
@@ -31,6 +32,7 @@ class TarMember:
     size: int
 
     def contents(self) -> bytes:
+        check_length(self.size)
         descriptor = os.open(self.shard, os.O_RDONLY)
         try:
             return os.pread(descriptor, self.size, self.offset)
