@@ -125,7 +125,7 @@ def test_a_strip_that_resizing_would_make_huge_is_refused(tmp_path: Path) -> Non
 def test_a_header_that_asks_for_too_much_is_refused_before_anything_is_decoded(tmp_path: Path, suffix: str) -> None:
     path = bomb(tmp_path / f"bomb.{suffix}")
     with pytest.raises(
-        InputError, match=rf"image 0, {path}, cannot be decoded \(its header says 50000x50000, expected"
+        InputError, match=rf"image 0, {path}, cannot be decoded \(its header says .*(50000x50000|2500000000)"
     ):
         decoded(path)
 
@@ -136,9 +136,10 @@ def test_the_bound_on_pixels_is_ours_and_not_that_of_pillow(
 ) -> None:
     path = tmp_path / f"image.{suffix}"
     Image.fromarray(PIXELS).save(path)
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 310)  # Pillow warns above, and refuses what has twice as many
     monkeypatch.setattr(decode, "PIXELS", 600)
     assert decoded(path).shape == (3, 20, 20)
+    assert Image.MAX_IMAGE_PIXELS == 310, "it guards other code of this process"
     monkeypatch.setattr(decode, "PIXELS", 599)
     with pytest.raises(InputError, match="30x20, expected at most 599 pixels"):
         decoded(path)

@@ -8,6 +8,7 @@ its name. Sizes and boxes are those of the upright image.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable
@@ -18,7 +19,6 @@ import numpy as np
 import simplejpeg
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.model_card import INTERPOLATION
@@ -29,7 +29,8 @@ Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
 Stored = NDArray[np.uint8]  # (3, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 Decoder = Callable[[bytes], Pixels]
-Header = tuple[int, int, Decoder | None, int]  # stored rows and columns, how they are decoded, EXIF orientation
+# Stored rows and columns, how they are decoded, EXIF orientation, and the pixels that the decoder goes through.
+Header = tuple[int, int, Decoder | None, int, int]
 
 # JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers. A frame header has the size.
 JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
@@ -39,8 +40,14 @@ MARGIN = 16
 # torchvision decodes these faster than Pillow. Not GIF: it would read all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
 READ_BYTES = 2**17  # read from a file at a time
-# The most pixels that a header may declare: a file of a few kB can ask for any amount of memory.
+ROWS = 256  # of an image that Pillow has decoded, converted to RGB at a time
+# The most pixels that a file may have decoded: one of a few kB can ask for any amount of memory and time.
 PIXELS = 2**27
+LENGTH = 8 * PIXELS  # the most bytes of a file; no format needs more for a pixel
+# A progressive JPEG has about 10 scans, and each goes through all pixels. So many take as long as a PNG.
+SCANS = 16
+SCAN, SEGMENTS = b"\xff\xda", 2**16  # the most segments that are counted; a usual file has fewer than 100
+MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # all but those between the pixels of a scan
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
 # torchvision's modules import each other: a second thread that imports them at the same time gets incomplete modules.
@@ -72,10 +79,11 @@ class ImageFile(NamedTuple):
     @classmethod
     def of(cls, data: bytes) -> ImageFile:
         """Like `read`, for the content of a file."""
-        rows, columns, decoder, orientation = _turbo_header(data) or _pillow_header(data)
+        rows, columns, decoder, orientation, pixels = _turbo_header(data) or _pillow_header(data)
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation)
         _check_size(file, height * width)
+        _check_size(file, pixels, f", but decoding it takes as long as {pixels}")
         return file
 
     def square(self, size: int, interpolation: str = INTERPOLATION) -> Stored:
@@ -86,7 +94,7 @@ class ImageFile(NamedTuple):
         """
         short, long = min(self.height, self.width), max(self.height, self.width)
         # An image that is one pixel wide would become a huge one.
-        _check_size(self, long * size * size // short, size)
+        _check_size(self, long * size * size // short, f", also with its shorter side resized to {size}")
         pixels, _ = self._decoded(size / short, self.height)
         if pixels.shape[:2] == (size, size):
             return pixels.transpose(2, 0, 1)
@@ -155,8 +163,10 @@ def contents(place: Path | Member) -> bytes:
         return place.contents()
     descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
+        check_length(status.st_size)
         parts = [os.read(descriptor, READ_BYTES)]
         while parts[-1]:
             parts.append(os.read(descriptor, READ_BYTES))
@@ -165,10 +175,30 @@ def contents(place: Path | Member) -> bytes:
     return parts[0] if len(parts) == 2 else b"".join(parts)
 
 
-def _check_size(file: ImageFile, pixels: int, resized_to: int = 0) -> None:
+def check_length(length: int) -> None:
+    """Raise ValueError if a file has too many bytes to be an image."""
+    if length > LENGTH:
+        raise ValueError(f"it has {length:,} bytes, expected at most {LENGTH:,}")
+
+
+def _check_size(file: ImageFile, pixels: int, how: str = "") -> None:
     if pixels > PIXELS or 0 in (file.height, file.width):
-        how = f", also with its shorter side resized to {resized_to}" if resized_to else ""
         raise ValueError(f"its header says {file.width}x{file.height}, expected at most {PIXELS} pixels{how}")
+
+
+def _scanned(data: bytes, pixels: int) -> int:
+    """The pixels that the scans of a JPEG go through, in units of `SCANS`; 0 for another format."""
+    if not data.startswith(JPEG) or (most := data.count(SCAN)) * pixels <= SCANS * PIXELS:
+        return 0
+    scans, start = 0, len(JPEG) - 1  # count them exactly: a preview, or a film behind the photo, may have such bytes
+    for _ in range(SEGMENTS):
+        marker = MARKER.search(data, start)
+        if marker is None or marker[0] == END:
+            return scans * pixels // SCANS
+        scans += marker[0] == SCAN
+        # A decoder takes no length behind a reserved marker.
+        start = marker.end() + (marker[0][1] >= min(FRAMES)) * int.from_bytes(data[marker.end() : marker.end() + 2])
+    return most * pixels // SCANS
 
 
 def _turbo_header(data: bytes) -> Header | None:
@@ -179,30 +209,38 @@ def _turbo_header(data: bytes) -> Header | None:
         rows, columns, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return int(rows), int(columns), None, photos.orientation_of_jpeg(data)
+    return int(rows), int(columns), None, photos.orientation_of_jpeg(data), _scanned(data, int(rows) * int(columns))
 
 
 def _pillow_header(data: bytes) -> Header:
     with photos.opened_by_pillow(data) as image:
         plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
         decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
-        return image.height, image.width, decoder, photos.orientation_of(image, data)
+        pixels = max(_scanned(data, image.height * image.width), photos.decoded_pixels(image, data))
+        return image.height, image.width, decoder, photos.orientation_of(image, data), pixels
 
 
 def _by_torchvision(data: bytes) -> Pixels:
     with _IMPORTING:
         from torchvision.io import ImageReadMode, decode_image
-        from torchvision.transforms.v2 import functional as T
 
-    image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB)
-    pixels: Tensor = T.to_dtype(image, torch.uint8, scale=True)  # a PNG may have 16 bits
-    return pixels.permute(1, 2, 0).numpy()
+    image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB).numpy()
+    if image.dtype != np.uint8:  # a PNG of 16 bits
+        image >>= 8
+    return image.astype(np.uint8, copy=False).transpose(1, 2, 0)
 
 
 def _by_pillow(data: bytes) -> Pixels:
     """Decode the first frame."""
     with photos.opened_by_pillow(data) as image:
-        return photos.to_rgb(image)
+        image.load()
+        if image.mode.startswith(("F", "I")):  # the tags of the whole file say what its numbers mean
+            return photos.to_rgb(image)
+        pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
+        for top in range(0, image.height, ROWS):  # each conversion copies all pixels that it gets
+            bottom = min(top + ROWS, image.height)
+            pixels[top:bottom] = photos.to_rgb(image.crop((0, top, image.width, bottom)))
+        return pixels
 
 
 def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:

@@ -8,6 +8,7 @@
 
 import functools
 import importlib.util
+import math
 import warnings
 from dataclasses import dataclass
 from io import BytesIO
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 
 # The formats that Pillow alone reads, by its names. It reads the headers of all of them; no other decoder is tried.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF")
+TILE_SIDES = (322, 323)  # the tags of TIFF for the width and the height of a tile
 BRANDS = 64  # the brands of a file are in its first bytes, up to this offset
 # A file without these has no orientation. Searching for them is faster than Pillow, which decodes a whole PNG for it.
 # Between the pixels of a JPEG no 0xFF is followed by 0xE1, the marker of EXIF and XMP.
@@ -83,7 +85,6 @@ def opened_by_pillow(data: bytes) -> Any:
     """The image opened by Pillow, which reads only its header. Raises ValueError: its format is not supported."""
     from PIL import Image, UnidentifiedImageError
 
-    Image.MAX_IMAGE_PIXELS = None  # we have our own limit
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
     formats: tuple[str, ...] = FORMATS
     if data[4:8] == b"ftyp":
@@ -98,6 +99,27 @@ def opened_by_pillow(data: bytes) -> Any:
         return Image.open(BytesIO(data), formats=formats)
     except UnidentifiedImageError:
         raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"its header says too much: {str(error).partition(', could')[0]}") from None
+
+
+def decoded_pixels(image: Any, data: bytes) -> int:
+    """The pixels that Pillow goes through to decode the image that it has opened from `data`.
+
+    The decoders of WebP, AVIF and HEIC have no tiles, and hold the pixels twice. Tiles of a TIFF may be larger than
+    the image, and overlap. A pixel that Pillow decodes in Python (up to 140 ns) counts as 8, a comment among the
+    numbers of a PPM (a copy of up to 1 MB) as 2^16.
+    """
+    from PIL import Image
+
+    if not image.tile:
+        return 2 * int(image.width * image.height)
+    boxes = [tile.extents for tile in image.tile]
+    pixels = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) // len(image.getbands())
+    if image.tile[0].codec_name in Image.DECODERS:
+        pixels = 8 * pixels + (data.count(b"#") << 16)
+    tags, sides = getattr(image, "tag_v2", {}), zip(TILE_SIDES, boxes[0][2:], strict=True)
+    return max(pixels, math.prod(-(-side // (tile := tags.get(tag, side))) * tile for tag, side in sides))
 
 
 def orientation_of(image: Any, data: bytes | None = None) -> int:

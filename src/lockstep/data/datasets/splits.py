@@ -117,7 +117,7 @@ class FileSplit:
         for index in indices:
             try:
                 files.append(ImageFile.read(self.paths[index]))
-            except (OSError, ValueError) as error:
+            except Exception as error:  # Pillow raises all kinds of errors for a damaged header
                 raise self._broken(index, error) from error
         boxes = self.crop.boxes_for(files, indices, epoch) if self.crop is not None else None
         for number, file in enumerate(files):

@@ -2,7 +2,6 @@
 
 import hashlib
 import os
-import tarfile
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +12,11 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
 from lockstep.core.safe_read import opened
+from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
 from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
+from lockstep.data.datasets.tar import stored_files
 
 LABEL_BYTES = 1000
 
@@ -31,6 +32,7 @@ class TarMember:
     size: int
 
     def contents(self) -> bytes:
+        check_length(self.size)
         descriptor = os.open(self.shard, os.O_RDONLY)
         try:
             return os.pread(descriptor, self.size, self.offset)
@@ -95,25 +97,20 @@ class WebDataset(FileSource):
         labels: dict[str, str] = {}
         with opened(shard, links=True) as file:
             try:
-                with tarfile.open(fileobj=file, mode="r:") as tar:
-                    for member in tar:
-                        key, suffix = _key_and_suffix(member.name)
-                        if not member.isfile():
-                            continue
-                        if any(kind_of(part) == HIDDEN for part in member.name.split("/") if part != "."):
-                            left_out[HIDDEN] += 1
-                        elif f".{suffix.rpartition('.')[2]}" in SUFFIXES:
-                            sample = images.setdefault(key, {})
-                            if suffix in sample:
-                                raise InputError(f"dataset: {shard} has two images {key}.{suffix}, expected one")
-                            sample[suffix] = TarMember(shard, member.name, key, member.offset_data, member.size)
-                        elif suffix == self.label.lower().removeprefix("."):
-                            content = tar.extractfile(member)
-                            assert content is not None
-                            labels[key] = content.read(LABEL_BYTES).decode().strip()
-                        else:
-                            left_out[f".{suffix}"] += 1
-            except (tarfile.TarError, UnicodeDecodeError) as error:
+                for name, offset, size in stored_files(file):
+                    key, suffix = _key_and_suffix(name)
+                    if any(kind_of(part) == HIDDEN for part in name.split("/") if part != "."):
+                        left_out[HIDDEN] += 1
+                    elif f".{suffix.rpartition('.')[2]}" in SUFFIXES:
+                        sample = images.setdefault(key, {})
+                        if suffix in sample:
+                            raise InputError(f"dataset: {shard} has two images {key}.{suffix}, expected one")
+                        sample[suffix] = TarMember(shard, name, key, offset, size)
+                    elif suffix == self.label.lower().removeprefix("."):
+                        labels[key] = file.read(min(size, LABEL_BYTES)).decode().strip()
+                    else:
+                        left_out[f".{suffix}"] += 1
+            except ValueError as error:  # also of a label that is no text
                 raise InputError(
                     f"dataset: {shard} cannot be indexed ({error}), expected a tar file that is not compressed"
                 ) from error

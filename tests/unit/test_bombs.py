@@ -1,0 +1,306 @@
+"""Small files that ask for much memory or time. A child process with little memory reads all of them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import resource
+import struct
+import subprocess
+import sys
+import tarfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from PIL import Image
+
+from helpers import decoded
+from lockstep.core.errors import InputError
+from lockstep.data.datasets import CSV, HF, Folder, WebDataset
+from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.splits import FileSplit
+from lockstep.data.datasets.tar import stored_files
+from lockstep.inference.images import stored_image
+
+MEMORY = 2**29  # bytes that reading a bomb may take
+END = bytes(2 * tarfile.BLOCKSIZE)
+GREY = np.random.default_rng(0).integers(0, 256, (48, 64), dtype=np.uint8)
+Bomb = Callable[[], bytes]
+
+
+def saved(kind: str, size: tuple[int, int] = (16, 16), **options: object) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, kind, **options)
+    return file.getvalue()
+
+
+def tiff(tags: dict[int, list[int]], content: list[bytes], places: int = 324) -> bytes:
+    """A grey TIFF. `places` is the tag of the offsets of the contents; the next tag has their lengths."""
+    tags = {258: [8], 262: [1], 277: [1], **tags, places: [0] * len(content), places + 1: [*map(len, content)]}
+    entries, arrays, start = b"", b"", 14 + 12 * len(tags)
+    start_of_content = start + 4 * sum(len(numbers) for numbers in tags.values() if len(numbers) > 1)
+    tags[places] = [start_of_content + sum(map(len, content[:number])) for number in range(len(content))]
+    for tag, numbers in sorted(tags.items()):
+        packed = struct.pack(f"<{len(numbers)}I", *numbers)
+        entries += struct.pack("<HHI", tag, 4, len(numbers))
+        entries += packed if len(numbers) == 1 else struct.pack("<I", start + len(arrays))
+        arrays += packed if len(numbers) > 1 else b""
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    return head + entries + bytes(4) + arrays + b"".join(content)
+
+
+def tiled(side: int) -> bytes:
+    return tiff({256: [16], 257: [16], 259: [8], 322: [side], 323: [side]}, [zlib.compress(bytes(10**6))])
+
+
+def layers(side: int = 1000, number: int = 150) -> bytes:
+    strips = [bytes(side * side), *[b""] * (2 * number - 1)]
+    return tiff({256: [side], 257: [side], 259: [1], 278: [side // 2 + 1]}, strips, places=273)
+
+
+def jpeg(scans: int, side: int = 1024, *, progressive: bool = True) -> bytes:
+    """A JPEG in which the last scan is there so many times."""
+    content = saved("JPEG", (side, side), progressive=progressive)
+    return content[:-2] + content[content.rindex(b"\xff\xda") : -2] * (scans - 1) + content[-2:]
+
+
+def canvas(width: int, height: int) -> bytes:
+    """An animated WebP of two small frames on a large canvas."""
+    content = saved("WEBP", save_all=True, append_images=[Image.new("RGB", (16, 16))])
+    return content[:24] + (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little") + content[30:]
+
+
+def run_lengths(side: int) -> bytes:
+    header = struct.pack("<IiiHHIIiiII", 40, side, side, 1, 8, 1, 4 * side, 0, 0, 256, 0)
+    return b"BM" + struct.pack("<IHHI", 0, 0, 0, 54 + 1024) + header + bytes(1024) + b"\1\0\0\0" * side
+
+
+def with_text(kind: bytes, head: bytes) -> bytes:
+    """A PNG with a compressed text of 256 MB."""
+    content = saved("PNG")
+    body = kind + head + zlib.compress(bytes(2**28), 9)
+    return content[:33] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + content[33:]
+
+
+PIXELS = r"its header says .* expected at most 134217728 pixels, but decoding it takes as long as \d+"
+TEXT = "Decompressed data too large"
+IMAGES: dict[str, tuple[Bomb, str]] = {
+    "a tile of TIFF that is larger than the image": (lambda: tiled(45056), PIXELS),
+    "strips of TIFF in the same place": (layers, PIXELS),
+    "scans of a progressive JPEG": (lambda: jpeg(20_000), PIXELS),
+    "scans of a JPEG that is not progressive": (lambda: jpeg(5000, progressive=False), PIXELS),
+    "comments in a PPM": (lambda: b"P2 400 400 255\n" + b"#\n" * 10**6, PIXELS),
+    "a PPM in text": (lambda: b"P1 11000 11000\n" + b"1" * 10**6, PIXELS),
+    "a BMP of short lines": (lambda: run_lengths(11_000), PIXELS),
+    "frames of WebP on a canvas": (lambda: canvas(16_000, 8000), f"{PIXELS}|could not create decoder object"),
+    "frames of WebP on a huge canvas": (lambda: canvas(65_000, 65_000), "its header says too much: Image size"),
+    "text in a PNG": (lambda: with_text(b"zTXt", b"a\0\0"), TEXT),
+    "international text in a PNG": (lambda: with_text(b"iTXt", b"a\0\1\0\0\0"), TEXT),
+    "a profile in a PNG": (lambda: with_text(b"iCCP", b"a\0\0"), TEXT),
+    "EXIF in a PNG": (lambda: with_text(b"zTXt", b"Raw profile type exif\0\0"), TEXT),
+}
+
+
+def member(kind: bytes = b"0", size: int = 0, content: bytes = b"", name: str = "a.jpg") -> bytes:
+    """A header of a tar file, with its content."""
+    header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
+    header[124:136] = tarfile.itn(size, 12, tarfile.GNU_FORMAT)  # type: ignore[attr-defined]
+    header[156:157], header[148:156] = kind, b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header) + content + bytes(-len(content) % tarfile.BLOCKSIZE)
+
+
+def pax(kind: bytes = b"x", **records: str) -> bytes:
+    content = tarfile.TarInfo._create_pax_generic_header(  # type: ignore[attr-defined]
+        {key.replace("__", ".sparse."): value for key, value in records.items()}, kind, "utf-8"
+    )[tarfile.BLOCKSIZE :]
+    length = len(content.rstrip(b"\0"))
+    return member(kind, length, content[:length])
+
+
+SIZE, PLAIN = r"its member '{}' has -?[\d,]+ bytes, expected 0 to", "its member 'a.jpg' is a link, a device or sparse"
+PHOTO = member(size=3, content=b"abc")
+TARS: dict[str, tuple[bytes, str]] = {
+    "a negative size": (member(size=3, content=b"abc", name="b.jpg") + member(size=-512) + END, SIZE.format("a.jpg")),
+    "a negative size of pax": (pax(size="-512") + PHOTO + END, SIZE.format("a.jpg")),
+    "a size of pax that is no number": (pax(size="many") + PHOTO + END, "invalid literal"),
+    "a size of pax of 9,000 digits": (pax(size="9" * 9000) + PHOTO + END, "4300 digits"),
+    "a header of pax of a negative size": (member(b"x", -512) + PHOTO, SIZE.format("a.jpg")),
+    "a huge header of pax": (member(b"x", 10**6, bytes(10**6)) + PHOTO + END, SIZE.format("a.jpg")),
+    "a header of pax of digits": (member(b"x", 60_000, b"1" * 60_000) + PHOTO + END, "a record of pax is cut short"),
+    "a record of pax of no length": (member(b"x", 5, b"0 a=\n") + PHOTO + END, "a record of pax is cut short"),
+    "a long name of 4 TB": (member(b"L", 2**42) + PHOTO, SIZE.format("a.jpg")),
+    "a file of 4 TB": (member(size=2**42) + END, SIZE.format("a.jpg")),
+    "a file that is cut short": (PHOTO + member(size=9000, content=b"x" * 5000), SIZE.format("a.jpg")),
+    "a header that is cut short": (PHOTO + member()[:300], "truncated header at byte 1,024"),
+    "a damaged header": (PHOTO + b"x" * 512, "header at byte 1,024"),
+    "a description of nothing": (PHOTO + pax(path="b"), "it is empty or cut short"),
+    "nothing": (b"", "it is empty or cut short"),
+    "a sparse file of GNU": (member(b"S", 3, b"abc") + END, PLAIN),
+    "a sparse file of pax, 0.0": (pax(GNU__size=str(2**42), GNU__offset="0") + PHOTO + END, PLAIN),
+    "a sparse file of pax, 0.1": (pax(GNU__map="x", GNU__size=str(2**42)) + PHOTO + END, PLAIN),
+    "a sparse file of pax, 1.0": (pax(GNU__major="1", GNU__minor="0", GNU__realsize=str(2**42)) + PHOTO + END, PLAIN),
+    "a hard link": (member(b"1") + END, PLAIN),
+    "a symbolic link": (member(b"2") + END, PLAIN),
+    "a device": (member(b"3") + END, PLAIN),
+    "a pipe": (member(b"6") + END, PLAIN),
+}
+
+
+def sentence(read: Callable[[], object]) -> str:
+    try:
+        read()
+    except InputError as error:
+        return str(error)
+    return "it was read"
+
+
+def read_here(folder: Path) -> None:
+    """Read all bombs below `folder` with little memory, and write the answer of each reader."""
+    for kind in ("TIFF", "PNG", "WEBP", "BMP", "PPM", "JPEG"):  # decoders import modules when they are first used
+        decoded(ImageFile.of(saved(kind)))
+    memory = psutil.Process().memory_info().vms + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    answers = {}
+    for path in (folder / "images").iterdir():
+        answers[f"{path.name}/path"] = sentence(lambda: FileSplit([path], torch.tensor([0]), 8).fetch([0]))  # noqa: B023
+        if path.stat().st_size < MEMORY:
+            answers[f"{path.name}/bytes"] = sentence(lambda: stored_image(path.read_bytes(), (3, 8, 8)))  # noqa: B023
+    for path in (folder / "tars").iterdir():
+        answers[f"{path.name}/shards"] = sentence(WebDataset(path=str(path)).list_files)
+    (folder / "answers.json").write_text(json.dumps(answers))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The sentence of each reader for each bomb."""
+    folder = tmp_path_factory.mktemp("bombs")
+    (folder / "images").mkdir()
+    for name, (content, _) in IMAGES.items():
+        (folder / "images" / name).write_bytes(content())
+    with (folder / "images" / "a file of 4 TB").open("wb") as file:
+        file.truncate(2**42)
+    for name, (archive, _) in TARS.items():
+        (folder / "tars" / name).mkdir(parents=True)
+        (folder / "tars" / name / "train.tar").write_bytes(archive)
+    code = f"import pathlib, test_bombs; test_bombs.read_here(pathlib.Path({str(folder)!r}))"
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240, env=environment)
+    parsed: dict[str, str] = json.loads((folder / "answers.json").read_text())
+    return parsed
+
+
+@pytest.mark.parametrize("entrance", ["path", "bytes"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_that_takes_much_more_than_its_size_is_refused(
+    answers: dict[str, str], name: str, entrance: str
+) -> None:
+    assert re.search(rf"cannot be (decoded|read as an image) \(({IMAGES[name][1]})", answers[f"{name}/{entrance}"])
+
+
+def test_a_file_that_is_longer_than_any_image_is_not_read(answers: dict[str, str]) -> None:
+    assert "it has 4,398,046,511,104 bytes, expected at most 1,073,741,824" in answers["a file of 4 TB/path"]
+
+
+@pytest.mark.parametrize("name", TARS)
+def test_a_tar_file_that_leads_astray_is_one_sentence(answers: dict[str, str], name: str) -> None:
+    assert re.search(rf"train.tar cannot be indexed \(.*{TARS[name][1]}", answers[f"{name}/shards"])
+
+
+@pytest.mark.parametrize("source", ["folder", "csv", "hf", "webdataset"])
+def test_every_data_set_refuses_them(tmp_path: Path, source: str) -> None:
+    for split in ("train", "val"):
+        (tmp_path / split / "cat").mkdir(parents=True)
+        (tmp_path / split / "cat" / "a.png").write_bytes(tiled(45056))
+        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
+            tar.add(tmp_path / split / "cat" / "a.png", "a.png")
+            label = tarfile.TarInfo("a.cls")
+            label.size = 1
+            tar.addfile(label, io.BytesIO(b"0"))
+    (tmp_path / "table.csv").write_text("path,label,split\ntrain/cat/a.png,cat,train\nval/cat/a.png,cat,val\n")
+    if source == "hf":
+        datasets = pytest.importorskip("datasets")
+        row = {"image": [{"bytes": tiled(45056), "path": None}], "label": ["cat"]}
+        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
+        table = datasets.Dataset.from_dict(row, features=features)
+        datasets.DatasetDict({"train": table, "validation": table}).save_to_disk(tmp_path / "saved")
+    sources = {
+        "folder": Folder(path=str(tmp_path)),
+        "csv": CSV(path=str(tmp_path / "table.csv")),
+        "hf": HF(path=str(tmp_path / "saved")),
+        "webdataset": WebDataset(path=str(tmp_path)),
+    }
+    with pytest.raises(InputError, match=f"cannot be decoded .*{PIXELS}"):
+        sources[source].train().fetch([0])
+
+
+def tiles_of_grey(side: int) -> bytes:
+    """GREY as a TIFF of tiles, padded with zeros."""
+    padded = np.pad(GREY, [(0, -size % side) for size in GREY.shape])
+    tiles = [
+        part.tobytes()
+        for row in np.split(padded, len(padded) // side)
+        for part in np.split(row, row.shape[1] // side, 1)
+    ]
+    return tiff({256: [64], 257: [48], 259: [8], 322: [side], 323: [side]}, [*map(zlib.compress, tiles)])
+
+
+LEGAL: dict[str, Bomb] = {
+    "a TIFF of tiles": lambda: tiles_of_grey(16),
+    "a TIFF of one tile that is larger": lambda: tiles_of_grey(64),
+    "a progressive JPEG": lambda: saved("JPEG", (64, 48), progressive=True),
+    "a progressive JPEG of 100 scans": lambda: jpeg(100, 256),
+    "a JPEG with a film behind it": lambda: saved("JPEG", (1024, 1024)) + b"\xff\xda\0\x02" * 10_000,
+    "a PGM in text": lambda: b"P2 # width, height\n3 2\n255\n# pixels\n1 2 3 4 5 6\n",
+    "a BMP of run lengths": lambda: run_lengths(40),
+    "an animated WebP": lambda: canvas(40, 30),
+    "a PNG of 16 bits": lambda: _png_of_16_bits(),
+}
+
+
+def _png_of_16_bits() -> bytes:
+    rows = b"".join(b"\0" + bytes(range(6 * row, 6 * row + 24)) for row in range(3))  # 4 pixels of RGB
+    chunks = (b"IHDR" + struct.pack(">IIBBBBB", 4, 3, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(rows), b"IEND")
+    parts = [struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) for body in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_an_unusual_image_is_read_as_pillow_reads_it(name: str) -> None:
+    content = LEGAL[name]()
+    with Image.open(io.BytesIO(content)) as image:
+        expected = np.array(image.convert("RGB")).astype(int)
+    assert np.abs(decoded(ImageFile.of(content))[0] - expected).max() <= 4 * content.startswith(b"\xff\xd8")
+
+
+@pytest.mark.parametrize("rows", [255, 256, 257, 600])
+def test_a_tall_image_is_whole(rows: int) -> None:
+    levels = np.random.default_rng(1).integers(0, 256, (rows, 3, 4), dtype=np.uint8)
+    file = io.BytesIO()
+    (image := Image.fromarray(levels)).save(file, "PNG")
+    expected = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    assert np.array_equal(decoded(ImageFile.of(file.getvalue()))[0], np.array(expected))
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_the_files_of_a_tar_file_are_where_python_finds_them(tmp_path: Path, form: int) -> None:
+    path, long = tmp_path / "a.tar", "n" * 90
+    with tarfile.open(path, "w", format=form, pax_headers={"comment": "whole archive"}) as tar:
+        for number, name in enumerate(["a.jpg", f"{long}/{long}.jpg", "e\u0301.jpg", f"{long}{long}.jpg", "last"]):
+            entry = tarfile.TarInfo(name if form or len(name) < 100 or "/" in name else "short.jpg")
+            entry.size, entry.mtime = 700 * number, 1.5
+            tar.addfile(entry, io.BytesIO(bytes(entry.size)))
+            folder = tarfile.TarInfo(f"folder{number}")
+            folder.type = tarfile.DIRTYPE
+            tar.addfile(folder)
+    with tarfile.open(path) as tar, path.open("rb") as file:
+        expected = [(entry.name, entry.offset_data, entry.size) for entry in tar if entry.isfile()]
+        assert [*stored_files(file)] == expected
