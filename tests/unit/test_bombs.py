@@ -108,6 +108,16 @@ IMAGES: dict[str, tuple[Bomb, str]] = {
 }
 
 
+# What Pillow opens at once, and decodes when it is used.
+OPENED = [
+    "a tile of TIFF that is larger than the image",
+    "strips of TIFF in the same place",
+    "scans of a progressive JPEG",
+    "scans of a JPEG that is not progressive",
+    "a BMP of short lines",
+]
+
+
 def member(kind: bytes = b"0", size: int = 0, content: bytes = b"", name: str = "a.jpg") -> bytes:
     """A header of a tar file, with its content."""
     header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.GNU_FORMAT))
@@ -173,6 +183,9 @@ def read_here(folder: Path) -> None:
         answers[f"{path.name}/path"] = sentence(lambda: FileSplit([path], torch.tensor([0]), 8).fetch([0]))  # noqa: B023
         if path.stat().st_size < MEMORY:
             answers[f"{path.name}/bytes"] = sentence(lambda: stored_image(path.read_bytes(), (3, 8, 8)))  # noqa: B023
+    for name in OPENED:
+        image = Image.open(folder / "images" / name)
+        answers[f"{name}/pillow"] = sentence(lambda: stored_image(image, (3, 8, 8)))  # noqa: B023
     for path in (folder / "tars").iterdir():
         answers[f"{path.name}/shards"] = sentence(WebDataset(path=str(path)).list_files)
     (folder / "answers.json").write_text(json.dumps(answers))
@@ -196,6 +209,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=240, env=environment)
     parsed: dict[str, str] = json.loads((folder / "answers.json").read_text())
     return parsed
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_an_image_that_pillow_has_opened_is_refused_before_it_is_decoded(answers: dict[str, str], name: str) -> None:
+    assert re.search(rf"the image cannot be read as an image \({PIXELS}", answers[f"{name}/pillow"])
 
 
 @pytest.mark.parametrize("entrance", ["path", "bytes"])

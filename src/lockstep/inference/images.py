@@ -128,6 +128,7 @@ def _bytes(image: bytes | Image.Image) -> bytes:
     if getattr(image, "tile", None) and image.format in (*FORMATS, "MPO") and image.tell() == 0:
         image.fp.seek(0)  # type: ignore[attr-defined]
         content: bytes = image.fp.read()  # type: ignore[attr-defined]
+        ImageFile.of(content)  # refuses what would take too long to load
         with suppress(OSError):  # of a damaged file; the decoder of its content decides
             image.load()  # then Pillow closes the file
         return content
