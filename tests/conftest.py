@@ -33,8 +33,8 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 
 # What torchrun, the compiler, Ray, TensorBoard, W&B, Chromium and a test of tests leave among the temporary files.
 THEIRS = re.compile(
-    r"torchelastic_.*|torchinductor_.*|ray|\.tensorboard-info|.*wandb-(media|artifacts)|wandb_symon-.*|\.ses|pytest-of-.*"
-    r"|org\.chromium\..*"
+    r"torchelastic_.*|torchinductor_.*|ray|\.tensorboard-info|.*wandb-(media|artifacts)|wandb_symon-.*|wandb-[\d-]+"
+    r"|\.ses|pytest-of-.*|org\.chromium\..*"
 )
 
 # The functions below import what they need: the process that hands the files to the workers of `-n` needs no torch.

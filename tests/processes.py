@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,7 +150,8 @@ def living() -> Iterator[tuple[int, int, list[str]]]:
 def left_of(temporary: Path) -> dict[int, str]:
     """The processes that this one has started, by their folder for temporary files, and their command lines.
 
-    Without the interpreter that commands are forked from, and Python's tracker of shared memory.
+    Without the interpreter that commands are forked from, and what lives as long as this process: Python's tracker of
+    shared memory, the service of W&B.
     """
     expected = {helpers.forks().process.pid} if helpers.forks.cache_info().currsize else set()
     started = [
@@ -159,7 +161,7 @@ def left_of(temporary: Path) -> dict[int, str]:
     for pid in started:
         with suppress(OSError):
             commands[pid] = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    return {pid: command for pid, command in commands.items() if "resource_tracker" not in command}
+    return {pid: words for pid, words in commands.items() if not re.search("resource_tracker|wandb-core", words)}
 
 
 def children(parent: int) -> list[int]:

@@ -159,7 +159,10 @@ def test_a_resized_crop_has_the_pixels_of_torchvision(
         v2.functional.resized_crop(image, *box, list(size), interpolation=mode, antialias=True)
         for image, box in zip(batch, boxes, strict=True)
     ]
-    assert torch.equal(augment.apply(batch, draws(16), size, interpolation), torch.stack(expected))
+    crops = augment.apply(batch, draws(16), size, interpolation)
+    # On a CPU without vector instructions, torchvision computes the bilinear ones in floats.
+    floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
+    assert (crops.int() - torch.stack(expected).int()).abs().max() <= (1 if floats else 0)
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)

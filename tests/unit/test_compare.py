@@ -358,8 +358,11 @@ def test_a_smaller_score_is_first_where_it_is_better_and_directions_are_not_mixe
     assert [row["score"] for row in json.loads(table(capsys))] == [4.0, 8.0, 16.0]
     runs(str(tmp_path / "outputs"), sort="score", filters=(), form="json")
     assert [row["score"] for row in json.loads(table(capsys))] == [92.0, 4.0]
-    with pytest.raises(InputError, match=r"a larger score is better in .*, and a smaller one in .*; name them apart"):
-        compare([str(other.folder), str(swept.folder)], by=(), sort=None, form="table")
+    with pytest.raises(InputError, match=rf"^{other.folder}: its scores are to minimize; name it alone$"):
+        compare([str(tmp_path / "outputs")], by=(), sort="score", form="json")
+    with_the_rest = json.loads(table(capsys))
+    compare([str(swept.folder)], by=(), sort="score", form="json")
+    assert with_the_rest == json.loads(table(capsys))
 
 
 def test_a_listing_says_in_which_round_a_job_was_left_behind(swept: Ledger, capsys: CAPSYS) -> None:

@@ -175,9 +175,9 @@ def test_the_command_line_chooses_among_hydras_own_options(group: str, option: s
 
 
 def test_the_command_line_sets_what_runs_no_code() -> None:
-    words = ["hydra.sweeper.max_batch_size=2", "+hydra.job.env_set.A=b"]
+    words = ["hydra.launcher.jobs=2", "+hydra.job.env_set.A=b"]
     settings = composed(*words, "hydra.run.dir=here", "hydra.verbose=true", "~hydra.callbacks.report")
-    assert settings.sweeper.max_batch_size == 2
+    assert settings.launcher.jobs == 2
     assert settings.job.env_set == {"A": "b"}
 
 
@@ -195,7 +195,6 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
         "+hydra={callbacks:{x:{_target_:os.mkdir}}}",
         "+model@hydra.callbacks.x=digitnet",
         "hydra.job.env_copy=[NO_SUCH_VARIABLE]",
-        "+hydra.sweeper.params.seed=1",
         "hydra.searchpath=[pkg://antigravity]",
         "hydra.searchpath=[structured://antigravity]",
     ],

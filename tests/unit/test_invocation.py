@@ -15,7 +15,7 @@ from hydra.core.hydra_config import HydraConfig
 from helpers import ROOT
 from lockstep.config import extensions
 from lockstep.config.commands import override, parsed, quoted_path
-from lockstep.config.invocation import ConfigFiles, Invocation, check_folder_overrides, repeated_words
+from lockstep.config.invocation import ConfigFiles, Invocation, check_hydra_overrides, repeated_words
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 
@@ -39,9 +39,18 @@ def test_a_job_has_the_folder_that_its_command_names(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("sweep", [True, False])
 def test_a_folder_that_a_command_does_not_use_is_refused(sweep: bool) -> None:
     used, ignored = ("sweep", "run") if sweep else ("run", "sweep")
-    check_folder_overrides([f"hydra.{used}.dir=x", "hydra.job.num=1"], sweep=sweep)
+    check_hydra_overrides([f"hydra.{used}.dir=x", "hydra.job.num=1"], sweep=sweep)
     with pytest.raises(InputError, match=rf"has no effect .* -m; name a folder with hydra\.{used}\.dir=FOLDER"):
-        check_folder_overrides([f"hydra.{ignored}.dir=x"], sweep=sweep)
+        check_hydra_overrides([f"hydra.{ignored}.dir=x"], sweep=sweep)
+
+
+@pytest.mark.parametrize(
+    "word", ["hydra/sweeper=optuna", "hydra/launcher=ray", "hydra/sweeper=basic", "hydra.launcher.jobs=2"]
+)
+def test_a_launcher_or_sweeper_of_one_job_is_refused(word: str) -> None:
+    check_hydra_overrides([word], sweep=True)
+    with pytest.raises(InputError, match=f"{word} has no effect without -m; add -m, or leave it out"):
+        invoked(word)
 
 
 def test_a_resume_repeats_what_names_the_config_files_of_its_run() -> None:

@@ -283,7 +283,7 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
         monkeypatch.setenv(VISIBLE, visible)
     devices = Devices.of_machine()
     assert devices.gpus == free
-    devices.check([Needs(cores=1), None])  # no job takes a GPU
+    devices.check([Needs(cores=1), Needs(cores=0, submits=True)])  # no job takes a GPU
     assert not capsys.readouterr().out
     if free:
         devices.check([Needs(gpus=1)])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +54,11 @@ def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
 
 
 def study_in(folder: Path) -> Any:
+    """The newest study in the journal of a sweep."""
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "optuna.log")))
-    return optuna.load_study(study_name="sweep", storage=storage)
+    return optuna.load_study(
+        study_name=[study.study_name for study in storage.get_all_studies()][-1], storage=storage
+    )
 
 
 def test_a_study_finds_the_best_and_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -80,7 +86,7 @@ def test_trials_that_were_cut_are_the_first_that_run_again(tmp_path: Path) -> No
     sweeper(tmp_path, launcher, n_trials=4).sweep([*LINE])
     assert launcher.launched[0] == cut.launched[0]
     assert len(launcher.launched) == 4
-    assert [trial.state.name for trial in study_in(tmp_path).trials] == ["FAIL"] * 2 + ["COMPLETE"] * 4
+    assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 4
 
 
 def test_trials_with_the_same_values_at_a_time_are_one_job(tmp_path: Path) -> None:
@@ -107,10 +113,12 @@ class FakePool(Launcher):
     ) -> None:
         super().__init__(score)
         self.ledger, self.evaluation, self.most_at_once = Ledger(folder), evaluation or (lambda number: 0.0), 0
-        self.ledger.create(Identity(base={}, swept=(), words=()))
+        if not self.ledger.exists:
+            self.ledger.create(Identity(base={}, swept=(), words=()))
 
     def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
-        waiting = [*jobs]
+        assert not jobs, "the pool asks for the first ones too"
+        waiting = [*self.search.follow()]
         while waiting:
             self.most_at_once = max(self.most_at_once, len(waiting))
             job = waiting.pop(random.Random(len(self.launched)).randrange(len(waiting)))  # any may be the first
@@ -146,6 +154,7 @@ class LatePool(FakePool):
     """Sees the ends of all jobs that ran at once after they are in the ledger."""
 
     def launch(self, jobs: Sequence[Sequence[str]], initial_job_idx: int) -> list[JobReturn]:
+        jobs = self.search.follow()
         while jobs:
             records = self.ledger.enter([(job, "job") for job in jobs])
             for record in records:
@@ -312,9 +321,7 @@ def test_a_search_with_several_objectives_keeps_the_trade_offs(tmp_path: Path) -
         searching = sweeper(tmp_path, Pool(lambda job: 1.0), n_trials=1, study_name=objectives[0])
         searching.settings.sweep = {"objectives": objectives}
         searching.sweep(["x=1,2"])
-        storage = f"{tmp_path}/optuna.log"
-        backend = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(storage))
-        (trial,) = optuna.load_study(study_name=objectives[0], storage=backend).trials
+        (trial,) = study_in(tmp_path).trials
         assert trial.user_attrs["error"] == f"the job has no {' and '.join(objectives)}"
 
 
@@ -377,10 +384,74 @@ def test_a_damaged_study_is_one_sentence(tmp_path: Path, text: str) -> None:
         sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=2).sweep([*LINE])
 
 
-def test_other_choices_than_those_of_the_study_are_refused(tmp_path: Path) -> None:
-    sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=1).sweep([*LINE])
-    with pytest.raises(InputError, match=r"the study has another space .*; start anew with sweep\.resume=new"):
-        sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=2).sweep(["kind=a,c"])
+@pytest.mark.parametrize("storage", [None, "sqlite:///{}/shared.db"])
+@pytest.mark.parametrize("space", [("kind=a,c",), ("kind=a,b", "x=interval(0,2)"), ("x=interval(0,1)",)])
+def test_a_changed_space_is_a_new_study_also_where_all_trials_have_run(
+    tmp_path: Path, storage: str | None, space: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = storage and storage.format(tmp_path)
+    for words, trials, says in ((LINE[1:], 2, False), (LINE[1:], 0, False), (space, 2, True), (space, 0, False)):
+        pool = FakePool(tmp_path / "sweep", lambda job: 1.0)
+        sweeper(tmp_path / "sweep", pool, n_trials=2, storage=place).sweep([*words])
+        assert len(pool.launched) == trials or "kind=a,c" in words, "kind=a may be known from the first study"
+        assert ("a new study begins" in capsys.readouterr().out) == says
+
+
+def test_each_sweep_has_its_own_study_in_a_storage_that_they_share(tmp_path: Path) -> None:
+    storage = f"sqlite:///{tmp_path}/shared.db"
+    for folder in ("one", "other", "one"):
+        pool = FakePool(tmp_path / folder, lambda job: 1.0)
+        sweeper(tmp_path / folder, pool, n_trials=3, storage=storage, study_name="mine").sweep([*LINE])
+        assert len(pool.launched) == 3
+        if folder == "one":  # the second time, another sweep is made at its place
+            shutil.rmtree(tmp_path / folder)
+    studies = optuna.get_all_study_summaries(storage)
+    assert [(study.n_trials, study.study_name.partition("-")[0]) for study in studies] == [(3, "mine")] * 3
+
+
+def test_a_journal_that_is_cut_behind_any_line_counts_each_trial_once(tmp_path: Path) -> None:
+    whole = FakePool(tmp_path / "whole", lambda job: float(job["x"]))
+    sweeper(tmp_path / "whole", whole, n_trials=3).sweep([*LINE])
+    lines = (tmp_path / "whole" / "optuna.log").read_text().splitlines(keepends=True)
+    for number in range(1, len(lines)):
+        copy = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", copy)
+        (copy / "optuna.log").write_text("".join(lines[:number]))
+        again = FakePool(copy, lambda job: float(job["x"]))
+        sweeper(copy, again, n_trials=3).sweep([*LINE])
+        assert again.launched == [], "the ledger knows the jobs"
+        values = [trial.value for trial in study_in(copy).trials if trial.state.name == "COMPLETE"]
+        assert values == [float(job[-2].partition("=")[2]) for job in whole.launched]
+
+
+@pytest.mark.parametrize("storage", [None, "sqlite:///{}/shared.db"])
+@pytest.mark.parametrize("call", ["ask", "set_user_attr", "tell"])
+def test_a_search_that_is_killed_in_any_call_of_optuna_counts_each_trial_once(
+    tmp_path: Path, storage: str | None, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, jobs = storage and storage.format(tmp_path), list[list[str]]()
+    owner: Any = optuna.Trial if call == "set_user_attr" else optuna.Study
+    original, calls = getattr(owner, call), itertools.count(1)
+    for is_late in (False, True, False, True, False):  # killed before the call does something, and behind it
+
+        def dying(*arguments: Any, is_late: bool = is_late, **named: Any) -> Any:
+            is_last = next(calls) % 3 == 0
+            returned = original(*arguments, **named) if is_late or not is_last else None
+            if is_last:
+                raise SystemExit(9)
+            return returned
+
+        monkeypatch.setattr(owner, call, dying)
+        pool = FakePool(tmp_path / "sweep", lambda job: 1.0)
+        with suppress(SystemExit):
+            sweeper(tmp_path / "sweep", pool, n_trials=7, storage=place).sweep([*LINE])
+        jobs += pool.launched
+    monkeypatch.undo()
+    last = FakePool(tmp_path / "sweep", lambda job: 1.0)
+    sweeper(tmp_path / "sweep", last, n_trials=7, storage=place).sweep([*LINE])
+    whole = FakePool(tmp_path / "whole", lambda job: 1.0)
+    sweeper(tmp_path / "whole", whole, n_trials=7).sweep([*LINE])
+    assert [*jobs, *last.launched] == whole.launched
 
 
 def test_without_optuna_the_sentence_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Hashable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
+from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
@@ -34,7 +35,7 @@ from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Record, State, checked_direction
+from lockstep.sweep.record import Record, State, checked_direction, job_key
 from lockstep.sweep.runs import read_run
 
 if TYPE_CHECKING:
@@ -55,6 +56,10 @@ CONFIG = {
 ConfigStore.instance().store(group="hydra/launcher", name="pool", node=CONFIG, provider="hydra", replace=True)
 
 
+class WrongJob(InputError):
+    """A job of a sweep is wrong for the reason that is the cause of this error."""
+
+
 class PoolLauncher(Launcher, Callback):
     """Hydra's interface to the pool, and the callback with the exit code of a sweep.
 
@@ -69,7 +74,7 @@ class PoolLauncher(Launcher, Callback):
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
-        self.lock = Lock()
+        self.lock, self.planned = Lock(), dict[tuple[str, ...], tuple[DictConfig, Needs] | InputError]()
         self.numbers: set[int] = set()  # of the jobs that were launched
         self.exit_code, self.handled = 0, sys.exc_info()[1]  # a caller may start a sweep while it handles an error
         hydra_context.callbacks.callbacks.insert(0, self)  # the last one at the end
@@ -112,23 +117,26 @@ class PoolLauncher(Launcher, Callback):
         from lockstep.sweep import halving
         from lockstep.sweep.view import SweepView, show_table
 
-        devices = self._devices()
-        records, tasks = self._enter(ledger, devices, job_overrides, first)
+        self.devices = self._devices()
+        if self.search is None:
+            records, tasks = self._enter(ledger, job_overrides, first)
+            view = SweepView(ledger, records, [task.record for task in tasks or ()], begun=self.begun)
+        else:  # its line is about all its jobs
+            view = SweepView(ledger, ledger.records(), begun=self.begun)
+            tasks = self._enter_drawn(ledger, view, self.search.follow())
+            records = ledger.records()
+            self.numbers.update(record.number for record in records)
         if (words := tuple(self.config.hydra.overrides.task)) != (identity := ledger.identity()).words:
             ledger.create(replace(identity, words=words))  # not before: a refused line is none to go on with
         if tasks is None:
             return records
-        if self.search is not None:  # its line is about all its jobs
-            records = ledger.records()
-            self.numbers.update(record.number for record in records)
         try:
-            with SweepView(ledger, records, begun=self.begun) as view:
-                pool = self._pool(ledger, devices, view)
+            with view:
+                pool = self._pool(ledger, self.devices, view)
                 if self.halving is not None:
                     halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
-                    view.left = self.search.left
-                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, devices, view))
+                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view))
                 else:
                     pool.run(tasks)
         finally:
@@ -138,35 +146,42 @@ class PoolLauncher(Launcher, Callback):
         return [ledger.read(record) for record in records]
 
     def _enter(
-        self, ledger: Ledger, devices: Devices, job_overrides: Sequence[Sequence[str]], first: int
+        self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int
     ) -> tuple[list[Record], list[Task] | None]:
         """The records of jobs, and the tasks of those that are to run; None if all only submit themselves.
 
         Raises:
-            InputError: a job is wrong; the ledger is unchanged.
+            WrongJob: a job is wrong; the ledger is unchanged.
+            InputError: the jobs do not fit the launcher, or no device is free; the ledger is unchanged.
         """
         from lockstep.sweep.pool import Task, to_run
 
-        plan, program = getattr(self.task_function, "plan", self._needs), command_of_program()
-        configs, needs = [], []
+        program, configs, needs = command_of_program(), [], []
         if len(job_overrides) >= MANY:
             log.show(f"checking the configs of {len(job_overrides):,} jobs")
         for number, words in enumerate(job_overrides, first):
             try:
-                configs.append(self.hydra_context.config_loader.load_sweep_config(self.config, list(words)))
-                needs.append(plan(configs[-1], devices.all))
+                config, need = self._planned(words)
             except InputError as error:
                 shown = " ".join(self._varied(ledger, job_overrides)[number - first])
                 lines = str(error).split("\n")
-                raise InputError(*(f"job {number} ({shown}): {line}" for line in lines)) from error
-        if self.search is not None and None in needs:
+                raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
+            configs.append(config)
+            needs.append(need)
+        if self.halving and (jobs := len({*map(self.identify, job_overrides)})) < self.halving:
+            raise InputError(
+                f"sweep.halving={self.halving} keeps the best one of {self.halving} jobs, and this line has {jobs}; "
+                "add values, or leave it out"
+            )
+        if self.search is not None and any(need.submits for need in needs):
             raise InputError(
                 "hydra/sweeper=optuna chooses by the scores of jobs, and launcher=slurm only submits them; start the "
                 "search inside an allocation, without launcher=slurm, or leave out hydra/sweeper=optuna"
             )
-        devices.check(needs)
+        self.devices.check(needs)
         names = [slug(",".join(words) or "defaults") for words in self._varied(ledger, job_overrides)]
-        records = [_settled(ledger, record) for record in ledger.enter(zip(job_overrides, names, strict=True))]
+        entered = ledger.enter(zip(job_overrides, names, strict=True), self.identify)
+        records = [_settled(ledger, record) for record in entered]
         self.numbers.update(record.number for record in records)
         chosen = {record.number for record in to_run(records, retry=self.retry)}
         tasks = []
@@ -175,11 +190,36 @@ class PoolLauncher(Launcher, Callback):
                 continue
             chosen.remove(record.number)  # the line may have a job twice
             run = functools.partial(self._run, config, record)
-            if need is None:  # it only submits itself to a cluster
+            if need.submits:
                 run()
             else:
                 tasks.append(Task(record, need, run, (*program, *words)))
-        return records, None if not tasks and None in needs else tasks
+        return records, None if not tasks and any(need.submits for need in needs) else tasks
+
+    def _planned(self, words: Sequence[str]) -> tuple[DictConfig, Needs]:
+        """The config of a job, and what it needs.
+
+        Raises:
+            InputError: its words are wrong.
+        """
+        if (key := tuple(words)) not in self.planned:
+            try:
+                config = self.hydra_context.config_loader.load_sweep_config(self.config, [*words])
+                needs = getattr(self.task_function, "plan", self._needs)(config, self.devices.all)
+                self.planned[key] = config, needs
+            except Exception as error:
+                if not isinstance(known := translate(error), InputError):
+                    raise
+                self.planned[key] = known
+        if isinstance(planned := self.planned[key], InputError):
+            raise planned
+        return planned
+
+    def identify(self, words: Sequence[str]) -> Hashable:
+        """What a job is: its config, if the app says so and it composes, or else its words."""
+        with suppress(InputError):
+            return self._planned(words)[1].identity or job_key(words)
+        return job_key(words)
 
     def _varied(self, ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[list[str]]:
         """The overrides of each job that others do not have."""
@@ -189,27 +229,43 @@ class PoolLauncher(Launcher, Callback):
         swept = ledger.identity().swept or swept_keys(drafts)
         return [varied(draft, swept) for draft in drafts]
 
-    def _more(self, ledger: Ledger, devices: Devices, view: SweepView, record: Record) -> list[Task]:
+    def _more(self, ledger: Ledger, view: SweepView, record: Record) -> list[Task]:
         """The tasks that follow the end of a job in a search."""
         assert self.search is not None
         if record.state is State.waiting:  # it was cut, because others are better
             record = ledger.write(replace(record, state=State.pruned))
-        ended, tasks = [record], []
-        while ended:
-            for words in self.search.follow(ended.pop()):
-                number = len(ledger.records())
-                try:
-                    tasks += self._enter(ledger, devices, [words], number)[1] or []
-                except InputError as error:  # the values do not fit together: a failed job ends no search
-                    ended.append(self._refused(ledger, words, error))
-                    view.ended(ended[-1])
-        view.left = self.search.left + len(tasks)
+        return self._enter_drawn(ledger, view, self.search.follow(record))
+
+    def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:
+        """The tasks of the draws of a search. A job whose values do not fit together has failed, and others follow.
+
+        Raises:
+            InputError: what all jobs of the search share is wrong.
+        """
+        assert self.search is not None
+        tasks: list[Task] = []
+        waiting = [*drawn]
+        while waiting:
+            words = waiting.pop(0)
+            try:
+                records, entered = self._enter(ledger, [words], len(ledger.records()))
+                tasks += entered or []
+                view.enter(records, [task.record for task in entered or ()], self.search.left)
+            except WrongJob as error:
+                with suppress(InputError):
+                    self._planned(self.search.fixed)
+                if str(self.planned[tuple(self.search.fixed)]) in str(error.__cause__):
+                    raise
+                refused = self._refused(ledger, words, error)
+                waiting += self.search.follow(refused)
+                view.enter([refused], [], self.search.left)
+                view.ended(refused)
         return tasks
 
     def _refused(self, ledger: Ledger, words: Sequence[str], error: InputError) -> Record:
         """Record a job whose config is wrong."""
         (varied,) = self._varied(ledger, [words])
-        (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))])
+        (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))], self.identify)
         self.numbers.add(record.number)
         sentence = str(error.__cause__ or error)  # without the number of the job
         return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=sentence)
@@ -222,7 +278,7 @@ class PoolLauncher(Launcher, Callback):
 
         return Pool(ledger, devices, view, most=self.jobs, start=start)
 
-    def _needs(self, config: DictConfig, machine: Needs) -> Needs | None:
+    def _needs(self, config: DictConfig, machine: Needs) -> Needs:
         return Needs(self.gpus, self.cores)
 
     def _run(self, config: DictConfig, record: Record) -> float | None:

@@ -1,4 +1,6 @@
-"""`hydra/sweeper=optuna`: a search over the values of a sweep, with Optuna's samplers and pruners.
+"""The sweepers `hydra/sweeper=grid`, all combinations of the values of a sweep, and `optuna`, a search over them.
+
+Hydra's own `basic` keeps only the last word of a key, and loses one of `"train={ema: 0.9}" "train={clip_norm: 1}"`.
 
 Spaces are written in Hydra's words: `choice(a,b)` or `a,b`, `range(1,5)`, `interval(0.1,1)`, `int(interval(8,64))`,
 and `tag(log, interval(1e-5,1e-1))`. Optuna is asked for values and told scores; Hydra's launcher runs the jobs. The
@@ -8,6 +10,7 @@ The study is a file in the folder of the sweep, so that the same line goes on wi
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -24,20 +27,22 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.core import safe_read
+from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import check_whole
 from lockstep.job.run_folder import Lock
-from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.sweep.line import jobs_of
 from lockstep.sweep.objectives import SCORE, directions
-from lockstep.sweep.record import Direction
+from lockstep.sweep.record import Direction, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
     import optuna
     from optuna.distributions import BaseDistribution
 
-# The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep.
+# The keys of `hydra.sweeper`. `storage` is any of Optuna's; null is a journal in the folder of the sweep. The name of
+# the study ends with a hash of what it belongs to.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.search.OptunaSweeper",
     "sampler": "tpe",
@@ -50,66 +55,96 @@ CONFIG = {
     "storage": None,
     "params": {},
 }
+GRID = {"_target_": "hydra_plugins.lockstep.search.GridSweeper", "params": {}}
+ConfigStore.instance().store(group="hydra/sweeper", name="grid", node=GRID, provider="hydra", replace=True)
 ConfigStore.instance().store(group="hydra/sweeper", name="optuna", node=CONFIG, provider="hydra", replace=True)
 SAMPLERS = {"tpe": "TPESampler", "random": "RandomSampler", "qmc": "QMCSampler"}
 PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "halving": "SuccessiveHalvingPruner"}
 
 
-class OptunaSweeper(Sweeper):
-    """Hydra's interface to a study of Optuna."""
+class GridSweeper(Sweeper):
+    """A job for each combination, with the words of the line in their order. `params` come first."""
 
-    def __init__(self, params: Mapping[str, Any], n_trials: int, n_jobs: int, **study: Any) -> None:
-        self.params, self.n_trials, self.n_jobs, self.study = params, n_trials, n_jobs, study
+    loader: Any = None
+
+    def __init__(self, params: Mapping[str, Any]) -> None:
+        self.params = params
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.settings = config
+        self.settings, self.loader = config, hydra_context.config_loader
         self.launcher: Any = Plugins.instance().instantiate_launcher(
             hydra_context=hydra_context, task_function=task_function, config=config
         )
 
+    def words(self, arguments: list[str]) -> list[str]:
+        return [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+
+    def sweep(self, arguments: list[str]) -> None:
+        for returned in self.launcher.launch(jobs_of(self.words(arguments), self.loader), initial_job_idx=0):
+            _ = returned.return_value  # raises the error of a job, with launchers that keep it
+
+
+class OptunaSweeper(GridSweeper):
+    """Hydra's interface to a study of Optuna."""
+
+    def __init__(self, params: Mapping[str, Any], n_trials: int, n_jobs: int, **study: Any) -> None:
+        super().__init__(params)
+        self.n_trials, self.n_jobs, self.study = n_trials, n_jobs, study
+
     def sweep(self, arguments: list[str]) -> None:
         """Run trials until the study has `n_trials`."""
         self._check()
-        words = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
-        parsed = OverridesParser.create().parse_overrides(words)
+        parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(self.words(arguments))
         space = {word.get_key_element(): distribution(word) for word in parsed if word.is_sweep_override()}
         if not space:
             raise InputError("hydra/sweeper=optuna has nothing to search; add for example optimizer.lr=0.001,0.01")
-        fixed = [str(word.input_line) for word in parsed if not word.is_sweep_override()]
+        alone = (word for word in parsed if not word.is_sweep_override())
+        fixed = [
+            str(word.input_line)
+            for word in alone
+            if word.get_key_element() not in space or isinstance(word.value(), dict)
+        ]
         folder = Path(self.settings.hydra.sweep.dir).absolute()
         folder.mkdir(parents=True, exist_ok=True)
         with closing(getattr(self.launcher, "lock", None) or Lock()) as lock:
             lock.take(folder / ".lock", user="sweep", remedy="sweep.resume=new")
+            ledger, score = Ledger(folder), Direction(self.study["direction"])
+            identity = ledger.identity() if ledger.exists else Identity(base={}, swept=(), words=(), direction=score)
             try:
-                study = self._open(folder)
+                study = self._open(folder, self._name(identity, space))
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
                 reason = (str(error).strip() or "no reason given").splitlines()[0]
                 raise InputError(
                     f"hydra.sweeper.storage: {self.study['storage'] or f'{JOURNAL} of the sweep'} cannot be used "
                     f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
                 ) from error
+            if not ledger.exists:
+                ledger.create(identity)
+            if ledger.records() and not study.trials:
+                log.show("the search has another space or other objectives than before: a new study begins")
             self._run(
                 Search(
                     study=study,
                     space=space,
                     fixed=fixed,
-                    ledger=Ledger(folder),
+                    ledger=ledger,
                     objectives=self.objectives,
                     trials=self.n_trials,
                     at_once=self.n_jobs,
                     sampler=self._sampler,
                     retries=bool(OmegaConf.select(self.settings, "sweep.retry")),
                     prunes=self.study["pruner"] != "none",
+                    identify=getattr(self.launcher, "identify", job_key),
                 )
             )
 
     def _run(self, search: Search) -> None:
         """Run the jobs of a search."""
-        jobs = search.follow()
         if hasattr(self.launcher, "search"):
             self.launcher.search = search
-            self.launcher.launch(jobs, initial_job_idx=search.ended)
+            self.launcher.launch([], initial_job_idx=search.ended)
             return
+        jobs = search.follow()
         while jobs:
             returns = self.launcher.launch(jobs, initial_job_idx=search.ended)
             for job, returned in zip(jobs, returns, strict=True):
@@ -142,8 +177,13 @@ class OptunaSweeper(Sweeper):
         """What the jobs are compared by; apps other than ours have a score."""
         return OmegaConf.select(self.settings, "sweep.objectives") or [SCORE]
 
-    def _open(self, folder: Path) -> optuna.Study:
-        """The study of the sweep, with the trials of a run that was cut first in its queue."""
+    def _name(self, identity: Identity, space: Mapping[str, BaseDistribution]) -> str:
+        """The name of the study, which no other sweep has, nor the same one with another space."""
+        facts = str([identity.id, identity.direction, [*self.objectives], sorted(space.items())])
+        return f"{self.study['study_name']}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+
+    def _open(self, folder: Path, name: str) -> optuna.Study:
+        """The study of this name."""
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
@@ -157,17 +197,13 @@ class OptunaSweeper(Sweeper):
             with safe_read.opened(journal) as file:
                 whole_lines = file.read().rfind(b"\n") + 1
             os.truncate(journal, whole_lines)
-        study = optuna.create_study(
+        return optuna.create_study(
             storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
-            study_name=self.study["study_name"],
+            study_name=name,
             directions=[d.value for d in directions(self.objectives, Direction(self.study["direction"]))],
             load_if_exists=True,
         )
-        for trial in study.get_trials(states=(optuna.trial.TrialState.RUNNING,)):
-            study.tell(trial.number, state=optuna.trial.TrialState.FAIL)
-            study.enqueue_trial(trial.params)  # the same job, which goes on from its checkpoint
-        return study
 
     def _sampler(self, ended: int) -> optuna.samplers.BaseSampler:
         """The sampler after some trials, new for each, so that a line that was cut draws what it would have drawn."""

@@ -28,8 +28,13 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
-    damaged = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
-    two = len(runs) == len(paths) == 2 and not by and not damaged
+    left_out = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
+    two = len(runs) == len(paths) == 2 and not by and not left_out
+    if not two:
+        odd = [run for run in runs if run.direction not in (None, direction_of(runs))]
+        sentence = "{}: its scores are to {}; name it alone"
+        left_out |= dict.fromkeys(sentence.format(run.folder.parent, run.direction) for run in odd)
+        runs = [run for run in runs if run not in odd]
     rows = causes(runs) if two else groups(runs, by)
     is_best_first = sort == "score" and direction_of(runs) is Direction.maximize
     rows = rows if sort is None else ordered(rows, sort, descending=is_best_first)
@@ -39,8 +44,8 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
         _show_causes(runs, rows)
     else:
         _show_groups(runs, rows)
-    if damaged:
-        raise InputError(*damaged)
+    if left_out:
+        raise InputError(*left_out)
 
 
 def show_rows(rows: Sequence[Row], form: str) -> None:

@@ -13,7 +13,7 @@ from rich.text import Text
 from lockstep.config import components, composition
 from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import check_folder_overrides
+from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
@@ -100,7 +100,7 @@ class Checkup:
 
     def split(self, words: Sequence[str]) -> Findings:
         """Split the line of a sweep, whose words for Hydra itself compose too, into its jobs."""
-        check_folder_overrides(words, sweep=True)
+        check_hydra_overrides(words, sweep=True)
         self.jobs = jobs_of(words)
         composition.composed([word for word in words if is_of_hydra(word)])
         return []

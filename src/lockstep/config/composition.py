@@ -142,6 +142,18 @@ def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]
     Raises:
         InputError: an override does not fit.
     """
+    with _composed(overrides) as values:
+        yield values, Invocation.current()
+
+
+def composed(overrides: list[str]) -> dict[str, Any]:
+    """The values of `invoked` alone."""
+    with _composed(overrides) as values:
+        return values
+
+
+@contextmanager
+def _composed(overrides: list[str]) -> Iterator[dict[str, Any]]:
     with composing():
         for word in overrides:
             check_word(word)
@@ -151,10 +163,4 @@ def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
             )
         HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-        yield to_dict(config), Invocation.current()
-
-
-def composed(overrides: list[str]) -> dict[str, Any]:
-    """The values of `invoked` alone."""
-    with invoked(overrides) as (values, _):
-        return values
+        yield to_dict(config)

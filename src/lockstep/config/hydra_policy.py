@@ -55,7 +55,12 @@ CLOSED: tuple[Key, ...] = (("callbacks",), ("job_logging",), ("hydra_logging",))
 WHOLE: tuple[Key, ...] = (("launcher",), ("sweeper",))  # likewise: a reference, whose values a config file chooses
 # The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
 LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
-OPTIONS = {"launcher": ("basic", "pool"), "sweeper": ("basic",), "job_logging": LOGGING, "hydra_logging": LOGGING}
+OPTIONS = {
+    "launcher": ("basic", "pool"),
+    "sweeper": ("basic", "grid"),
+    "job_logging": LOGGING,
+    "hydra_logging": LOGGING,
+}
 
 
 def is_of_hydra(override: str | Override) -> bool:
@@ -107,7 +112,8 @@ class CheckedLoader:
                     f"hydra.sweeper.params has {override.input_line!r}, expected keys of a job, such as seed: 1,2"
                 )
         values = [override for override in parsed if _is_value(override, master_config)]
-        if any(override.type is not OverrideType.CHANGE for override in parsed):  # their order counts
+        # The order of these counts: of what is added or removed, and of keys that several words set.
+        if any(word.type is not OverrideType.CHANGE or isinstance(word.value(), dict) for word in parsed):
             values = []
         lines = tuple(str(override.input_line) for override in parsed if override not in values)
         if lines not in self.jobs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ class Invocation:
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
-        check_folder_overrides(hydra.overrides.hydra, sweep=sweep)
+        check_hydra_overrides(hydra.overrides.hydra, sweep=sweep)
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
@@ -95,15 +96,16 @@ class Invocation:
         )
 
 
-def check_folder_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
-    """Refuse an override of Hydra that names a folder which a job of this kind does not use."""
+def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
+    """Refuse an override of Hydra that a command of this kind does not use: for a folder, a sweeper or a launcher."""
     ignored, used = ("run", "sweep") if sweep else ("sweep", "run")
     for text in map(str, overrides):
-        if key_of(text).startswith(f"hydra.{ignored}."):
-            raise InputError(
-                f"{text} has no effect {'with' if sweep else 'without'} -m; name a folder with "
-                f"hydra.{used}.dir=FOLDER"
-            )
+        key, remedy = key_of(text), f"name a folder with hydra.{used}.dir=FOLDER"
+        if not sweep and re.match(r"hydra[./](sweeper|launcher)\b", key):
+            remedy = "add -m, or leave it out"
+        elif not key.startswith(f"hydra.{ignored}."):
+            continue
+        raise InputError(f"{text} has no effect {'with' if sweep else 'without'} -m; {remedy}")
 
 
 def repeated_words(command: str) -> list[str]:

@@ -51,6 +51,11 @@ class RunInfo:
         return self.run_dir.path
 
     @property
+    def id(self) -> str:
+        """What no other run has, and a resume keeps, wherever the folder is."""
+        return self.run_dir.run or ""
+
+    @property
     def name(self) -> str:
         """The name of the run folder, which is unique under one `output_root`."""
         return self.folder.name

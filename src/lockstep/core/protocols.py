@@ -41,6 +41,10 @@ class Strategy(Component, Protocol):
         """The default number of ranks on a machine with `gpus` GPUs."""
         return 1
 
+    def devices(self, ranks: int, gpus: int) -> int:
+        """The GPUs that `ranks` ranks use on a machine with `gpus` GPUs."""
+        return ranks
+
     def check(self, ranks: int, device: str) -> None:
         """Raise InputError if the strategy cannot work with so many ranks on that kind of device."""
 

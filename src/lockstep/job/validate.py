@@ -71,10 +71,12 @@ def check_effects(job: ResolvedJob) -> None:
 
 
 def check_packages(loggers: Mapping[str, Logger]) -> None:
-    """Refuse a logger whose package is not installed."""
+    """Refuse a logger whose package is not installed, or whose environment variables do not fit."""
     for name, logger in loggers.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
+        if (check := getattr(logger, "check", None)) is not None:
+            check()
 
 
 def check_folders(**folders: str) -> None:

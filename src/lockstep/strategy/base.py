@@ -107,6 +107,9 @@ class DataParallel(Single):
 
     recordable: ClassVar[bool] = False
 
+    def devices(self, ranks: int, gpus: int) -> int:
+        return gpus
+
     def check_compile(self, ranks: int, device: str) -> None:
         if device == "cuda" and (gpus := torch.cuda.device_count()) > 1:
             raise InputError(

@@ -36,7 +36,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     """A row for the runs that differ in the seed alone, or are equal in the keys `by`; the best first.
 
     Raises:
-        InputError: no run has a key of `by`, or the scores have different directions.
+        InputError: no run has a key of `by`.
     """
     for key in by:
         if not any(key in run.settings for run in runs):
@@ -59,12 +59,8 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
 
 
 def direction_of(runs: Sequence[Run]) -> Direction:
-    """Which score of these runs is better."""
-    examples = {run.direction: run.folder for run in runs if run.direction is not None}
-    if len(examples) > 1:
-        larger, smaller = examples[Direction.maximize], examples[Direction.minimize]
-        raise InputError(f"a larger score is better in {larger}, and a smaller one in {smaller}; name them apart")
-    return next(iter(examples), Direction.maximize)
+    """Which score is better in most of these runs."""
+    return max(Direction, key=[run.direction for run in runs].count)
 
 
 def _scores(runs: Sequence[Run]) -> list[float]:

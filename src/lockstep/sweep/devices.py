@@ -1,7 +1,7 @@
 """The devices of this machine, and which of them each job of a sweep has."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,12 +14,15 @@ from lockstep.runtime.limits import CORES, VISIBLE, cores
 class Needs:
     """What a job takes. `cores` counts on a machine without GPUs only: there is nothing else to share out.
 
-    Jobs of one `kind` take as much memory as another. A job of a known kind on one GPU shares it with others.
+    Jobs of one `kind` take as much memory as another. A job of a known kind on one GPU shares it with others. A job
+    that `submits` itself to a cluster takes nothing here. Jobs of one `identity` are one job; None is not known.
     """
 
     gpus: int = 0
     cores: int = 1
     kind: str = ""
+    submits: bool = False
+    identity: Hashable = None
 
 
 @dataclass(frozen=True)
@@ -76,13 +79,13 @@ class Devices:
         others = {} if VISIBLE in os.environ else {gpu: processes_on(gpu) for gpu in gpus}
         return cls(gpus, cores(), free_bytes, others)
 
-    def check(self, needs: Iterable[Needs | None]) -> None:
+    def check(self, needs: Iterable[Needs]) -> None:
         """Say which GPUs are left out of what jobs need.
 
         Raises:
             InputError: others use all GPUs.
         """
-        if not self.in_use or not any(need is not None and need.gpus for need in needs):
+        if not self.in_use or not any(need.gpus for need in needs):
             return
         names, self.in_use = ", ".join(self.in_use), []  # said once
         if not self.gpus:

@@ -15,11 +15,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_a
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import Direction, Record, State, best_of, born, job_key
+from lockstep.sweep.record import Direction, Identify, Record, State, best_of, born, job_key
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
@@ -50,12 +51,14 @@ class Identity:
         swept: the keys that differ from job to job, sorted.
         words: the command line of the newest call, without the program.
         direction: which score is better.
+        id: what no other sweep has, also not one with the same folder.
     """
 
     base: Mapping[str, Any]
     swept: tuple[str, ...]
     words: tuple[str, ...]
     direction: Direction = Direction.maximize
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
     def hash(self) -> str:
@@ -124,6 +127,7 @@ class Ledger:
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
                 direction=Direction(facts.get("direction", Direction.maximize)),
+                id=str(facts.get("id", "")),
             )
         except UnreadableFile as error:
             raise InputError(f"{error}; {again}") from error
@@ -135,8 +139,8 @@ class Ledger:
         names = (path.stem for path in (self.folder / JOBS).glob("*.json"))
         return [self.record(number) for number in sorted({int(name) for name in names if name.isdecimal()})]
 
-    def enter(self, jobs: Iterable[tuple[Sequence[str], str]]) -> list[Record]:
-        """The records of jobs, by their overrides in any order; each that the ledger does not have gets a number.
+    def enter(self, jobs: Iterable[tuple[Sequence[str], str]], identify: Identify = job_key) -> list[Record]:
+        """The records of jobs, by what `identify` says they are; each that the ledger does not have gets a number.
 
         `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
         job goes on in its folder.
@@ -144,13 +148,15 @@ class Ledger:
         Raises:
             StorageError: a record cannot be written.
         """
-        with storing(records := self.folder / JOBS):
-            make_folder(records)  # it was lost
-        known = {job_key(record.overrides): record for record in self.records()}
-        following = 1 + max((record.number for record in known.values()), default=-1)
+        with storing(folder := self.folder / JOBS):
+            make_folder(folder)  # it was lost
+        records = self.records()
+        following = 1 + max((record.number for record in records), default=-1)
+        # A damaged record of a job that had not begun has no overrides.
+        known = {identify(r.overrides): r for r in records if r.overrides or r.state is not State.damaged}
         entered = []
         for overrides, name in jobs:
-            key = job_key(overrides)
+            key = identify(overrides)
             if key not in known:
                 known[key] = Record(number=following, overrides=tuple(overrides), folder=f"{following:03}-{name}")
                 self.write(known[key])

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import typed
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import check_folder_overrides
+from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
@@ -29,6 +29,8 @@ from lockstep.sweep.record import Direction, State, checked_direction
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.
 NOT_OF_SWEEP = ("hydra", "sweep", "output_root")
+POOLS = ("pool", "ray")  # the launchers with a ledger
+GRIDS = ("basic", "grid")  # the sweepers that run all combinations
 
 
 def choose_folder(config: DictConfig) -> Ledger:
@@ -37,7 +39,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     Raises:
         InputError: the sweep to go on with does not exist, or is another one.
     """
-    check_folder_overrides(config.hydra.overrides.hydra, sweep=True)
+    check_hydra_overrides(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
     values: Any = OmegaConf.to_container(block)
     for problem in problems(SweepBlock, values, "sweep."):
@@ -46,24 +48,49 @@ def choose_folder(config: DictConfig) -> Ledger:
     launcher = config.hydra.runtime.choices["hydra/launcher"]
     of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
-        if value and value != [objectives.SCORE] and launcher not in ("pool", "ray"):
+        if value and value != [objectives.SCORE] and launcher not in POOLS:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     if block.gpu_share and launcher != "pool":
         raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
+    _check_meaning(config, launcher)
     if "jsonl" not in config.logger:
         _check_needs_no_figures(config)
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    searches = config.hydra.runtime.choices["hydra/sweeper"] != "basic"
+    searches = config.hydra.runtime.choices["hydra/sweeper"] not in GRIDS
     identity = Identity(
         base=_base(config),
         swept=_swept([*params, *config.hydra.overrides.task], searches=searches),
         words=tuple(words),
-        direction=checked_direction(config.hydra.launcher.get("direction", Direction.maximize)),
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     with _alone(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
         return _choose(config, identity, words, named=named)
+
+
+def _check_meaning(config: DictConfig, launcher: str) -> None:
+    """Refuse settings that say nothing about jobs of ours, and settings that contradict each other."""
+    share = "launcher.ranks and launcher.threads say what a job takes"
+    useless = {"hydra.launcher.gpus": share, "hydra.launcher.cores": share}
+    useless["hydra.sweep.subdir"] = f"hydra/launcher={launcher} names the folders of the jobs"
+    for word in config.hydra.overrides.hydra:
+        if launcher in POOLS and (reason := useless.get(key_of(word))):
+            raise InputError(f"{word} has no effect: {reason}; leave it out")
+    for key in ("launcher", "sweeper"):
+        if checked_direction(config.hydra[key].get("direction", Direction.maximize)) is Direction.minimize:
+            raise InputError(
+                f"hydra.{key}.direction is minimize, but the score of a job is its top-1, of which more is better; "
+                "leave it out"
+            )
+    block, batches = config.sweep, config.hydra.sweeper.get("max_batch_size")
+    contradictions = {
+        "sweep.retry=true runs jobs again that failed, and sweep.resume=new": block.retry and block.resume == "new",
+        "sweep.gpu_share=true shares GPUs, and device=cpu": block.gpu_share and config.device == "cpu",
+        "sweep.halving compares all jobs, and hydra.sweeper.max_batch_size": block.halving and batches,
+    }
+    for sentence, applies in contradictions.items():
+        if applies:
+            raise InputError(f"{sentence} prevents that; leave out one of them")
 
 
 def _check_needs_no_figures(config: DictConfig) -> None:
@@ -128,27 +155,32 @@ def _alone(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def jobs_of(words: Sequence[str]) -> list[list[str]]:
-    """The overrides of each job of a sweep's line, in the order in which Hydra runs them; an interval is its ends.
+def jobs_of(words: Sequence[str], loader: Any = None) -> list[list[str]]:
+    """The overrides of each job of a sweep's line, in the order of the line; an interval is its ends.
+
+    Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
+    With Hydra's config `loader`, `glob(...)` is read too.
 
     Raises:
         HydraException: a word cannot be read.
         InputError: there is an interval, and no search.
     """
-    values = {}
-    for override in OverridesParser.create().parse_overrides(list(words)):
+    values: list[tuple[str, list[str]]] = []
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
         key, value = override.get_key_element(), override.value()
         if is_of_hydra(override):
             continue
         if not override.is_sweep_override():
-            values[key] = [str(override.input_line)]
+            choices = [str(override.input_line)]
         elif not isinstance(value, IntervalSweep):
-            values[key] = [f"{key}={text}" for text in override.sweep_string_iterator()]
+            choices = [f"{key}={text}" for text in override.sweep_string_iterator()]
         elif "hydra/sweeper=optuna" in words:
-            values[key] = [f"{key}={end}" for end in (value.start, value.end)]
+            choices = [f"{key}={end}" for end in (value.start, value.end)]
         else:
             raise _needs_search(override)
-    return [list(job) for job in itertools.product(*values.values())]
+        adds = override.is_list_extend() or any(word.partition("=")[2].startswith("{") for word in choices)
+        values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
+    return [list(job) for job in itertools.product(*(choices for _, choices in values))]
 
 
 def _base(config: DictConfig) -> dict[str, Any]:
@@ -156,7 +188,7 @@ def _base(config: DictConfig) -> dict[str, Any]:
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, Mapping)
     values = {str(key): value for key, value in plain.items() if key not in NOT_OF_SWEEP}
-    if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) != "basic":
+    if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) not in GRIDS:
         values["hydra/sweeper"] = sweeper
     return dict(json.loads(json.dumps(values, default=str)))
 
@@ -174,7 +206,7 @@ def _swept(words: list[str], *, searches: bool) -> tuple[str, ...]:
         key = override.get_key_element()
         if override.is_sweep_override() and key.partition(".")[0] in NOT_OF_SWEEP:
             raise InputError(f"{override.input_line}: all jobs of a sweep share {key}; give it one value")
-    return tuple(sorted(override.get_key_element() for override in parsed if override.is_sweep_override()))
+    return tuple(sorted({override.get_key_element() for override in parsed if override.is_sweep_override()}))
 
 
 def _needs_search(interval: Override) -> InputError:

@@ -12,6 +12,7 @@ from lockstep.core.fields import leaves
 from lockstep.job.create import import_for_ranks
 from lockstep.job.resume import refuse_in_sweep
 from lockstep.sweep.devices import Needs
+from lockstep.sweep.line import NOT_OF_SWEEP
 from lockstep.sweep.runs import ELSEWHERE
 
 # What does not change how much memory a job takes.
@@ -24,8 +25,8 @@ def kind(values: Mapping[str, Any]) -> str:
     return json.dumps(deciding, sort_keys=True, default=str)
 
 
-def plan(config: DictConfig, machine: Needs) -> Needs | None:
-    """The devices of a job on a `machine` that has these; None for one that only submits itself to SLURM.
+def plan(config: DictConfig, machine: Needs) -> Needs:
+    """The devices of a job on a `machine` that has these, and what the job is: its built config.
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once.
@@ -36,13 +37,19 @@ def plan(config: DictConfig, machine: Needs) -> Needs | None:
     job = components.build_job(values)
     refuse_in_sweep(job.resume)
     launcher = job.launcher
+    built = {key: value for key, value in components.plain(job).items() if key not in NOT_OF_SWEEP}
+    identity = frozenset(
+        (key, str(value) if isinstance(value, list | dict) else value) for key, value in leaves(built)
+    )
     if launcher.submits:
-        return None
+        return Needs(cores=0, submits=True, identity=identity)
     import_for_ranks(job)
     gpus = 0 if job.device == "cpu" else machine.gpus
     # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
     ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
-        return Needs(gpus=ranks, kind=kind(values) if job.sweep.gpu_share else "")
-    return Needs(cores=machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads))
+        shared = kind(values) if job.sweep.gpu_share else ""
+        return Needs(gpus=job.strategy.devices(ranks, gpus), kind=shared, identity=identity)
+    cores = machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads)
+    return Needs(cores=cores, identity=identity)

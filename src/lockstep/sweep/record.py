@@ -1,7 +1,7 @@
 """The record of a job of a sweep: how far it is, how good, and which of several is the best."""
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -82,8 +82,11 @@ class Record:
         return self.state is State.running and self.host == socket.gethostname() and self.born == born(self.pid) != ""
 
 
+Identify = Callable[[Sequence[str]], Hashable]  # what a job is, by its overrides
+
+
 def job_key(overrides: Sequence[str]) -> frozenset[str]:
-    """What tells a job from the others of its sweep: its overrides in any order, wherever the sweep is."""
+    """What a job is where nobody can compose its config: its overrides in any order, wherever the sweep is."""
     return frozenset(word for word in overrides if not word.startswith("output_root="))
 
 

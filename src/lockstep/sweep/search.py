@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.errors import InputError
 from lockstep.core.safe_write import storing
 from lockstep.sweep.halving import evaluations
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, values
-from lockstep.sweep.record import Record, State, job_key
+from lockstep.sweep.record import Identify, Record, State, job_key
 
 if TYPE_CHECKING:
     import optuna
@@ -37,6 +36,7 @@ class Search:
         sampler: gives the sampler after a number of trials.
         retries: whether jobs that failed in earlier calls run again.
         prunes: whether the study ends jobs before their end.
+        identify: what a job is, by its overrides.
         open: the trials that have no end yet, by their jobs.
         of_this_call: the jobs of this call.
     """
@@ -51,13 +51,14 @@ class Search:
     sampler: Callable[[int], optuna.samplers.BaseSampler]
     retries: bool
     prunes: bool
-    open: dict[frozenset[str], list[optuna.Trial]] = field(default_factory=dict)
-    of_this_call: set[frozenset[str]] = field(default_factory=set)
+    identify: Identify = job_key
+    open: dict[Hashable, list[optuna.Trial]] = field(default_factory=dict)
+    of_this_call: set[Hashable] = field(default_factory=set)
 
     @property
     def ended(self) -> int:
-        """The trials that have ended, over all calls."""
-        return sum(ENDED in trial.user_attrs for trial in self.study.trials)
+        """The trials that have ended, over all calls. One that a kill cut while it was told of its end has not."""
+        return sum(ENDED in trial.user_attrs and trial.state.is_finished() for trial in self.study.trials)
 
     @property
     def left(self) -> int:
@@ -69,27 +70,39 @@ class Search:
         jobs = []
         while self.left > 0 and sum(map(len, self.open.values())) < self.at_once:
             self.study.sampler = self.sampler(self.trials - self.left)
-            try:
-                trial = self.study.ask(self.space)
-            except ValueError as error:  # Optuna keeps the choices of a study
-                raise InputError(
-                    f"the study has another space ({error}); start anew with sweep.resume=new"
-                ) from error
-            job = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
-            key = job_key(job)
-            self.open.setdefault(key, []).append(trial)
-            record = self._record(key)
-            if record is not None and self._is_known(key, record):
-                self.tell(job)
-            elif key not in self.of_this_call:
-                jobs.append(job)
-            self.of_this_call.add(key)
+            jobs += self._jobs_of(self.study.ask(self.space))
         return jobs
 
-    def _record(self, key: frozenset[str]) -> Record | None:
-        return next((record for record in self.ledger.records() if job_key(record.overrides) == key), None)
+    def _reopen(self) -> list[list[str]]:
+        """The jobs of the trials that an earlier call has begun, which go on from their checkpoints."""
+        from optuna.samplers import RandomSampler
+        from optuna.trial import Trial, TrialState
 
-    def _is_known(self, key: frozenset[str], record: Record) -> bool:
+        jobs = []
+        self.study.sampler = RandomSampler()  # draws nothing for a trial that has its values
+        for trial in self.study.get_trials(states=(TrialState.RUNNING,)):
+            if not self.space.keys() <= trial.params.keys():  # cut while it was drawn, which is done again
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            elif self.left > 0:
+                # Private: a study gives a trial that can be reported to only when it is asked for a new one.
+                jobs += self._jobs_of(Trial(self.study, trial._trial_id))
+        return jobs
+
+    def _jobs_of(self, trial: optuna.Trial) -> list[list[str]]:
+        """Open a trial, and end it if the ledger knows the end of its job; returns a job that has to run."""
+        job = [*self.fixed, *(f"{key}={value}" for key, value in trial.params.items())]
+        key = self.identify(job)
+        self.open.setdefault(key, []).append(trial)
+        record, is_new = self._record(key), key not in self.of_this_call
+        if is_known := record is not None and self._is_known(key, record):
+            self.tell(job)
+        self.of_this_call.add(key)
+        return [job] if is_new and not is_known else []
+
+    def _record(self, key: Hashable) -> Record | None:
+        return next((record for record in self.ledger.records() if self.identify(record.overrides) == key), None)
+
+    def _is_known(self, key: Hashable, record: Record) -> bool:
         """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
         is_tried_again = self.retries and key not in self.of_this_call
         return record.state in (State.done, State.pruned) or (record.state is State.failed and not is_tried_again)
@@ -100,13 +113,13 @@ class Search:
             # The trials of others go on with the next line.
             if record is not None and record.state in (State.done, State.failed, State.pruned):
                 self.tell(record.overrides, record.objective)
-            return self.ask()
+            return self.ask() if record is not None else [*self._reopen(), *self.ask()]
 
     def tell(self, job: Sequence[str], value: Any = None) -> None:
         """Tell the study how a job ended: as its record says, or with this value."""
         from optuna.trial import TrialState
 
-        key = job_key(job)
+        key = self.identify(job)
         record = self._record(key)
         known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
         if record is not None and (record.score is not None or [*self.objectives] != [SCORE]):
@@ -124,7 +137,7 @@ class Search:
 
     def has_enough(self, record: Record) -> bool:
         """Whether a running job should be ended, because others are better."""
-        if not self.prunes or not (trials := self.open.get(job_key(record.overrides))):
+        if not self.prunes or not (trials := self.open.get(self.identify(record.overrides))):
             return False
         trial = trials[0]
         scores = {round(1000 * share): score for share, score in evaluations(self.ledger, record)}

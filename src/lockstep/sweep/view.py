@@ -6,7 +6,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rich.console import Group
 from rich.live import Live
@@ -24,22 +24,25 @@ from lockstep.sweep.record import Direction, Record, State, best_of, score_text
 from lockstep.telemetry.columns import ALWAYS, FigureColumn, clock, fitting
 
 SEED = "seed"
+OVER = (State.done, State.failed)
 TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
 
 
 class SweepView:
     """The jobs of one call. `records` are those of its line, also those that were done before."""
 
-    def __init__(self, ledger: Ledger, records: Sequence[Record], begun: str = "started") -> None:
+    def __init__(
+        self, ledger: Ledger, records: Sequence[Record], waiting: Iterable[Record] = (), begun: str = "started"
+    ) -> None:
         self.ledger, self.begun = ledger, begun
-        self.records = {record.number: record for record in records}
+        self.records: dict[int, Record] = {}
         self.running: list[int] = []
         identity = ledger.identity()
         self.swept, self.direction = identity.swept or swept_keys(records), identity.direction
         self.began = time.monotonic()
-        self.before = sum(record.state in (State.done, State.failed) for record in records)
+        self.over: set[int] = set()  # the jobs that have ended, and do not run again
         self.ended_now = 0
-        self.left = 0  # the jobs of a search that are not known yet
+        self.enter(records, waiting)
         # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
         self.live = Live(
             console=log.Terminal(highlight=False),
@@ -57,8 +60,14 @@ class SweepView:
     def __exit__(self, *_: object) -> None:
         self.live.stop()
 
+    def enter(self, records: Sequence[Record], waiting: Iterable[Record], left: int = 0) -> None:
+        """Take jobs, those `waiting` to run among them; `left` jobs of a search are not known yet."""
+        self.records |= {record.number: record for record in records}
+        self.over |= {record.number for record in records if record.state in OVER}
+        self.over -= {record.number for record in waiting}
+        self.left = left
+
     def started(self, record: Record) -> None:
-        self.left -= record.number not in self.records
         self.records[record.number] = record
         self.running.append(record.number)
         if not self.live.is_started:
@@ -67,11 +76,13 @@ class SweepView:
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
         self.running = [number for number in self.running if number != record.number]
-        self.ended_now += record.state in (State.done, State.failed)
+        if record.state in OVER:
+            self.over.add(record.number)
+            self.ended_now += 1
         state = "paused" if record.state is State.waiting else record.state  # others may be better
         ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
-        position = f"{self.before + self.ended_now:>{len(total)}} of {total}"
+        position = f"{len(self.over):>{len(total)}} of {total}"
         self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
@@ -108,7 +119,7 @@ class SweepView:
         if best := best_of(self.records.values(), self.direction):
             columns.append(FigureColumn("best", score_text(best.objective), f" (job {best.number})", 6, "green"))
         if self.ended_now:
-            left = len(self.records) + self.left - self.before - self.ended_now
+            left = len(self.records) + self.left - len(self.over)
             seconds = (time.monotonic() - self.began) / self.ended_now * left
             columns.append(FigureColumn("left", clock(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)

@@ -1,0 +1,140 @@
+"""MLflow and W&B with real stores: any name of a class, the identity of a run, changed values, their variables."""
+
+from __future__ import annotations
+
+import json
+import string
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import resolved, train_here
+from lockstep.core.errors import InputError
+from lockstep.core.observer import RunInfo
+from lockstep.core.run_dir import RunDir
+from lockstep.job.validate import check_packages
+from lockstep.telemetry.loggers import MLflow, WandB
+from lockstep.telemetry.trackers import NO_MLFLOW, accepted
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries that the trackers use
+CHARACTERS = [*string.printable.strip(), " ", *"äß漢字🎉é", unicodedata.normalize("NFD", "é"), "\t", "\x7f", "\u202e"]
+WORDS = [
+    "cat (tabby)",
+    "50%",
+    "../up",
+    "a//b",
+    "/root",
+    "trailing/",
+    ".",
+    "..",
+    "-",
+    "x" * 300,
+    "x" * 299 + "y",
+]
+NAMES = [f"metric/recall/{name}" for name in (*WORDS, *(f"a{character}b" for character in CHARACTERS))]
+SMALL = ("model=linear", "batch=300", "steps=2", "device=cpu")
+
+
+def run_info(folder: Path, *, run: str = "one", step: int = 0, **hyperparameters: str | float) -> RunInfo:
+    run_dir = RunDir.at(folder / "run")
+    run_dir.write_summary(run=run)
+    config = {"output_root": str(folder)}
+    steps: dict[str, Any] = {"plan": None, "step": step, "after": step, "logged": step}  # they need no plan
+    return RunInfo(run_dir=run_dir, config=config, hyperparameters=hyperparameters, **steps)
+
+
+def stored(folder: Path) -> list[Any]:
+    mlflow = pytest.importorskip("mlflow")
+    client = mlflow.MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow' / 'mlflow.db'}")
+    experiment = client.get_experiment_by_name("lockstep")
+    return list(client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"]))
+
+
+def test_mlflow_takes_every_name_and_keeps_them_apart(tmp_path: Path) -> None:
+    run = MLflow().build(run_info(tmp_path, lr=0.1))
+    run.write(1, {name: float(number) for number, name in enumerate(NAMES)})
+    run.end("completed")
+    (at_mlflow,) = stored(tmp_path)
+    assert sorted(at_mlflow.data.metrics.values()) == [float(number) for number in range(len(NAMES))]
+    assert at_mlflow.data.metrics["metric/recall/a-b"] == NAMES.index("metric/recall/a-b"), "a good name is kept"
+
+
+def test_wandb_takes_every_name_and_keeps_them_apart(tmp_path: Path) -> None:
+    protocol = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    from test_loggers import stored_records
+
+    run = WandB().build(run_info(tmp_path))
+    run.write(1, {name: float(number) for number, name in enumerate(NAMES)})
+    run.end("completed")
+    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    messages = [protocol.Record.FromString(data) for data in stored_records(file)]
+    items = [item for message in messages for item in message.history.item]
+    figures = [
+        json.loads(item.value_json) for item in items if (item.key or item.nested_key[0]).startswith("metric/")
+    ]
+    assert sorted(figures) == [float(number) for number in range(len(NAMES))]
+
+
+def test_two_names_stay_two_whatever_is_left_out() -> None:
+    assert len({accepted(name, NO_MLFLOW) for name in NAMES}) == len(NAMES)
+
+
+def test_a_run_in_a_folder_that_was_removed_is_a_new_one_and_a_resumed_one_is_not(tmp_path: Path) -> None:
+    for run, step in (("one", 0), ("one", 3), ("two", 0)):
+        MLflow().build(run_info(tmp_path, run=run, step=step, lr=0.1)).end("completed")
+    assert len(stored(tmp_path)) == 2
+
+
+def test_values_that_a_resume_changes_are_seen(tmp_path: Path) -> None:
+    for step, lr in ((0, 0.1), (3, 0.2), (5, 0.2), (7, 0.1)):
+        MLflow().build(run_info(tmp_path, step=step, lr=lr)).end("completed")
+    (at_mlflow,) = stored(tmp_path)
+    assert at_mlflow.data.params["lr"] == "0.1"
+    changes = {tag: value for tag, value in at_mlflow.data.tags.items() if tag.startswith("lr from")}
+    assert changes == {"lr from step 3": "0.2", "lr from step 7": "0.1"}
+
+
+def test_the_identity_of_a_run_is_its_own(tmp_path: Path) -> None:
+    first = train_here(tmp_path / "a", *SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path}")
+    again = train_here(tmp_path / "b", *SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path}")
+    assert first.run != again.run
+    assert [run.data.tags["lockstep.run"] for run in stored(tmp_path)] == [first.run, again.run]
+
+
+def test_the_variables_of_the_trackers_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store := f"sqlite:///{tmp_path}/mine.db")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "photos")
+    MLflow().build(run_info(tmp_path)).end("completed")
+    client = mlflow.MlflowClient(tracking_uri=store)
+    assert len(client.search_runs([client.get_experiment_by_name("photos").experiment_id])) == 1
+    assert not (tmp_path / "mlflow").exists()
+    monkeypatch.setenv("WANDB_PROJECT", "photos")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    WandB().build(run_info(tmp_path)).end("completed")
+    assert len([*tmp_path.glob("wandb/offline-run-*")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("logger", "variable", "value", "sentence"),
+    [
+        ("wandb", "WANDB_MODE", "disabled", "WANDB_MODE is disabled, expected offline or online"),
+        ("wandb", "WANDB_RUN_ID", "x", "WANDB_RUN_ID is set, but each run has its own identifier"),
+        ("mlflow", "MLFLOW_RUN_ID", "x", "MLFLOW_RUN_ID is set, but each run has its own identifier"),
+    ],
+)
+def test_a_variable_that_cannot_be_followed_is_refused(
+    monkeypatch: pytest.MonkeyPatch, logger: str, variable: str, value: str, sentence: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InputError, match=sentence):
+        check_packages(resolved(f"logger={logger}").logger)
+
+
+def test_a_key_that_contradicts_its_variable_is_refused_without_either_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    with pytest.raises(InputError, match=r"WANDB_PROJECT and logger\.wandb\.project have different values"):
+        check_packages({"wandb": WandB(project="yours")})
+    check_packages({"wandb": WandB(project="mine")})
