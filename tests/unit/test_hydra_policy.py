@@ -110,6 +110,9 @@ JOBS = [
     ["metric=[f1]", "metric.f1.average=micro"],
     ["+model.channels=1", "model.channels=2"],
     ["optimizer.betas=[0.1,0.2]", "experiment=mnist_tutorial", "name=a b"],
+    ["train={ema: 0.9}", "train={clip_norm: 1}"],
+    ["train={ema: 0.9, clip_norm: 2}", "train.ema=0.5", "train={ema: 0.8}", "optimizer={lr: 0.5}"],
+    ["train.ema=0.5", "++train={clip_norm: 1}", "train.clip_norm=2"],
     ["hydra/job_logging=none", "seed=2"],
 ]
 

@@ -1,0 +1,76 @@
+"""What a job of a sweep is, whatever words say it, and which devices it has."""
+
+from __future__ import annotations
+
+import pytest
+from omegaconf import OmegaConf
+
+from helpers import composed
+from lockstep.core.errors import InputError
+from lockstep.sweep.devices import Needs
+from lockstep.sweep.plan import plan
+
+CPU = Needs(cores=4)
+
+
+def job(*words: str, machine: Needs = CPU) -> Needs:
+    return plan(OmegaConf.create(composed(*words)), machine)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["batch=64"],
+        ["train.ema=null"],
+        ["train={ema: null}"],
+        ["model=digitnet"],
+        ["seed=0", "epochs=20"],
+        ["launcher.ranks=auto"],
+        ["output_root=elsewhere"],
+        ["sweep.retry=true"],
+    ],
+    ids=" ".join,
+)
+def test_a_default_that_is_written_out_makes_no_other_job(words: list[str]) -> None:
+    assert job(*words).identity == job().identity
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (["seed=5"], ["seed='5'"]),
+        (["optimizer.lr=0.1"], ["optimizer.lr=1e-1"]),
+        (["epochs=3", "train.ema=0.9"], ["train={ema: 0.9}", "epochs=3"]),
+        (["metric=[f1]"], ["metric=f1"]),
+    ],
+    ids=str,
+)
+def test_two_spellings_of_a_value_are_one_job(one: list[str], two: list[str]) -> None:
+    assert job(*one).identity == job(*two).identity
+
+
+@pytest.mark.parametrize(
+    "word", ["seed=1", "batch=63", "train.ema=0.9", "model=linear", "strategy=ddp", "precision=bf16", "name=other"]
+)
+def test_another_value_is_another_job(word: str) -> None:
+    assert job(word).identity != job().identity
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus"),
+    [
+        ([], 1),
+        (["strategy=dp"], 4),
+        (["strategy=ddp"], 4),
+        (["strategy=ddp", "launcher.ranks=2"], 2),
+        (["strategy=dp", "device=cpu"], 0),
+    ],
+    ids=str,
+)
+def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) -> None:
+    assert job(*words, machine=Needs(gpus=4, cores=4)).gpus == gpus
+
+
+def test_a_job_that_resumes_another_run_is_refused_in_a_sweep() -> None:
+    with pytest.raises(InputError, match="resume"):
+        job("resume=latest")
