@@ -306,6 +306,10 @@ def test_every_file_is_read_by_the_guarded_reader() -> None:
     assert reading == READS.keys()
 
 
+def test_locks_are_taken_in_one_way() -> None:
+    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.locks"]
+
+
 def test_files_are_written_in_one_way() -> None:
     """A folder may be somebody else's, with links in the place of files."""
     found_in = set()

@@ -54,8 +54,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     """
     if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
-        advice = f", {KILLED}; use train.micro_batches=auto, or fewer ranks"
-        hint = advice if signal.SIGKILL in killed.values() else ""
+        hint = f", {KILLED}; use train.micro_batches=auto, or fewer ranks" * (signal.SIGKILL in killed.values())
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = []
     for path in run_dir.rank_errors():
