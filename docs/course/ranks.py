@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -20,7 +21,7 @@ Result = TypeVar("Result")
 
 def on_ranks(work: Callable[[int], Result], ranks: int = 2) -> list[Result]:
     """Call `work(rank)` in `ranks` processes of one process group (gloo, on the CPU), and return the results."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     torch.set_num_threads(1)  # a process with several threads cannot be forked safely
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(ranks, get_context("fork")) as processes:
         as_rank = partial(_as_rank, work, ranks, Path(folder) / "store")

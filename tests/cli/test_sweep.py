@@ -273,7 +273,9 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_jobs_and_ends_it(
     assert code == 75, err
     assert "stopped, and saved what ran; the same line goes on" in err
     assert states(tmp_path) == ["failed", "stopped", "waiting"]
-    assert "was killed (SIGKILL)" in ledger(tmp_path).records()[0].error
+    error = ledger(tmp_path).records()[0].error
+    assert "was killed (SIGKILL), probably because the machine, or its memory cgroup (container), ran out" in error
+    assert "use train.micro_batches=auto" in error, "it ran alone"
     assert processes(tmp_path) == set()
 
 

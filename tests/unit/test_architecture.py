@@ -43,7 +43,6 @@ ASKS_FOR_MAIN: dict[str, str] = {
 WRITES_FILES: dict[str, str] = {
     "lockstep.core.safe_write": "defines how",
     "lockstep.core.terminal": "the null device",
-    "lockstep.job.run_folder": "a lock, opened without following links",
     "lockstep.telemetry.tensorboard": "a new event file, which must not exist",
     "lockstep.checkpoint.writing": "files of a new folder, which gets its name when it is complete",
     "lockstep.data.packing": "files of a new folder with a random name",
@@ -278,12 +277,11 @@ READS: dict[str, str] = {
     "telemetry.hardware": "the kernel's counters of energy",
     "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",
-    "sweep.line": "locks the folder of the sweeps, and reads nothing of it",
     "sweep.record": "the kernel's /proc; records are read by the guarded reader",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
-    "data.packing": "locks the folder that it makes, and reads nothing of it",
+    "core.locks": "what it locks, and reads nothing of it",
     "telemetry.pictures": "images, from bytes that were read",
     "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
@@ -306,6 +304,10 @@ def reads(tree: ast.AST) -> bool:
 def test_every_file_is_read_by_the_guarded_reader() -> None:
     reading = {name for name, path in MODULES.items() if reads(parsed(path))}
     assert reading == READS.keys()
+
+
+def test_locks_are_taken_in_one_way() -> None:
+    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.locks"]
 
 
 def test_files_are_written_in_one_way() -> None:

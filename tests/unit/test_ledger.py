@@ -363,7 +363,11 @@ def ledger_equal(folder: Path) -> Any:
     return Same()
 
 
-def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job() -> None:
+@pytest.mark.parametrize("proc", ["/proc", "/nowhere"])
+def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
+    proc: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.sweep.record.Path", lambda text: Path(text.replace("/proc", proc)))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         facts = {"state": State.running, "host": socket.gethostname(), "pid": process.pid, "born": born(process.pid)}
         assert job(0, **facts).runs_here
@@ -645,7 +649,20 @@ def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
     ended = EndedPool(0, 75, 70, -9)
     ended.pool.run(ended.tasks)
     assert ended.states() == [State.done, State.stopped, State.failed, State.failed]
-    assert "was killed (SIGKILL)" in ended.ledger.read(job(3)).error
+    assert "ran out of memory" not in ended.ledger.read(job(2)).error
+    assert "was killed (SIGKILL), probably because the machine, or" in ended.ledger.read(job(3)).error
+
+
+@pytest.mark.parametrize(
+    ("codes", "advice"),
+    [((-9,), "train.micro_batches=auto"), ((-9, 0), "hydra.launcher.jobs=1"), ((-9, 0, 0), "hydra.launcher.jobs=2")],
+)
+def test_a_job_that_was_killed_names_the_override_that_leaves_it_more_memory(
+    codes: tuple[int, ...], advice: str
+) -> None:
+    ended = EndedPool(*codes)
+    ended.pool.run(ended.tasks)
+    assert f"ran out of memory; use {advice}; its output is in" in ended.ledger.read(job(0)).error
 
 
 def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -76,6 +78,15 @@ def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot be locked"):
         Lock().take(path)
     assert (tmp_path / "precious").read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.mknod(path, stat.S_IFSOCK)])
+def test_what_is_no_plain_file_is_refused_and_stays(path: Path, make: Callable[[Path], None]) -> None:
+    make(path)
+    before = path.stat()
+    with pytest.raises(InputError, match="cannot be locked"):
+        Lock().take(path)
+    assert path.stat().st_mode == before.st_mode
 
 
 HOLDER = """

@@ -21,6 +21,7 @@ from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.program import LONGEST_LINE
+from lockstep.runtime.signals import PARENT
 
 KEPT = 2**16  # bytes of the end of a stream
 # Becomes a command that the kernel ends with process `argv[1]`.
@@ -152,7 +153,7 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
             [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
             # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
             env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
-            | {"HYDRA_FULL_ERROR": "0"},
+            | ({"HYDRA_FULL_ERROR": "0"} if capture else {"HYDRA_FULL_ERROR": "0", PARENT: str(os.getpid())}),
             stdin=subprocess.DEVNULL,
             stdout=out if capture else subprocess.DEVNULL,
             stderr=err,

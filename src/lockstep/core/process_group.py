@@ -3,7 +3,6 @@
 import enum
 import os
 import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,8 +47,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(on_device)
-    if sys.platform == "linux":
-        _choose_interface(one_machine=place.local_size == place.size)
+    _choose_interface(one_machine=place.local_size == place.size)
     allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device, place)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
@@ -125,18 +123,17 @@ def _init_process_group(backend: str, timeout: timedelta, device: torch.device, 
 def _choose_interface(*, one_machine: bool) -> None:
     """Have the ranks of one machine listen on the loopback interface, others on the one that reaches main's machine.
 
-    By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown. On
-    main's machine, MASTER_ADDR can be a loopback address too.
+    By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown (on
+    macOS). On main's machine, MASTER_ADDR can be a loopback address too.
     """
-    if one_machine:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        return
-    name = network.interface_to(*store_address())
-    if name == "lo":
+    loopback = network.interface_of(network.LOOPBACK) or "lo"
+    name = loopback if one_machine else network.interface_to(*store_address())
+    if name == loopback and not one_machine:
         name = network.interface_elsewhere()
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        if one_machine:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _local_peer_pids(control: Any) -> dict[int, int]:

@@ -1,6 +1,5 @@
 """The work of `lockstep pack`: decode a folder of images once and write the pixels, for `dataset=packed`."""
 
-import fcntl
 import glob
 import hashlib
 import math
@@ -8,13 +7,14 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torch import Tensor
 
 from lockstep.core.data_protocols import ReadResult
 from lockstep.core.errors import BrokenImage, InputError, StorageError
+from lockstep.core.locks import locked
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import opened
 from lockstep.core.safe_write import sync
@@ -124,29 +124,12 @@ def _write_hashed(path: Path, tensors: Iterable[Tensor]) -> str:
 def _temporary_folder(target: Path) -> Iterator[Path]:
     """A temporary folder beside `target`, locked while it is filled. First removes the folders of killed packs."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        with _locked(leftover) as acquired:
-            if acquired:
-                shutil.rmtree(leftover)
+        with suppress(BlockingIOError), locked(leftover):  # another pack fills it
+            shutil.rmtree(leftover)
     folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
     folder.mkdir()
     try:
-        with _locked(folder):
+        with locked(folder):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Try to lock a folder; gives whether that worked. The kernel frees the lock when its process ends.
-
-    Not filelock: that needs a lock file, which would have to be removed when the folder is renamed.
-    """
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield True
-    except BlockingIOError:
-        yield False
-    finally:
-        os.close(descriptor)

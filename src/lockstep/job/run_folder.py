@@ -1,11 +1,9 @@
 """The folder that a command names for its job, and the lock on it, so that one job at a time runs in it.
 
-The process that the user started holds the lock. Its ranks do not, because they end with that process. It is a file
-lock: the kernel releases it when its process ends, and it works between machines if their file system has `flock`.
+The process that the user started holds the lock. Its ranks do not, because they end with that process.
 Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
 """
 
-import fcntl
 import json
 import os
 import socket
@@ -17,6 +15,7 @@ from pathlib import Path
 from lockstep.config.invocation import Invocation
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError
+from lockstep.core.locks import open_locked
 from lockstep.core.run_dir import PathBelow, RunDir
 from lockstep.core.safe_read import UnreadableFile, kind
 
@@ -60,9 +59,8 @@ class Lock:
 
     def _open_and_lock(self, path: Path) -> bool:
         """Open and lock the file; returns whether `path` still names that file."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        file = open_locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _same_file(file, path):
                 os.close(file)
                 return False

@@ -13,6 +13,7 @@ from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Time
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
+from lockstep.launcher.processes import KILLED
 from lockstep.runtime.signals import StopNow, not_begun
 
 
@@ -53,7 +54,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     """
     if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
         words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
-        hint = ", often for lack of memory" if signal.SIGKILL in killed.values() else ""
+        hint = f", {KILLED}; use train.micro_batches=auto, or fewer ranks" * (signal.SIGKILL in killed.values())
         return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
     errors = []
     for path in run_dir.rank_errors():

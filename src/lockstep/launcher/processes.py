@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.context import ForkProcess
@@ -21,6 +20,8 @@ POLL_S = 0.05
 # Seconds that the other ranks have to end after one has failed. After a stop, a rank only closes its files; after a
 # fault, a rank may hang in a collective.
 RANKS_GRACE_S = 5.0
+# Why a process gets a SIGKILL that nobody of ours has sent.
+KILLED = "probably because the machine, or its memory cgroup (container), ran out of memory"
 
 
 class Process(Protocol):
@@ -84,7 +85,7 @@ def can_fork() -> bool:
     A forked process has one thread. It would wait forever for a lock that another thread of its parent held (a thread
     of autograd after a backward pass, of OpenMP, or of a library).
     """
-    return sys.platform == "linux" and len(list(Path("/proc/self/task").iterdir())) == 1
+    return len(list(Path("/proc/self/task").glob("*"))) == 1  # none without Linux
 
 
 class Forwarding(StopRequest):

@@ -24,9 +24,8 @@ TORCH: Any = torch.backends
 # All of torch's number formats of float32 products: the older names (of `precision`) change several of these.
 FORMATS: tuple[Any, ...] = (TORCH, TORCH.cudnn, TORCH.cudnn.conv, TORCH.cudnn.rnn, TORCH.cuda.matmul)
 FORMATS += (TORCH.mkldnn, TORCH.mkldnn.conv, TORCH.mkldnn.rnn, TORCH.mkldnn.matmul)
-LOGGERS = [
-    logging.getLogger(name) for name in ("matplotlib", "mlflow", "torch.distributed.elastic")
-]  # runs hush them
+# Runs hush these.
+LOGGERS = [logging.getLogger(name) for name in ("matplotlib", "mlflow", "torch.distributed.elastic")]
 
 
 def attribute(owner: Any, name: str) -> Setting:
@@ -85,7 +84,5 @@ def guest() -> Iterator[None]:
             yield
     finally:
         for (read, write), value in zip(SETTINGS, before, strict=True):
-            if repr(read()) != repr(
-                value
-            ):  # some are slow to write: the deterministic algorithms import the compiler
+            if repr(read()) != repr(value):  # writing may be slow: deterministic algorithms import the compiler
                 write(value)

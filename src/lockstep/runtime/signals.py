@@ -27,8 +27,7 @@ def _stop_signals() -> tuple[int, ...]:
     """
     names = ["TERM", "HUP", "QUIT", "USR1", "ALRM", "VTALRM", "PROF", "POLL", "PWR", "STKFLT", "XCPU"]
     numbers = [getattr(signal, f"SIG{name}") for name in names if hasattr(signal, f"SIG{name}")]
-    if hasattr(signal, "SIGRTMIN"):
-        numbers += range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    numbers += range(getattr(signal, "SIGRTMIN", 1), getattr(signal, "SIGRTMAX", 0) + 1)  # macOS has none
     return (signal.SIGINT, *(number for number in numbers if signal.getsignal(number) == signal.SIG_DFL))
 
 
@@ -42,6 +41,7 @@ LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
 # The environment variable with the share of its steps at which a job of a successive halving stops.
 RUNG_END = "LOCKSTEP_RUNG_END"
 PR_SET_PDEATHSIG = 1
+FOLLOW_S = 0.5  # how often a process looks for its parent, where the kernel does not
 
 STOPPED_EARLY = "stopped before a run began; the same command starts it"
 STOPPED = "stopped before it was done; the same command does it again"  # a command that starts no run
@@ -233,8 +233,18 @@ def leave(code: int) -> NoReturn:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel end this process when its parent is gone, so that no orphan remains (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """End this process when its parent is gone, so that no orphan remains: by the kernel (Linux), or by a thread."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "prctl"):
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_follow, args=[os.getppid()], daemon=True).start()
     if parent is not None and os.getppid() != parent:  # the parent ended before the call above
         os._exit(1)
+
+
+def _follow(parent: int) -> None:
+    """End this process as soon as it has another parent."""
+    while os.getppid() == parent:
+        time.sleep(FOLLOW_S)
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,9 +1,7 @@
 """From the line of a sweep to its folder: a new one, or that of the same sweep, which then goes on."""
 
-import fcntl
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
+from lockstep.core.locks import locked
 from lockstep.core.run_dir import relative
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
@@ -149,9 +148,7 @@ def _alone(folder: Path | None) -> Iterator[None]:
         with suppress(OSError):  # a folder that cannot be written has its own sentence, and NFS locks no folder
             if folder is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, descriptor)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
+                stack.enter_context(locked(folder, wait=True))
         yield
 
 

@@ -19,7 +19,7 @@ from lockstep.config.commands import override
 from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append
-from lockstep.launcher.processes import Fork, Fresh, Process, can_fork, forwarding
+from lockstep.launcher.processes import KILLED, Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
@@ -166,7 +166,9 @@ class Pool:
             forced = Interrupted()
             return self.ledger.end(record, State.stopped, exit_code=forced.exit_code, error=str(forced))
         how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        error = f"the process {how}, and nothing says why; its output is in {output_of(self.ledger, record)}"
+        fewer = f"hydra.launcher.jobs={len(self.running)}" if self.running else "train.micro_batches=auto"
+        why = f"{KILLED}; use {fewer}" if code == -signal.SIGKILL else "and nothing says why"
+        error = f"the process {how}, {why}; its output is in {output_of(self.ledger, record)}"
         return self.ledger.end(record, State.failed, exit_code=LockstepError.exit_code, error=error)
 
     def send(self, number: int) -> None:

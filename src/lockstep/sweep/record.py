@@ -2,10 +2,13 @@
 
 import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lockstep.core.errors import InputError
 
@@ -118,8 +121,11 @@ def born(pid: object) -> str:
     """
     if not isinstance(pid, int):
         return ""
-    try:
+    with suppress(OSError):  # it has ended, or this is not Linux
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
+        return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
+    # Not on Linux: there psutil adds the time of the boot, which changes with the clock.
+    with suppress(psutil.Error, ValueError):
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    return ""

@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import math
+import resource
 import sys
 import traceback
 from collections.abc import Iterator
@@ -122,8 +123,6 @@ def _bounded(world: World) -> Iterator[None]:
     if world.device.type != "cpu" or sys.platform != "linux":
         yield
         return
-    import resource
-
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     bound = pages * resource.getpagesize() + int(available_memory() / world.local_size)

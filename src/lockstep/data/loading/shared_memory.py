@@ -9,7 +9,6 @@ rank lists and decodes for itself.
 import math
 import os
 import secrets
-import sys
 import time
 import traceback
 from dataclasses import replace
@@ -106,7 +105,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
 def _map_shared(shape: tuple[int, ...], world: World, *, leader: int) -> Tensor | None:
     """uint8 memory that all ranks of this machine map; None on every rank if one of them cannot. Collective."""
     name, file = f"lockstep-{secrets.token_hex(8)}", None
-    if world.rank == leader and sys.platform == "linux":
+    if world.rank == leader and hasattr(os, "memfd_create"):
         file = os.memfd_create(name)
         os.ftruncate(file, math.prod(shape))
     try:
