@@ -101,8 +101,10 @@ class Checkup:
     def split(self, words: Sequence[str]) -> Findings:
         """Split the line of a sweep, whose words for Hydra itself compose too, into its jobs."""
         check_hydra_overrides(words, sweep=True)
-        self.jobs = jobs_of(words)
-        composition.composed([word for word in words if is_of_hydra(word)])
+        of_hydra = [word for word in words if is_of_hydra(word)]
+        of_jobs = [word for word in words if word not in of_hydra]
+        self.jobs = jobs_of(of_jobs, searches="hydra/sweeper=optuna" in words)
+        composition.composed(of_hydra)
         return []
 
     def examine_job(self, number: int, overrides: Sequence[str], *, sweep: bool) -> tuple[Path, list[Finding]]:

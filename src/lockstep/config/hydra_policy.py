@@ -69,7 +69,7 @@ def is_of_hydra(override: str | Override) -> bool:
     Raises:
         OverrideParseException: the text is not an override.
     """
-    parsed = OverridesParser.create().parse_override(override) if isinstance(override, str) else override
+    parsed = OverridesParser.create().parse_overrides([override])[0] if isinstance(override, str) else override
     return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
 

@@ -12,7 +12,6 @@ from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import typed
-from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
@@ -152,8 +151,8 @@ def _alone(folder: Path | None) -> Iterator[None]:
         yield
 
 
-def jobs_of(words: Sequence[str], loader: Any = None) -> list[list[str]]:
-    """The overrides of each job of a sweep's line, in the order of the line; an interval is its ends.
+def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
+    """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
 
     Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
     With Hydra's config `loader`, `glob(...)` is read too.
@@ -165,13 +164,11 @@ def jobs_of(words: Sequence[str], loader: Any = None) -> list[list[str]]:
     values: list[tuple[str, list[str]]] = []
     for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
         key, value = override.get_key_element(), override.value()
-        if is_of_hydra(override):
-            continue
         if not override.is_sweep_override():
             choices = [str(override.input_line)]
         elif not isinstance(value, IntervalSweep):
             choices = [f"{key}={text}" for text in override.sweep_string_iterator()]
-        elif "hydra/sweeper=optuna" in words:
+        elif searches:
             choices = [f"{key}={end}" for end in (value.start, value.end)]
         else:
             raise _needs_search(override)
