@@ -202,7 +202,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
     # With Python's own limit, 700 new objects, a tenth of the time of the imports goes to searches for garbage.
     gc.set_threshold(50_000, 10, 10)
     named = os.environ.pop(PARENT, None)
-    if parent is None and named is not None:
+    if parent is None and named is not None and not is_launched():  # a rank's parent is the launcher's agent
         parent = int(named)
     if parent is not None or is_launched():
         die_with_parent(parent)
