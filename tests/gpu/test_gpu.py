@@ -21,14 +21,16 @@ from torch import Tensor, nn
 from helpers import command, losses, records, resolved, run_dir, run_until, train, weights
 from lockstep.core import rng
 from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.sharding import whole
 from lockstep.core.world import World
 from lockstep.data.datasets.splits import ArraySplit
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.randaugment import randaugment
 from lockstep.models.nets import MaxPoolTo
+from lockstep.precision import FP32
 from lockstep.stochastic import KeyedModel, key_draws
-from lockstep.strategy import DDP
+from lockstep.strategy import DDP, FSDP
 from lockstep.strategy.ddp import CommHook
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.telemetry import gpu
@@ -409,20 +411,50 @@ def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: CommHoo
         assert torch.cosine_similarity(gradient(replica), expected, dim=0) > 0.5
 
 
+@pytest.mark.usefixtures("nccl_group")
+def test_fsdp_in_a_group_of_one_has_the_gradients_of_the_bare_model() -> None:
+    job = resolved("model=digitnet", "model.dropout=0")
+    bare = job.model.build(10, (1, 8, 8)).cuda()
+    images, model = torch.randn(16, 1, 8, 8, device="cuda"), copy.deepcopy(bare)
+    FSDP().cut(model, World.solo("cuda:0"), FP32())
+    for network in (bare, model):
+        network(images).logsumexp(1).mean().backward()
+    for cut, parameter in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(whole(cut.grad), parameter.grad, rtol=1e-5, atol=1e-6)
+
+
+def of_two_ranks(folder: Path, *overrides: str) -> Path:
+    """Train on noise with two ranks that share the GPU: NCCL would want a card for each."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
+    words = ("device=cuda", "launcher.backend=gloo", f"hydra.run.dir={folder}", "telemetry.interval=1")
+    done = command(*torchrun, *NOISE, *words, *overrides)
+    assert done.code == 0, done.err
+    assert (folder / "logs" / "rank1.log").exists()
+    return folder
+
+
+def test_a_pipeline_of_two_stages_on_a_gpu_is_one_rank(tmp_path: Path) -> None:
+    job = ("model=test_resnet", "dataset.examples=33", "dataset.size=64", "batch=16", "train.micro_batches=3")
+    one = noise(tmp_path / "one", *job, "precision=fp64", "steps=3")
+    two = of_two_ranks(tmp_path / "two", *job, "precision=fp64", "steps=3", "strategy=pipeline")
+    assert largest_difference(one, two) < 1e-9
+
+
+def test_the_default_job_learns_on_a_gpu(tmp_path: Path) -> None:
+    done = train("device=cuda", f"hydra.run.dir={tmp_path / 'run'}", f"output_root={tmp_path}")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["best"] >= 98
+
+
 @pytest.mark.parametrize(("precision", "bound"), [("fp64", 1e-9), ("bf16", 0.1)])
 def test_two_ranks_that_share_a_gpu_over_gloo_are_one_also_with_an_empty_shard(
     tmp_path: Path, precision: str, bound: float
 ) -> None:
-    """NCCL would want a card for each."""
     # The third step of an epoch has one example for both ranks.
     job = ("model=test_resnet", "dataset.examples=33", "dataset.size=64", "batch=16", "steps=6")
     one = noise(tmp_path / "one", *job, f"precision={precision}")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py")
-    several = ("strategy=ddp", "launcher.backend=gloo", f"hydra.run.dir={tmp_path / 'two'}", "telemetry.interval=1")
-    done = command(*torchrun, *NOISE, *job, f"precision={precision}", "device=cuda", *several)
-    assert done.code == 0, done.err
-    assert (tmp_path / "two" / "logs" / "rank1.log").exists()
-    assert largest_difference(one, tmp_path / "two") < bound
+    two = of_two_ranks(tmp_path / "two", *job, f"precision={precision}", "strategy=ddp")
+    assert largest_difference(one, two) < bound
 
 
 def test_a_batch_that_does_not_fit_is_said_with_a_remedy_that_works(tmp_path: Path) -> None:
