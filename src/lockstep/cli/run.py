@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from pathlib import Path
 
 from lockstep.config.invocation import Invocation
-from lockstep.core.launched import is_launched
+from lockstep.config.messages import key_of
+from lockstep.core.errors import InputError
+from lockstep.core.launched import RUN_FOLDER, is_launched
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.run_dir import RunDir
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import Resume
 from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.record import State
-
-if TYPE_CHECKING:
-    from lockstep.launcher import MainMachine
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
@@ -37,19 +39,38 @@ def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
 
 
 def _run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    if is_launched() or str((launcher := decide().launcher).get("nodes", 1)) in ("1", "1:1"):
+    if is_launched() or str(decide().launcher.get("nodes", 1)) in ("1", "1:1"):
         return _lead(decide, invocation, lock)
+    return _run_agent(decide(), invocation)
+
+
+def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
+    """Run a job of several machines: here and there, torch's agent starts this command again, once for each rank."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
-    from lockstep.job import worker  # these need torch
-    from lockstep.job.launch import machine_role
-    from lockstep.launcher import OtherMachine
+    from lockstep.job.prepare import prepare  # these need torch
+    from lockstep.launcher import Elastic
 
-    with machine_role(launcher, invocation) as role:
-        if not isinstance(role, OtherMachine):
-            return _lead(decide, invocation, lock, role)
-        role.run_attempts(worker.main)
-    return None
+    if invocation.sweep:
+        raise InputError(
+            f"launcher.nodes is {resume.launcher['nodes']}, but the jobs of a sweep run on one machine, or each as a "
+            "job of SLURM; use launcher.nodes=1 or launcher=slurm"
+        )
+    job = prepare(resume, invocation)
+    launcher = job.launcher
+    assert isinstance(launcher, Elastic)
+    if not launcher.is_main:
+        launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
+        return None
+    run_dir = RunDir(resume.folder) if resume.folder is not None else RunDir.create(Path(job.output_root), job.name)
+    os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks goes on in it
+    try:
+        launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
+    finally:
+        with suppress(OSError):  # it is not empty
+            run_dir.path.rmdir()
+    objective: float | None = run_dir.read_summary().get("objective")
+    return objective
 
 
 def submits(decide: Decide) -> bool:
@@ -76,8 +97,8 @@ def submit_job(decide: Decide, invocation: Invocation, lock: Lock) -> None:
         report.submit_all()
 
 
-def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMachine | None = None) -> float | None:
-    """Run a job whose main is on this machine; `machines` are the others of a job on several machines."""
+def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
+    """Run a job whose main is this process, or a rank of it."""
     if not is_launched() and (folder := decide().folder) is not None:
         lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
     if is_launched():
@@ -87,6 +108,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMach
     from lockstep.job.launch import launch
     from lockstep.launcher import create_on_main
 
-    words = (*invocation.configs.words, *invocation.overrides)
+    own = [word for word in invocation.overrides if key_of(word) != "launcher.node_rank"]  # as on no other machine
+    words = (*invocation.configs.words, *own)
     with create_on_main(lambda earlier: create_run(decide(), invocation, lock, earlier), words) as run_dir:
-        return launch(run_dir, machines)
+        return launch(run_dir)

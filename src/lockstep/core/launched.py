@@ -13,6 +13,8 @@ from lockstep.core.errors import InputError
 # The variables with the number of processes that MPI has started: of Open MPI, of MPICH and Intel's, of MVAPICH.
 MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 ATTEMPT = "LOCKSTEP_ATTEMPT"  # the name of an attempt of ranks that another program starts, shared by all of them
+RUN_FOLDER = "LOCKSTEP_RUN_FOLDER"  # the run folder of a job on several machines, for main
+AGENT = "lockstep"  # the name that our own agents of torch have for a job
 MOST_DIGITS = 20  # Python refuses to read a number of thousands of digits
 
 
@@ -47,6 +49,11 @@ class Starter(enum.Enum):
 def is_launched() -> bool:
     """Whether a launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def in_agent() -> bool:
+    """Whether torch's agent has started this rank for `launcher=elastic`, and not for torchrun."""
+    return is_launched() and os.environ.get("TORCHELASTIC_RUN_ID") == AGENT
 
 
 def started_by() -> Starter:

@@ -199,6 +199,10 @@ class Launcher(Component, Protocol):
         """The launcher that starts the ranks on this machine. Raises InputError if it cannot run here."""
         return self
 
+    def as_rank(self) -> Launcher:
+        """The launcher of a rank that this launcher's agent has started."""
+        return self
+
     def can_fork(self) -> bool:
         """Whether ranks are forked from this process, so that what it has imported serves them."""
         return False

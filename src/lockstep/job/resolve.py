@@ -10,7 +10,7 @@ from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.launched import Starter, is_launched, launched, local_size, started_by
+from lockstep.core.launched import Starter, in_agent, is_launched, launched, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Strategy
@@ -42,8 +42,9 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
             "batch=auto keeps the batch that a job has without it, so it only works on the command line; in a "
             "recipe, set batch to a number and train.micro_batches to auto"
         )
-    if not is_launched():
-        job = replace(job, launcher=job.launcher.in_allocation())
+    if not is_launched() or in_agent():
+        launcher = job.launcher.in_allocation()
+        job = replace(job, launcher=launcher.as_rank() if is_launched() else launcher)
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     trained = _trained_input(job, resumed)

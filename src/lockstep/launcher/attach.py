@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -17,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core import log, network
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.core.launched import ATTEMPT, is_launched, launched, store_address
+from lockstep.core.launched import ATTEMPT, RUN_FOLDER, is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.processes import POLL_S
 from lockstep.runtime import program
@@ -29,6 +30,10 @@ SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 OK, FAILED = "ok", "failed"
 ARRIVED = "lockstep/arrived/{}/{}"  # the key in the store at which a rank of an attempt says who it is
+SEEN = "{}/seen/{}"  # the key at which a rank says whether it sees the run folder
+# Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
+# default for 3 to 60 s).
+SEEN_S = 30.0
 # The keys at which a rank has its name, at which main tells a name its attempt, and of the folder of all attempts.
 NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
 
@@ -52,7 +57,7 @@ def create_on_main(
         RankFailed: the other ranks, or their store, are not there.
     """
     if not is_launched() or launched().size == 1:
-        with make("") as run_dir:
+        with make(os.environ.get(RUN_FOLDER, "")) as run_dir:
             yield run_dir
         return
     rank = launched().rank
@@ -64,7 +69,7 @@ def create_on_main(
         try:
             _check_arrivals(store, attempt)
             _find_local_ranks(store, attempt)
-            context = make(_value(store, FOLDER))
+            context = make(_value(store, FOLDER) or os.environ.get(RUN_FOLDER, ""))
         except LockstepError as error:
             program.say(error)
             store.set(key, f"{FAILED} {error.exit_code}")
@@ -75,6 +80,10 @@ def create_on_main(
         with context as run_dir:
             store.set(FOLDER, str(run_dir.path))
             store.set(key, f"{OK} {run_dir.path}")
+            for other in range(1, launched().size):
+                seen = _wait_for_value(partial(_value, store, SEEN.format(key, other)), f"rank {other} has ended")
+                if seen != OK:
+                    raise InputError(seen)
             yield run_dir
         return
     _find_local_ranks(store, attempt)
@@ -83,7 +92,16 @@ def create_on_main(
     if status == FAILED:
         store.add(f"{key}/read", 1)
         raise SystemExit(int(text))
-    yield RunDir(Path(text))
+    run_dir, seen = RunDir(Path(text)), OK
+    if not wait(run_dir.config.is_file, SEEN_S if run_dir.path.parent.is_dir() else 0.0):
+        seen = (
+            f"machine {socket.gethostname()} does not see the run folder {text}, which main has created; put it on a "
+            "file system that all machines share: output_root=FOLDER"
+        )
+    store.set(SEEN.format(key, rank), seen)
+    if seen != OK:
+        raise InputError(seen)
+    yield run_dir
 
 
 def _agent_serves() -> bool:

@@ -46,16 +46,22 @@ class Auto(Inline):
     """`inline` for one rank, `spawn` for several ranks or in a sweep. Resolved before a run starts."""
 
 
+def killed(exit_codes: dict[int, int]) -> str:
+    """Which signals have ended ranks, by their negative exit codes."""
+    signals = {rank: signal.Signals(-code) for rank, code in sorted(exit_codes.items())}
+    words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in signals.items())
+    hint = f", {KILLED}; use train.micro_batches=auto, or fewer ranks" * (signal.SIGKILL in signals.values())
+    return words + hint
+
+
 def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     """The error that ended a job. `exit_codes` has the ranks that failed before the launcher ended the others.
 
     A rank that was killed by a signal left no error file, so the exit codes are checked first. Otherwise the earliest
     error in the files is the cause: a rank that raises breaks the connections of other ranks, which raise later.
     """
-    if killed := {rank: signal.Signals(-code) for rank, code in exit_codes.items() if code < 0}:
-        words = ", ".join(f"rank {rank} was ended by {number.name}" for rank, number in sorted(killed.items()))
-        hint = f", {KILLED}; use train.micro_batches=auto, or fewer ranks" * (signal.SIGKILL in killed.values())
-        return RankFailed(f"{words}{hint}; see {run_dir.rank_log(min(killed))}")
+    if by_signal := {rank: code for rank, code in exit_codes.items() if code < 0}:
+        return RankFailed(f"{killed(by_signal)}; see {run_dir.rank_log(min(by_signal))}")
     errors = []
     for path in run_dir.rank_errors():
         with suppress(UnreadableFile):  # a full disk may have ended its rank

@@ -1,24 +1,32 @@
 """The launcher that restarts the ranks when one fails, and that runs a job on several machines."""
 
+import logging
+import os
 import re
+import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed import TCPStore
+from torch.distributed import DistError
 
 from lockstep.core import log, network, plan
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, RankFailed, Stopped
 from lockstep.core.fields import ranged, ruled
-from lockstep.core.protocols import Entry
+from lockstep.core.launched import AGENT
+from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Check
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher.agent import Meeting
-from lockstep.launcher.roles import MainMachine, OtherMachine
+from lockstep.launcher.attach import is_listening, wait
+from lockstep.launcher.base import Inline, killed
 from lockstep.launcher.spawn import Spawn
+from lockstep.runtime.signals import STOP_SIGNALS
 
 MOST_NODES = 4096
+FIRST_S = 600  # the seconds that machines have at least for joining a job
+ANSWER_S = 5.0  # seconds after which a network that swallows what it cannot deliver counts as silent
+MONITOR_S = 0.1  # how often the agent looks at its ranks
 
 
 def _is_node_range(value: Any) -> bool:
@@ -70,68 +78,125 @@ class Elastic(Spawn):
     def can_fork(self) -> bool:
         return False
 
-    def meet(self, overrides: Sequence[str]) -> MainMachine | OtherMachine:
-        """This machine's role in a job on several machines.
-
-        `overrides` are the overrides of the command that must be the same on all machines.
-
-        Raises:
-            InputError: the rendezvous or the number of this machine is wrong.
-        """
-        meeting = self._meeting()
-        host, port = meeting.host, meeting.port
-        if self._serves(meeting):
-            listener = _listener(host, port).detach()
-            store = TCPStore(
-                host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener
-            )
-            return MainMachine(meeting, store, overrides=overrides, restarts=self.restarts)
-        node_rank = None if self.node_rank == "auto" else int(self.node_rank)
-        return OtherMachine(meeting, node_rank=node_rank, overrides=overrides)
+    def as_rank(self) -> Launcher:
+        return Inline(backend=self.backend, timeout=self.timeout, threads=self.threads)
 
     def try_address(self) -> str:
         if self.node_range[1] == 1:
             return super().try_address()
-        meeting = self._meeting()
-        if self._serves(meeting):
-            _listener(meeting.host, meeting.port).close()
-            return f"this machine can listen at {meeting.endpoint}"
-        network.addresses(meeting.host, meeting.port)
-        return f"{meeting.host} has an address; it listens at {meeting.endpoint} when the job starts there"
+        host, port = self._meeting()
+        if self.is_main:
+            _try_to_listen(host, port)
+            return f"this machine can listen at {self.rendezvous}"
+        network.addresses(host, port)
+        return f"{host} has an address; it listens at {self.rendezvous} when the job starts there"
 
-    def _serves(self, meeting: Meeting) -> bool:
-        """Whether this machine is main's."""
-        return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(meeting.host, meeting.port))
+    @property
+    def is_main(self) -> bool:
+        """Whether this machine is main's, among several."""
+        return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(*self._meeting()))
 
-    def _meeting(self) -> Meeting:
-        """Where the machines meet."""
-        least, most = self.node_range
-        timeout = plan.seconds("launcher.timeout", self.timeout)
+    def run_agent(self, command: Sequence[str]) -> None:
+        """Run `command` as each rank of this machine by torch's elastic agent, which meets those of the others.
+
+        `ranks` is resolved. Each rank shows its errors itself.
+
+        Raises:
+            LockstepError: the machines do not meet, or a signal has ended a rank.
+            SystemExit: a rank has failed, or the ranks were stopped.
+        """
+        # Not needed by other jobs, and slow to import.
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        (host, port), (least, most) = self._meeting(), self.node_range
+        timeout = round(plan.seconds("launcher.timeout", self.timeout))
+        patience = max(timeout, FIRST_S)
+        # The agents number the machines in the order of these names, and the first one is where the ranks meet.
+        name = host if self.is_main else f"~{self.node_rank:>8}~{socket.gethostname()}"
+        self.try_address()
+        if self.is_main:
+            log.show(f"waiting at {self.rendezvous} for {least - 1} of {least} machines")
+        else:
+            self._await_main(host, port, patience)
+        config = LaunchConfig(
+            min_nodes=least,
+            max_nodes=most,
+            nproc_per_node=int(self.ranks),
+            run_id=AGENT,
+            rdzv_backend="c10d",
+            rdzv_endpoint=str(self.rendezvous),
+            rdzv_configs={"is_host": self.is_main, "join_timeout": patience, "read_timeout": timeout},
+            max_restarts=self.restarts,
+            monitor_interval=MONITOR_S,
+            local_addr=name,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # a folder would stay behind after a kill
+            signals_to_handle=",".join(stop.name for stop in signal.Signals if stop in STOP_SIGNALS),
+        )
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.propagate = False  # its warnings are about ranks and signals, which the ranks report themselves
+        logger.addHandler(logging.NullHandler())
+        # Else a machine that joins gets no address of the store: main's rank serves one of each round.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        try:
+            elastic_launch(config, command[0])(*command[1:])
+        except SignalException as stop:
+            raise SystemExit(Stopped.exit_code) from stop
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # the others say why they have ended
+                raise RankFailed(killed({rank: failure.exitcode})) from error
+            raise SystemExit(failure.exitcode) from error
+        # A machine that was not needed gets no result, which torch's launcher takes for one (AttributeError).
+        except (RendezvousError, DistError, AttributeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise RankFailed(
+                f"no {least} machines have met at {self.rendezvous}, or main's is gone ({reason})"
+            ) from error
+
+    def _await_main(self, host: str, port: int, patience: float) -> None:
+        """Wait until main's machine listens."""
+        if is_listening(host, port, ANSWER_S):  # a network can swallow what it cannot deliver
+            return
+        log.show(f"waiting for main at {self.rendezvous}")
+        if not wait(lambda: is_listening(host, port), patience):
+            raise RankFailed(
+                f"nobody has listened at launcher.rendezvous={self.rendezvous} for {patience:g} s; start the same "
+                "command on that machine, or see its output"
+            )
+
+    def _meeting(self) -> tuple[str, int]:
+        """The host and port where the machines meet.
+
+        Raises:
+            InputError: nothing says where, or this machine has a number that is too large.
+        """
         if self.rendezvous is None:
             raise InputError(
                 f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "
                 "a free port of it, the same on each: launcher.rendezvous=10.0.0.1:29500"
             )
-        if isinstance(self.node_rank, int) and self.node_rank >= most:
+        if isinstance(self.node_rank, int) and self.node_rank >= (most := self.node_range[1]):
             raise InputError(f"launcher.node_rank is {self.node_rank}, expected a number from 0 to {most - 1}")
-        host, _, text = self.rendezvous.rpartition(":")
-        return Meeting(host=host.strip("[]"), port=int(text), least=least, most=most, timeout=timeout)
+        host, _, port = self.rendezvous.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens at the rendezvous, at the address of main's machine that the other machines use.
+def _try_to_listen(host: str, port: int) -> None:
+    """Listen at the rendezvous for a moment, as torch's agent will, on all interfaces if the name is a loopback one.
 
-    A machine can resolve its own name to a loopback address, which other machines do not reach. The socket then
-    listens at all addresses.
+    A machine can resolve its own name to a loopback address, which other machines do not reach.
+
+    Raises:
+        InputError: it cannot.
     """
     family, address = network.addresses(host, port)[0]
-    named = re.fullmatch(r"[\d.]+|.*:.*|localhost", host) is None
-    if named and address.startswith("127."):
-        address = ""
     try:
-        return socket.create_server((address, port), family=family, backlog=MOST_NODES)
+        socket.create_server((address, port), family=family).close()
     except OSError as error:
         raise InputError(
-            f"launcher.rendezvous: this machine cannot listen at {address or host}:{port} ({error.strerror}); use an "
+            f"launcher.rendezvous: this machine cannot listen at {address}:{port} ({error.strerror}); use an "
             "address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
         ) from error
