@@ -200,6 +200,7 @@ def become(out: int, err: int, words: list[str], cwd: str, environment: dict[str
 
 def run(path: list[str], program: str, *words: str) -> None:
     sys.argv = [program, *words]
+    sys.orig_argv = [sys.executable, *(["-m"] if program == "lockstep" else []), *sys.argv]
     if program == "-c":
         sys.argv[1:2] = []
         sys.path[0] = ""

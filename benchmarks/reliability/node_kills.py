@@ -47,7 +47,7 @@ JOB = (
     "checkpoint.every=4",
 )
 PHASES = ("start-up", "step", "evaluation", "checkpoint")
-RANK = b"lockstep.runtime.child"
+RANK = b"TORCHELASTIC_RUN_ID=lockstep"
 PATIENCE_S = 300.0  # the time limit for every event
 LONGEST_AWAY_S = 3.0
 
@@ -100,7 +100,9 @@ class TwoMachines:
 
     def await_rank(self) -> None:
         """Wait until the second machine has a rank."""
-        self.wait_for(lambda: any(RANK in words_of(pid) for pid in self.second.pids()), "rank on the second machine")
+        self.wait_for(
+            lambda: any(RANK in environment_of(pid) for pid in self.second.pids()), "rank on the second machine"
+        )
         self.ranks_began = time.time()
 
     def await_phase(self, phase: str, chance: random.Random) -> None:
@@ -174,10 +176,10 @@ def start(run: RunDir, *overrides: str, shell: tuple[str, ...] = ()) -> subproce
         )
 
 
-def words_of(pid: int) -> bytes:
-    """The command of a process; empty if it has ended."""
+def environment_of(pid: int) -> bytes:
+    """The environment of a process; empty if it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/environ").read_bytes()
     return b""
 
 

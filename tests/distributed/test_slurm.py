@@ -85,12 +85,12 @@ def submitted(slurm: dict[str, str], folder: Path, *overrides: str) -> Path:
 
 
 def ranks_of(folder: Path) -> list[int]:
-    """The rank processes of a run, wherever they were started."""
+    """The rank processes of a run on its first machine."""
     pids = []
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"lockstep.runtime.child" in words and str(folder).encode() in words:
+            variables = (entry / "environ").read_bytes().split(b"\0")
+            if {b"TORCHELASTIC_RUN_ID=lockstep", f"LOCKSTEP_RUN_FOLDER={folder}".encode()} <= {*variables}:
                 pids.append(int(entry.name))
     return pids
 
@@ -113,7 +113,7 @@ def test_a_job_on_two_machines_outlives_a_killed_rank_makes_room_for_srun_by_han
     wait_for(lambda: ranks_of(folder))
     os.kill(ranks_of(folder)[0], signal.SIGKILL)
     wait_for(lambda: steps_done(folder) >= STEPS)
-    assert log_of(folder).count("all ranks are started again from the last checkpoint") == 1
+    assert log_of(folder).count("all were started again: restart 1") == 1
 
     by_hand = tmp_path / "by hand"
     srun = ("srun", "--partition=urgent", "--nodes=2", "--ntasks-per-node=1", "--exclusive", sys.executable)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,8 +14,7 @@ import pytest
 
 from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFailed, Stopped
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import Elastic, Slurm, Spawn, spawn
-from lockstep.launcher.agent import Meeting, run_agent
+from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
 from lockstep.launcher.processes import RANKS_GRACE_S, forwarding
 from lockstep.launcher.spawn import Children, rank_variables
 from lockstep.runtime.signals import AGAIN_S
@@ -216,30 +216,44 @@ def test_the_ranks_are_suspended_with_their_launcher_and_go_on_with_it(
     assert sent == [signal.SIGSTOP, -signal.SIGSTOP, signal.SIGCONT]
 
 
-def test_main_alone_serves_the_machines_and_a_failed_rank_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("exit_code", "says"), [(75, None), (-9, "rank 3 was ended by SIGKILL, probably because")])
+def test_the_agent_meets_others_as_torchrun_does_and_ends_with_what_its_ranks_say(
+    exit_code: int, says: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
     from torch.distributed.launcher import api
 
-    meeting = Meeting(host="main", port=4444, least=2, most=3, timeout=7)
     configs: list[Any] = []
 
     def launch(config: Any, program: str) -> Callable[..., None]:
         def run(*words: str) -> None:
-            configs.append(config)
-            if config.rdzv_configs["is_host"]:
-                failure = ProcessFailure(local_rank=0, pid=1, exitcode=70, error_file="none")
-                raise ChildFailedError("ranks", {3: failure})
+            configs.append((config, program, words))
+            raise ChildFailedError("ranks", {3: ProcessFailure(0, 1, exit_code, "none")})
 
         return run
 
     monkeypatch.setattr(api, "elastic_launch", launch)
-    options: dict[str, Any] = {"ranks": 4, "patience": 60.0}
-    assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="main", **options) == (False, {3: 70})
-    assert run_agent(meeting, 2, entry, RunDir(tmp_path), own_name="~00000001", **options) == (True, {})
-    first = configs[0]
-    assert (first.min_nodes, first.max_nodes, first.nproc_per_node, first.max_restarts) == (2, 3, 4, 0)
-    assert (first.run_id, first.rdzv_configs["join_timeout"]) == ("attempt-2", 60)
-    assert first.logs_specs.root_log_dir == os.devnull
-    assert [config.rdzv_configs["is_host"] for config in configs] == [True, False]
+    monkeypatch.setattr(os, "environ", {**os.environ})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+    launcher = Elastic(nodes="2:3", ranks=4, restarts=5, rendezvous=place, node_rank=0)
+    with pytest.raises(RankFailed if says else SystemExit, match=says or str(exit_code)):
+        launcher.run_agent(["python", "train.py"])
+    ((config, program, words),) = configs
+    assert (program, words) == ("python", ("train.py",))
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (2, 3, 4, 5)
+    assert (config.rdzv_endpoint, config.rdzv_configs["is_host"]) == (place, True)
+    assert {"SIGTERM", "SIGUSR1", "SIGXCPU"} <= {*config.signals_to_handle.split(",")}
+    assert config.logs_specs.root_log_dir == os.devnull
+
+
+def test_a_machine_says_why_it_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic, "FIRST_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(InputError, match=f"this machine cannot listen at {place} "):
+            Elastic(nodes=2, ranks=1, rendezvous=place).run_agent(["python"])
+    with pytest.raises(RankFailed, match=f"nobody has listened at launcher.rendezvous={place} for 1 s"):
+        Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=1, timeout="1s").run_agent(["python"])
+    with pytest.raises(InputError, match="expected a number from 0 to 1"):
+        Elastic(nodes=2, ranks=1, rendezvous=place, node_rank=2).run_agent(["python"])

@@ -59,7 +59,8 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     job = prepare(resume, invocation)
     launcher = job.launcher
     assert isinstance(launcher, Elastic)
-    if not launcher.is_main:
+    os.environ["HYDRA_FULL_ERROR"] = "0"  # `command_line` has set it, for this process
+    if not launcher.is_host:
         launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
         return None
     run_dir = RunDir(resume.folder) if resume.folder is not None else RunDir.create(Path(job.output_root), job.name)

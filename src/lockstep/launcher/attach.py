@@ -66,6 +66,8 @@ def create_on_main(
     key = f"lockstep/run_dir/{attempt}"
     _arrive(store, attempt, words)
     if rank == 0:
+        if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+            log.warn(f"a rank has failed, and all were started again: restart {restart}")
         try:
             _check_arrivals(store, attempt)
             _find_local_ranks(store, attempt)

@@ -85,14 +85,14 @@ class Elastic(Spawn):
         if self.node_range[1] == 1:
             return super().try_address()
         host, port = self._meeting()
-        if self.is_main:
+        if self.is_host:
             _try_to_listen(host, port)
             return f"this machine can listen at {self.rendezvous}"
         network.addresses(host, port)
         return f"{host} has an address; it listens at {self.rendezvous} when the job starts there"
 
     @property
-    def is_main(self) -> bool:
+    def is_host(self) -> bool:
         """Whether this machine is main's, among several."""
         return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(*self._meeting()))
 
@@ -115,9 +115,9 @@ class Elastic(Spawn):
         timeout = round(plan.seconds("launcher.timeout", self.timeout))
         patience = max(timeout, FIRST_S)
         # The agents number the machines in the order of these names, and the first one is where the ranks meet.
-        name = host if self.is_main else f"~{self.node_rank:>8}~{socket.gethostname()}"
+        name = host if self.is_host else f"~{self.node_rank:>8}~{socket.gethostname()}"
         self.try_address()
-        if self.is_main:
+        if self.is_host:
             log.show(f"waiting at {self.rendezvous} for {least - 1} of {least} machines")
         else:
             self._await_main(host, port, patience)
@@ -128,7 +128,7 @@ class Elastic(Spawn):
             run_id=AGENT,
             rdzv_backend="c10d",
             rdzv_endpoint=str(self.rendezvous),
-            rdzv_configs={"is_host": self.is_main, "join_timeout": patience, "read_timeout": timeout},
+            rdzv_configs={"is_host": self.is_host, "join_timeout": patience, "read_timeout": timeout},
             max_restarts=self.restarts,
             monitor_interval=MONITOR_S,
             local_addr=name,
