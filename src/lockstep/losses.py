@@ -25,13 +25,7 @@ MOST_WEIGHT = 1e6
 
 @dataclass(frozen=True, kw_only=True)
 class _Weighted:
-    """The base class of losses with class weights.
-
-    Fields:
-        class_weights: a factor for the loss of the examples of each class, by label; null is 1 for all.
-        balanced: weigh each class by N / (classes * n), for n of N training examples (King and Zeng 2001), so that
-            all classes with examples count alike and the mean weight of an example is 1.
-    """
+    """The base class of losses with class weights."""
 
     class_weights: list[float] | None = ranged(None, least=0.0, most=MOST_WEIGHT)
     balanced: bool = False
@@ -61,11 +55,7 @@ class _Weighted:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossEntropy(_Weighted):
-    """The cross-entropy of the softmax. An evaluation reports it without smoothing and weights.
-
-    Fields:
-        label_smoothing: the share of each target that is spread over all classes (Szegedy et al. 2016).
-    """
+    """The cross-entropy of the softmax. An evaluation reports it without smoothing and weights."""
 
     label_smoothing: float = ranged(0.0, least=0, below=1)
 
@@ -79,13 +69,7 @@ class CrossEntropy(_Weighted):
 
 @dataclass(frozen=True, kw_only=True)
 class BCE:
-    """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021).
-
-    Fields:
-        label_smoothing: as in `CrossEntropy`.
-        sum_classes: take the sum over the classes instead of their mean.
-        threshold: targets above it become 1 and others 0, for the targets of Mixup and CutMix; null keeps them.
-    """
+    """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021)."""
 
     label_smoothing: float = ranged(0.0, least=0, below=1)
     sum_classes: bool = False
@@ -108,11 +92,7 @@ class BCE:
 
 @dataclass(frozen=True, kw_only=True)
 class Focal(_Weighted):
-    """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma.
-
-    Fields:
-        gamma: the larger it is, the less an example counts that is classified well; 0 is the cross-entropy.
-    """
+    """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma."""
 
     gamma: float = ranged(2.0, least=0, most=100)
 

@@ -77,11 +77,7 @@ class PresentClasses:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes.
-
-    Fields:
-        average: `macro` gives all classes the same weight: this is the balanced accuracy.
-    """
+    """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes."""
 
     average: str = choice("macro", *AVERAGES)
     top_k: int = ranged(1, least=1, most=1_000_000)
@@ -139,12 +135,7 @@ class AveragePrecision(_Averaged):
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017).
-
-    Fields:
-        bins: the number of equal intervals of the probability.
-        norm: how the differences of the bins are combined: their mean, their root mean square, or the largest.
-    """
+    """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017)."""
 
     bins: int = ranged(15, least=1, most=10_000)
     norm: str = choice("l1", "l1", "l2", "max")
@@ -155,11 +146,7 @@ class Calibration:
 
 @dataclass(frozen=True, kw_only=True)
 class Kappa:
-    """Cohen's kappa: how much better than chance predictions and labels agree.
-
-    Fields:
-        weights: how the weight of a confusion grows with the distance of the two labels.
-    """
+    """Cohen's kappa: how much better than chance predictions and labels agree."""
 
     weights: str = choice("none", "none", "linear", "quadratic")
 

@@ -23,8 +23,15 @@ from lockstep.core.model_card import INTERPOLATIONS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.pipeline import Pipeline
-from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.data.transforms.resample import crops_together, resized_crops
+from lockstep.data.transforms.augment import (
+    CropFlip,
+    NoAugment,
+    RandAugment,
+    RandAugmentResized,
+    RandomResizedCrop,
+    crops_together,
+    resized_crops,
+)
 from lockstep.precision import FP32
 
 pytestmark = pytest.mark.numerics

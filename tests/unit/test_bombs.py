@@ -26,7 +26,7 @@ from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV, HF, Folder, WebDataset
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.splits import FileSplit
-from lockstep.data.datasets.tar import stored_files
+from lockstep.data.datasets.webdataset import stored_files
 from lockstep.inference.images import stored_image
 
 MEMORY = 2**29  # bytes that reading a bomb may take

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import lockstep
 from helpers import records, train_here
 from lockstep.core.errors import InputError
-from lockstep.models import Timm, published
+from lockstep.models import Timm, zoo
 
 NAME = "resnet18.a1_in1k"
 
@@ -96,7 +96,7 @@ def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> N
     file = cache / "torch" / "checkpoints" / facts.url.rpartition("/")[2]
     file.parent.mkdir(parents=True)
     file.touch()
-    assert published.published_weights(name) == {"file": str(file), "custom_load": bool(facts.custom_load)}
+    assert zoo.published_weights(name) == {"file": str(file), "custom_load": bool(facts.custom_load)}
 
 
 @pytest.mark.parametrize(

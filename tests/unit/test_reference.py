@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 
 import reference
 from helpers import ROOT
-from lockstep.config.schema import Job, TrainBlock
+from lockstep.config.schema import GROUPS, Job, TrainBlock
 from lockstep.data.loading import Auto
 from lockstep.models import DigitNet
 from lockstep.optim import AdamW
@@ -71,6 +73,12 @@ def test_an_option_or_a_key_without_its_meaning_is_refused(
     (checkout / "conf" / "schedule" / "plateau.yaml").write_text(PLATEAU.replace(line, instead))
     with pytest.raises(SystemExit, match=says):
         reference.main([], checkout)
+
+
+def test_the_meaning_of_a_key_is_in_its_yaml_file_alone() -> None:
+    options = [cls for module in GROUPS.values() for cls in vars(importlib.import_module(module)).values()]
+    classes = {base for cls in options if isinstance(cls, type) and is_dataclass(cls) for base in cls.__mro__}
+    assert [cls.__name__ for cls in classes if is_dataclass(cls) and "Fields:" in str(cls.__doc__)] == []
 
 
 def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:

@@ -24,13 +24,7 @@ SKETCH_S = 10  # seconds of CPU time; the largest networks of timm take 1.3
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Model):
-    """The base class of all models.
-
-    Fields:
-        channels_last: keep images and weights in NHWC memory order, which is faster for GPU convolutions.
-        compile: `torch.compile` the model; the first steps take minutes longer, the others less time.
-        compile_mode: the mode of torch.compile: its default, CUDA graphs, or the fastest kernels by measurement.
-    """
+    """The base class of all models."""
 
     channels_last: bool = False
     compile: bool = False
@@ -158,12 +152,7 @@ class BasicNet(Network):
 
 @dataclass(frozen=True, kw_only=True)
 class DigitNet(Network):
-    """Three convolutions and a pooled linear layer, for images down to 4x4; no batch norm.
-
-    Fields:
-        width: channels of the first layer; the others have twice and four times as many.
-        dropout: before the last layer.
-    """
+    """Three convolutions and a pooled linear layer, for images down to 4x4; no batch norm."""
 
     width: int = ranged(32, least=NORM_GROUPS, most=16_384)
     dropout: float = ranged(0.1, least=0, below=1)

@@ -29,10 +29,6 @@ class WhiteNet(Network):
     2404.00498). The first layer is frozen: its filters are the principal directions of the training images' patches,
     each with both signs, scaled to unit variance. Convolutions start as the identity. Batch norm has a bias but no
     weight, and its running statistics follow the last few batches.
-
-    Fields:
-        widths: channels of the three blocks.
-        depth: convolutions of a block. From three on, there is a shortcut around all but the block's first.
     """
 
     widths: list[int] = ranged([64, 256, 256], least=1, most=16_384)

@@ -22,15 +22,6 @@ class Muon(OptimizerOption):
     Nesterov steps. Weight decay is decoupled from the gradient and multiplied by `lr`, so that all parameters decay
     at the same rate. torch's Muon does not support convolutions, and timm's uses Adam for the other parameters. On a
     GPU updates are made orthogonal in bfloat16, unless the model is float64.
-
-    Fields:
-        lr: learning rate of the matrices: how far a step moves each singular value.
-        head_lr: learning rate of the last linear layer; null is `lr`.
-        bias_lr: learning rate of all other parameters.
-        momentum: momentum of the matrices; `sgd_momentum` is that of the other parameters.
-        iterations: iterations of Newton and Schulz, usually three or five.
-        fixed_norm: before each step, scale every matrix to the norm of an orthogonal one. For convolutions followed
-            by a batch norm: there the scale only changes the effective learning rate.
     """
 
     head_lr: float | None = 0.02

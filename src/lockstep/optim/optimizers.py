@@ -44,16 +44,7 @@ OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOption(Optimizer):
-    """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter.
-
-    Fields:
-        lr: base learning rate for the whole global batch; the schedule multiplies it. `auto` is the usual rate for
-            the size of the batch.
-        head_lr: learning rate of the layer that gives the logits; null is `lr`.
-        weight_decay: applied to parameters with two or more dimensions, not to biases and norms.
-        decay_all: apply the weight decay to all parameters, as the tutorials do.
-        layer_decay: the learning rate of a layer is this factor times that of the next layer (timm); null is off.
-    """
+    """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter."""
 
     lr: int | float | str = ranged("auto", above=0.0, most=1e6, words=("auto",))
     head_lr: float | None = ranged(None, above=0.0, most=1e6)

@@ -31,11 +31,7 @@ LAUNCH_SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerate(Distributed):
-    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too.
-
-    Fields:
-        find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
-    """
+    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too."""
 
     find_unused_parameters: bool = False
 

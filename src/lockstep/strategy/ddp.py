@@ -36,16 +36,7 @@ NO_BUFFERS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DDP(Distributed):
-    """One all-reduce per bucket, overlapped with backward.
-
-    Fields:
-        gradient_as_bucket_view: gradients are views of the buckets, which saves one copy of them.
-        static_graph: tells DDP that each step uses the same graph. Null is true if that is legal: with one
-            micro-batch per step (`no_sync` changes the graph).
-        find_unused_parameters: for models that leave parameters without a gradient; costs a walk over the graph.
-        bucket_mb: size of a bucket in MiB; null is torch's default.
-        comm_hook: compress the gradients on the wire (changes the numbers).
-    """
+    """One all-reduce per bucket, overlapped with backward."""
 
     gradient_as_bucket_view: bool = True
     static_graph: bool | None = None

@@ -25,11 +25,6 @@ class FSDP(Distributed):
 
     The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
     of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long.
-
-    Fields:
-        cpu_offload: keep parameters, gradients and the optimizer's state in host memory (a CPU's are there anyway).
-        low_precision: gather parameters and compute in the 16-bit format of `precision`: half of the traffic. Norms
-            and residuals are then in 16 bits too; autocast keeps them in float32 (changes the numbers).
     """
 
     cpu_offload: bool = False

@@ -34,14 +34,6 @@ class Pipeline(Single):
     """Each rank has one stage: some consecutive layers, with their gradients and their optimizer state.
 
     Every rank reads the whole global batch. The first stage uses its images, the last stage its labels.
-
-    Fields:
-        stages: the number of stages, which is the number of ranks; null takes any number of ranks.
-        cuts: the names of the first modules of all stages but the first; null balances the parameters.
-        schedule: the order of forward and backward passes. `1f1b` (Narayanan et al. 2019, "PipeDream") starts a
-            backward pass as soon as it can: a rank holds the activations of at most as many micro-batches as there
-            are stages from its own to the last. `gpipe` (Huang et al. 2019) runs all forward passes first, and holds
-            the activations of all micro-batches. Both give the same numbers.
     """
 
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)

@@ -83,12 +83,7 @@ def _exchange(tensor: Tensor, peer: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Strict(Single):
-    """The strategy of `repro=strict`.
-
-    Fields:
-        shards: virtual shards of a global batch, a power of two. A run is the same on every number of ranks that
-            divides it.
-    """
+    """The strategy of `repro=strict`."""
 
     shards: int = ranged(4, least=1, most=65_536)
     recordable: ClassVar[bool] = False

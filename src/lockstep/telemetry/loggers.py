@@ -23,11 +23,7 @@ class JSONL:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Event files in the run folder.
-
-    Fields:
-        histograms: whether the weights are shown as histograms, after each of the best evaluations.
-    """
+    """Event files in the run folder."""
 
     histograms: bool = False
 

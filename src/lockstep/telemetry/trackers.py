@@ -67,14 +67,7 @@ class Tracker:
 
 @dataclass(frozen=True, kw_only=True)
 class WandB(Tracker):
-    """Weights & Biases.
-
-    Fields:
-        project: the project in which the run appears; null is `WANDB_PROJECT`, or `lockstep`.
-        entity: user or team; null is `WANDB_ENTITY`, or the account's own.
-        mode: `offline` writes files only, which `wandb sync` sends later; `online` sends them at once; null is
-            `WANDB_MODE`, or `offline`.
-    """
+    """Weights & Biases."""
 
     project: str | None = ruled(None, Text())
     entity: str | None = ruled(None, Text())
@@ -145,13 +138,7 @@ class WandBRun(Observer):
 
 @dataclass(frozen=True, kw_only=True)
 class MLflow(Tracker):
-    """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`.
-
-    Fields:
-        experiment: the experiment in which the run appears; null is `MLFLOW_EXPERIMENT_NAME`, or `lockstep`.
-        folder: the folder of the database and the artifacts; null is the store at `MLFLOW_TRACKING_URI`, or `mlflow`
-            in `output_root`.
-    """
+    """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 
     experiment: str | None = ruled(None, Text())
     folder: str | None = pathname(None)

@@ -23,12 +23,7 @@ from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource(Source):
-    """A data set that fits in memory.
-
-    Fields:
-        input_size: side of the model's input in pixels. Null is the size of the stored images, and so is `auto`,
-            unless the model starts from weights of another size. Images are resized on the device, a batch at a time.
-    """
+    """A data set that fits in memory."""
 
     input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
 
@@ -111,12 +106,7 @@ def _digits_file() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(Source):
-    """Random images and labels in memory, to time the model without reading files.
-
-    Fields:
-        examples: the number of training examples; the evaluation split has a quarter as many.
-        size: side of an image in pixels.
-    """
+    """Random images and labels in memory, to time the model without reading files."""
 
     examples: int = ranged(1024, least=1, most=1_000_000_000)
     classes: int = ranged(1000, least=1, most=1_000_000)

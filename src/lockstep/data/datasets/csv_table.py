@@ -35,12 +35,6 @@ class CSV(FileSource):
 
     The first line names the columns. Commas, semicolons or tabs separate them. A label is a name, or the number of a
     class: from 0 or 1, without gaps. An image counts once for each line that names it.
-
-    Fields:
-        path: the CSV file.
-        images: the folder that the paths in the file are relative to; null is the folder of the file.
-        path_column, label_column, split_column: the names of the columns.
-        train_split, val_split: the value of the split column for each split. Examples with other values are left out.
     """
 
     path: str = pathname("???")

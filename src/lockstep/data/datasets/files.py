@@ -41,10 +41,6 @@ class PhotoSource(Source):
 
     In the fields, `auto` is the value of the weights that a model starts from, or else the usual value for
     photographs.
-
-    Fields:
-        input_size: side of the model's input in pixels; null is the size of the stored images.
-        crop: the central share of a stored image's side that is evaluated.
     """
 
     input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
@@ -78,13 +74,6 @@ class FileSource(PhotoSource):
     An image is stored (in memory or on its way to the device) as a square: its shorter side is resized to
     `decode_size`, and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the boxes
     of the augmentation are cut from the whole images while they are read.
-
-    Fields:
-        decode_size: side in pixels of a stored image; `auto` as for `input_size` and `crop`.
-        crop_from: the image from which an augmentation cuts its boxes in training.
-        skip: the most broken images that a run leaves out; with 0 the first one ends the run.
-        val_share: for data without an evaluation split: the share of each class of the training split that is
-            evaluated, chosen by a hash of the names of the files.
     """
 
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))

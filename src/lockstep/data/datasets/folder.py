@@ -37,13 +37,7 @@ KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files na
 
 @dataclass(frozen=True, kw_only=True)
 class Folder(FileSource):
-    """Any data set with one folder per class.
-
-    Fields:
-        path: the folder of the splits.
-        train_folder: the name of the folder of the training split.
-        val_folder: the name of the folder of the evaluation split.
-    """
+    """Any data set with one folder per class."""
 
     path: str = pathname("???")
     train_folder: str = pathname("train")

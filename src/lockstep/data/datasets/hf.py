@@ -36,13 +36,7 @@ class TableRow:
 
 @dataclass(frozen=True, kw_only=True)
 class HF(FileSource):
-    """A folder written by `datasets.DatasetDict.save_to_disk`.
-
-    Fields:
-        path: the folder.
-        train_split, val_split: the names of the splits.
-        image_column, label_column: the names of the columns.
-    """
+    """A folder written by `datasets.DatasetDict.save_to_disk`."""
 
     path: str = pathname("???")
     train_split: str = ruled("train", Text())

@@ -38,11 +38,7 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 
 @dataclass(frozen=True, kw_only=True)
 class Packed(PhotoSource):
-    """A folder written by `lockstep pack`.
-
-    Fields:
-        path: the folder.
-    """
+    """A folder written by `lockstep pack`."""
 
     path: str = pathname("???")
 

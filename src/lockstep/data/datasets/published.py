@@ -28,11 +28,7 @@ MOST_BYTES = 2**30  # of a decompressed file: MNIST's largest has 47 MB
 
 @dataclass(frozen=True, kw_only=True)
 class Published(ArraySource):
-    """A data set in the folders of torchvision. Missing files are downloaded by one process at a time.
-
-    Fields:
-        root: the folder of all data sets.
-    """
+    """A data set in the folders of torchvision. Missing files are downloaded by one process at a time."""
 
     root: str = pathname("data")
 

@@ -2,9 +2,12 @@
 
 import hashlib
 import os
+import tarfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -16,8 +19,11 @@ from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
 from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
-from lockstep.data.datasets.tar import stored_files
 
+BLOCK, TEXT = tarfile.BLOCKSIZE, ("utf-8", "surrogateescape")
+LONG_NAME, PAX = b"L", (b"x", b"X")
+DESCRIPTIONS = (LONG_NAME, *PAX, b"K", b"g")  # the types of members that describe the next one, or the archive
+LONGEST = 2**16  # bytes of a description; a name has up to 4 kB, attributes of the file may be beside it
 LABEL_BYTES = 1000
 
 
@@ -49,11 +55,6 @@ class WebDataset(FileSource):
 
     Of several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png).
     Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
-
-    Fields:
-        path: the folder of the shards.
-        train_shards, val_shards: the patterns of the shards' names.
-        label: the suffix of the label files.
     """
 
     path: str = pathname("???")
@@ -137,3 +138,53 @@ def _members(labels: dict[TarMember, str], classes: tuple[str, ...], notes: tupl
     digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
     numbers = as_labels([*labels.values()], classes, lambda index: str(images[index]))
     return Members(images.__getitem__, np.arange(len(images)), numbers, classes, digest, notes)
+
+
+def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
+    """The name, the offset and the size of each file in an archive, which is then at this offset.
+
+    Raises:
+        ValueError: it is no tar archive or cut short, or a member is neither a plain file nor a folder.
+    """
+    offset, end, described = 0, archive.seek(0, os.SEEK_END), dict[str, str]()
+    while archive.seek(offset) == offset and (block := archive.read(BLOCK)).strip(b"\0"):
+        try:
+            member = tarfile.TarInfo.frombuf(block, *TEXT)
+        except tarfile.HeaderError as error:
+            raise ValueError(f"{error} at byte {offset:,}") from error
+        offset += BLOCK
+        describes, most = member.type in DESCRIPTIONS, end - offset
+        name, size = described.get("path", member.name), int(described.get("size", member.size))
+        if describes:
+            size, most = member.size, min(most, LONGEST)
+        elif member.isdir():
+            size = 0
+        elif "sparse" in described or member.type == tarfile.GNUTYPE_SPARSE or not member.isreg():
+            raise ValueError(f"its member {name!r} is a link, a device or sparse; use tar -h --hard-dereference")
+        if not 0 <= size <= most:
+            raise ValueError(f"its member {name!r} has {size:,} bytes, expected 0 to {most:,}")
+        if describes:
+            described |= _description(member.type, archive.read(size))
+        else:
+            if not member.isdir():
+                yield name, offset, size
+            described = {}
+        offset += -(-size // BLOCK) * BLOCK
+    if described or not end:
+        raise ValueError("it is empty or cut short")
+
+
+def _description(kind: bytes, content: bytes) -> dict[str, str]:
+    """The `path` and the `size` that a member states for the next one, and whether that is `sparse`."""
+    if kind == LONG_NAME:
+        return {"path": content.partition(b"\0")[0].decode(*TEXT)}
+    described, start = {}, 0
+    while kind in PAX and start < len(content):
+        digits, _, _ = content[start : start + 6].partition(b" ")  # a record is "LENGTH KEY=VALUE\n"
+        end = start + int(digits)
+        if not start < end <= len(content):
+            raise ValueError("a record of pax is cut short")
+        key, _, value = content[start + len(digits) + 1 : end - 1].partition(b"=")
+        described[key.partition(b".sparse.")[1].decode()[1:-1] or key.decode(*TEXT)] = value.decode(*TEXT)
+        start = end
+    return {key: described[key] for key in ("path", "size", "sparse") if key in described}

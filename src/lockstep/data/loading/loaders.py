@@ -81,11 +81,6 @@ class Streaming(ImageLoader):
     The decoders release Python's lock, so threads can read in parallel. Processes are faster for tiny files
     (docs/performance.md compares both), but such data can be resident or packed, and processes take time to start and
     can die.
-
-    Fields:
-        workers: threads per rank. `auto` is as many as the model needs (`workers_needed`) if images are decoded or
-            read from a packed data set, and none if they are in memory.
-        prefetch: batches that each worker keeps ready.
     """
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
@@ -136,9 +131,6 @@ class Auto(Streaming):
     """`resident` if both splits fit and are read more than once, else `streaming`.
 
     Setting `workers` or `prefetch` chooses `streaming`, the only loader that has them.
-
-    Fields:
-        resident_gb: the most (in GB) that may become resident; half of the device's free memory is another limit.
     """
 
     resident_gb: float = ranged(4.0, least=0, most=1e6)
