@@ -36,7 +36,6 @@ from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.data.datasets.files import CropFrom
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.published import CIFAR10
 from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit
@@ -175,7 +174,7 @@ def large(root: Path, workers: int) -> Cases:
     """500x375 files, a random resized crop to 224."""
     augment = RandomResizedCrop()
     square = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, input_size=224)
-    folder = replace(square, crop_from=CropFrom.file)
+    folder = replace(square, crop_from="file")
     split, places = spread(folder, 160)
     boxes = replace(split, crop=Crop(augment.boxes, 0, (224, 224)))
     recipe = [T.RandomResizedCrop(224), T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(folder.mean, folder.std)]

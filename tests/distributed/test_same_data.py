@@ -26,7 +26,7 @@ from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.files import CropFrom, crops_files
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.splits import Crop
 from lockstep.data.loading.loaders import Resident, Streaming
@@ -83,7 +83,7 @@ def boxes_of_files(folder: Path) -> Data:
     for number in range(PLAN.examples):
         image = Image.fromarray(noise[: 24 + number, : 128 - number])
         image.save(folder / "train" / "a" / f"{number:03}.jpg")
-    source = Folder(path=str(folder), decode_size=16, crop_from=CropFrom.file)
+    source = Folder(path=str(folder), decode_size=16, crop_from="file")
     augment = RandomResizedCrop()
     return Data(source, replace(source.train(), crop=Crop(augment.boxes, 3, (16, 16))), augment, MIX)
 

@@ -31,7 +31,7 @@ from lockstep.models.nets import MaxPoolTo
 from lockstep.precision import FP32
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP, FSDP
-from lockstep.strategy.ddp import CommHook
+from lockstep.strategy.ddp import COMM_HOOKS
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.telemetry import gpu
 from lockstep.training.fingerprint import plan_of
@@ -390,8 +390,8 @@ def test_a_resume_in_another_memory_layout_is_the_run_to_rounding(tmp_path: Path
 
 
 @pytest.mark.usefixtures("nccl_group")
-@pytest.mark.parametrize("hook", list(CommHook), ids=lambda hook: hook.value)
-def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: CommHook) -> None:
+@pytest.mark.parametrize("hook", COMM_HOOKS)
+def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: str) -> None:
     job = resolved("model=digitnet", "model.dropout=0")
     torch.manual_seed(0)
     bare = job.model.build(10, (1, 8, 8)).cuda()
@@ -404,10 +404,10 @@ def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: CommHoo
         return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
     expected = gradient(bare)
-    eps = {CommHook.fp16: 2**-11, CommHook.bf16: 2**-8}.get(hook, 1e-5)
+    eps = {"fp16": 2**-11, "bf16": 2**-8}.get(hook, 1e-5)
     for _ in range(10):  # PowerSGD sends whole gradients for so long
         torch.testing.assert_close(gradient(replica), expected, rtol=0, atol=2 * eps * expected.abs().max().item())
-    if hook is CommHook.powersgd:
+    if hook == "powersgd":
         assert torch.cosine_similarity(gradient(replica), expected, dim=0) > 0.5
 
 

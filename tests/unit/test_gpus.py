@@ -26,7 +26,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from helpers import resolved
 from lockstep.core.finding import Finding
-from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.job import examination
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
@@ -264,7 +263,7 @@ def examined(monkeypatch: pytest.MonkeyPatch, add: Callable[[list[Tensor]], None
     monkeypatch.setattr(torch.cuda.nccl, "all_reduce", add)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
     job = resolved("model=linear", "device=cpu", "strategy=ddp", "launcher=spawn", "launcher.threads=1")
-    launcher = replace(job.launcher, ranks=4, backend=Backend.nccl)
+    launcher = replace(job.launcher, ranks=4, backend="nccl")
     return [*examination.devices(replace(job, device="cuda", launcher=launcher))][5:]
 
 

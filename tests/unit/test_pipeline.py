@@ -13,7 +13,6 @@ from torchvision.transforms.v2 import functional as T
 from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
-from lockstep.data.datasets.files import CropFrom
 from lockstep.data.loading.shards import Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
@@ -86,7 +85,7 @@ def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -
 
 
 def test_boxes_of_files_are_flipped_and_not_cut_once_more() -> None:
-    source = Folder(path="nowhere", decode_size=32, input_size=32, crop=1.0, crop_from=CropFrom.file)
+    source = Folder(path="nowhere", decode_size=32, input_size=32, crop=1.0, crop_from="file")
     batch = images(8, 3, 32, 32)
     path = pipeline(source, RandomResizedCrop())
     seen, whole = train(path, batch, torch.arange(8)), path.eval(batch)

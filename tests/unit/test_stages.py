@@ -15,7 +15,6 @@ from lockstep.core.world import World
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import Pipeline
 from lockstep.strategy.cutting import cut
-from lockstep.strategy.pipeline import PassOrder
 from lockstep.strategy.stage import NoNeighbours, become_stage, stage_of
 
 IMAGES = torch.zeros(2, 4)
@@ -177,7 +176,7 @@ def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order
         passes.append(f"F{number}")
         return torch.tensor(number)
 
-    Pipeline(schedule=PassOrder[schedule]).run_micro_batches(
+    Pipeline(schedule=schedule).run_micro_batches(
         nn.Identity(),
         ((number, number == 4) for number in range(5)),
         world(rank, 3),

@@ -42,7 +42,6 @@ from lockstep.strategy import (
 )
 from lockstep.strategy.allreduce import LARGE, HookedReplica
 from lockstep.strategy.base import share_weights
-from lockstep.strategy.ddp import CommHook
 from lockstep.strategy.fsdp import blocks
 from lockstep.strategy.strict import TreeReplica
 from lockstep.strategy.zero import ZeROOptimizer, assign
@@ -255,11 +254,11 @@ def test_batch_norm_that_makes_a_run_differ_is_noted() -> None:
 
 
 def test_a_hook_is_noted_to_change_the_run_and_one_with_a_state_to_break_resumes() -> None:
-    (note,) = DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(2), plan())
+    (note,) = DDP(comm_hook="bf16").notes(nn.Linear(2, 2), world(2), plan())
     assert "comm_hook=bf16 rounds the gradients" in note
-    several = DDP(comm_hook=CommHook.powersgd).notes(nn.Linear(2, 2), world(2), plan())
+    several = DDP(comm_hook="powersgd").notes(nn.Linear(2, 2), world(2), plan())
     assert "a resume is not exact" in several[-1]
-    assert DDP(comm_hook=CommHook.bf16).notes(nn.Linear(2, 2), world(1), plan()) == []
+    assert DDP(comm_hook="bf16").notes(nn.Linear(2, 2), world(1), plan()) == []
 
 
 def test_dp_notes_its_costs() -> None:
@@ -472,7 +471,7 @@ def test_the_state_of_each_parameter_is_saved_by_its_name_wherever_it_is(monkeyp
 def test_a_hook_compresses_to_the_format_of_its_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks: list[object] = []
     monkeypatch.setattr(DistributedDataParallel, "register_comm_hook", lambda self, state, hook: hooks.append(hook))
-    DDP(comm_hook=CommHook(name)).replicate(nn.Linear(2, 1), plan(), (torch.ones(1, 2),))
+    DDP(comm_hook=name).replicate(nn.Linear(2, 1), plan(), (torch.ones(1, 2),))
     assert hooks == [getattr(default_hooks, f"{name}_compress_hook")]
 
 

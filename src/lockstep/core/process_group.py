@@ -1,6 +1,5 @@
 """Becoming a rank: the device, the threads and the process group of this process."""
 
-import enum
 import os
 import resource
 from collections.abc import Iterator
@@ -17,14 +16,6 @@ from lockstep.core.launched import ATTEMPT, Place, is_launched, launched, store_
 from lockstep.core.world import World
 
 SPARE_FILES = 512  # files that a rank may have open besides its connections
-
-
-class Backend(enum.Enum):
-    """The library that runs the collectives; `auto` is NCCL on CUDA and gloo on the CPU."""
-
-    auto = "auto"
-    nccl = "nccl"
-    gloo = "gloo"
 
 
 @contextmanager

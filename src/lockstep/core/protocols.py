@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lockstep.core.fields import Component
 from lockstep.core.model_card import TrainedInput
 from lockstep.core.plan import Plan
-from lockstep.core.process_group import Backend
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 
@@ -181,7 +180,8 @@ class Launcher(Component, Protocol):
         """The CPU threads of each rank."""
 
     @property
-    def backend(self) -> Backend: ...
+    def backend(self) -> str:
+        """The library of the collectives: `nccl` or `gloo` after `auto` is resolved."""
 
     @property
     def timeout(self) -> str:

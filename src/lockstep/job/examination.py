@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from lockstep.core.finding import Finding, Level
-from lockstep.core.process_group import Backend
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.job.prepare import check_plan
@@ -65,7 +64,7 @@ def devices(job: ResolvedJob) -> Iterator[Finding]:
         busy = free < 0.9 * total
         yield Finding("devices", text + ": another process uses it" * busy, Level.warning if busy else Level.ok)
     if job.device == "cuda":
-        yield from _between_gpus(gpus, with_nccl=job.launcher.backend is Backend.nccl)
+        yield from _between_gpus(gpus, with_nccl=job.launcher.backend == "nccl")
 
 
 def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:

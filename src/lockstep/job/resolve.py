@@ -12,7 +12,6 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launched import Starter, in_agent, is_launched, launched, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
-from lockstep.core.process_group import Backend
 from lockstep.core.protocols import Launcher, Strategy
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
@@ -218,9 +217,9 @@ def _launched_ranks(launcher: Launcher) -> int:
     return ranks
 
 
-def _backend(backend: Backend, device: str) -> Backend:
-    if backend is Backend.auto:
-        return Backend.nccl if device == "cuda" else Backend.gloo
-    if backend is Backend.nccl and device != "cuda":
+def _backend(backend: str, device: str) -> str:
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    if backend == "nccl" and device != "cuda":
         raise InputError(f"launcher.backend=nccl needs CUDA GPUs, but device is {device}; use launcher.backend=gloo")
     return backend

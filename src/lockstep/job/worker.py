@@ -50,7 +50,7 @@ def main(path: Path) -> None:
             ) as dog,
             process_group.join(
                 device=job.device,
-                backend=job.launcher.backend.value,
+                backend=job.launcher.backend,
                 timeout=watchdog.GROUP_TIMEOUT_S,
                 threads=job.launcher.threads,
             ) as joined,

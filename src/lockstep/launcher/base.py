@@ -7,8 +7,7 @@ from typing import Any
 
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
-from lockstep.core.fields import ranged, ruled
-from lockstep.core.process_group import Backend
+from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Time
 from lockstep.core.run_dir import RunDir
@@ -25,7 +24,7 @@ class Inline(Launcher):
     """
 
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
-    backend: Backend = Backend.auto
+    backend: str = choice("auto", "auto", "nccl", "gloo")
     timeout: str = ruled("10min", Time())
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 

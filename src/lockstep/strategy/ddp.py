@@ -1,6 +1,5 @@
 """`torch.nn.parallel.DistributedDataParallel`: gradients are averaged in buckets while backward runs."""
 
-import enum
 import inspect
 import warnings
 from dataclasses import dataclass, replace
@@ -11,21 +10,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged
+from lockstep.core.fields import choice, ranged
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, rehearse
 
-
-class CommHook(enum.Enum):
-    """How a gradient bucket is compressed on the wire."""
-
-    none = "none"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    powersgd = "powersgd"
-
-
+COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 # Do not synchronise buffers in forward (`World.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
@@ -42,7 +32,7 @@ class DDP(Distributed):
     static_graph: bool | None = None
     find_unused_parameters: bool = False
     bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
-    comm_hook: CommHook = CommHook.none
+    comm_hook: str = choice("none", *COMM_HOOKS)
     imports: ClassVar[tuple[str, ...]] = ("torch._dynamo",)
 
     def with_changing_graph(self) -> Self:
@@ -79,21 +69,21 @@ class DDP(Distributed):
 
     def _register_hook(self, replica: DistributedDataParallel) -> None:
         match self.comm_hook:
-            case CommHook.fp16:
+            case "fp16":
                 replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            case CommHook.bf16:
+            case "bf16":
                 replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
-            case CommHook.powersgd:
+            case "powersgd":
                 state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10)
                 replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
-        if self.comm_hook is not CommHook.none and world.size > 1:
+        if self.comm_hook != "none" and world.size > 1:
             notes.append(
-                f"strategy.comm_hook={self.comm_hook.value} rounds the gradients on the wire: this run differs from "
+                f"strategy.comm_hook={self.comm_hook} rounds the gradients on the wire: this run differs from "
                 "one without it, and from one on another number of ranks"
             )
-        if self.comm_hook is CommHook.powersgd:
+        if self.comm_hook == "powersgd":
             notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes

@@ -4,7 +4,6 @@
 Here a model is run unchanged, and the last batch of an epoch may be short.
 """
 
-import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged, ruled
+from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import M, Optimizer, Precision
 from lockstep.core.rules import Text
@@ -26,7 +25,6 @@ from lockstep.strategy.owned_optimizer import OwnedOptimizer
 from lockstep.strategy.stage import become_stage, stage_of
 
 MOST_STAGES = 1000
-PassOrder = enum.Enum("PassOrder", {"1f1b": "1f1b", "gpipe": "gpipe"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +36,7 @@ class Pipeline(Single):
 
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
     cuts: list[str] | None = ruled(None, Text())
-    schedule: PassOrder = PassOrder["1f1b"]
+    schedule: str = choice("1f1b", "1f1b", "gpipe")
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
     widest: ClassVar[UpdateScope] = UpdateScope.parameter
@@ -107,7 +105,7 @@ class Pipeline(Single):
             )
             return
         # `between` waits for all ranks, which would empty the pipeline: a stop comes at the end of the step.
-        most = world.size - world.rank if self.schedule is PassOrder["1f1b"] else None
+        most = world.size - world.rank if self.schedule == "1f1b" else None
         losses: deque[Tensor] = deque()
         for micro, _ in micro_batches:
             losses.append(forward(micro))

@@ -1,6 +1,5 @@
 """The base classes of photographs and of image files, wherever they and their labels come from, and their sizes."""
 
-import enum
 import math
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged
+from lockstep.core.fields import choice, ranged
 from lockstep.core.model_card import TrainedInput
 from lockstep.data.datasets.listing import LISTINGS, Files
 from lockstep.data.datasets.splits import FileSplit
@@ -26,13 +25,6 @@ SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's,
 CLASSES_NAMED = 5  # the most classes that a note names
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
-
-
-class CropFrom(enum.StrEnum):
-    """Crop from the stored square, or from the whole image of a file."""
-
-    square = "square"
-    file = "file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +69,7 @@ class FileSource(PhotoSource):
     """
 
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    crop_from: CropFrom = CropFrom.square
+    crop_from: str = choice("square", "square", "file")
     skip: int = ranged(0, least=0, most=1_000_000_000)
     val_share: float | None = ranged(None, above=0.0, below=1)
 
@@ -104,7 +96,7 @@ class FileSource(PhotoSource):
 
     @property
     def usual_augment(self) -> str:
-        return "standard" if self.crop_from is CropFrom.file else super().usual_augment
+        return "standard" if self.crop_from == "file" else super().usual_augment
 
     def prepare(self) -> None:
         self.listings()
@@ -158,7 +150,7 @@ def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
 
 def crops_files(source: object) -> bool:
     """Whether the boxes of the augmentation are cut from the files of the training split of `source`."""
-    return isinstance(source, FileSource) and source.crop_from is CropFrom.file
+    return isinstance(source, FileSource) and source.crop_from == "file"
 
 
 def with_sizes(source: Source, trained: TrainedInput | None) -> Source:

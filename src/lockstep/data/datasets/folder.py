@@ -15,10 +15,10 @@ import numpy as np
 
 from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname
+from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
 from lockstep.data.datasets import photos
-from lockstep.data.datasets.files import CropFrom, FileSource
+from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Listing, as_names, held_out, in_order
 
 SUFFIXES = frozenset(
@@ -67,7 +67,7 @@ class Folder(FileSource):
 class ImageNet(Folder):
     """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
 
-    crop_from: CropFrom = CropFrom.file
+    crop_from: str = choice("file", "square", "file")
 
 
 def list_split(folder: Path, train: Path) -> Listing:
