@@ -24,6 +24,7 @@ from lockstep.core.launched import (
     store_address,
     without_local_rank,
 )
+from lockstep.core.run_dir import RunDir
 from lockstep.launcher import attach
 
 STEP = {
@@ -355,7 +356,10 @@ def test_a_rank_takes_only_the_answer_of_the_present_main(
         assert attach.wait(lambda: store.get(attach.NAME.format(1)) != b"gone", 30)
         store.set(attach.INVITED.format(store.get(attach.NAME.format(1)).decode()), attempt)
 
+    RunDir.at(tmp_path / "now").config.touch()
     assert join("now", f"ok {tmp_path / 'now'}") == tmp_path / "now"
+    with pytest.raises(InputError, match="does not see the run folder .*; put it on a file system that all machines"):
+        join("elsewhere", f"ok {tmp_path / 'not' / 'here'}")
     assert os.environ[ATTEMPT] == "now"
     with pytest.raises(SystemExit) as left:
         join("then", "failed 2")
