@@ -284,9 +284,12 @@ def swapped(first: Path, second: Path) -> None:
 
 
 def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: bool) -> None:
-    """Replace one or more files of a checkpoint by those of another one."""
+    """Replace one or more files of a checkpoint by those of another one.
+
+    With `hash_again`, one of them is `facts.json`, which names the run and the step: hashes alone vouch for weights.
+    """
     names = sorted(path.name for path in donor.iterdir() if not (hash_again and path.name == MANIFEST))
-    for name in dice.sample(names, dice.randrange(1, len(names) + 1)):
+    for name in {*dice.sample(names, dice.randrange(1, len(names) + 1)), *(["facts.json"] if hash_again else [])}:
         shutil.copyfile(donor / name, step / name)
     if hash_again:
         (step / MANIFEST).write_text(checkpoint.manifest_text(step))
