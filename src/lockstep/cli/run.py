@@ -83,10 +83,18 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMach
     if is_launched():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
     configure_native_threads()
-    from lockstep.job.create import create_run  # these need torch
-    from lockstep.job.launch import launch
+    from lockstep.job.create import Preparation, create_run  # these need torch
+    from lockstep.job.worker import launch
     from lockstep.launcher import create_on_main
+    from lockstep.training.resolved_job import load_job
+
+    jobs = []  # of main; the other ranks that torchrun started read it from the folder
+
+    def create(earlier: str) -> Preparation:
+        preparation, job = create_run(decide(), invocation, lock, earlier)
+        jobs.append(job)
+        return preparation
 
     words = (*invocation.configs.words, *invocation.overrides)
-    with create_on_main(lambda earlier: create_run(decide(), invocation, lock, earlier), words) as run_dir:
-        return launch(run_dir, machines)
+    with create_on_main(create, words) as run_dir:
+        return launch(run_dir, jobs[0] if jobs else load_job(run_dir.config), machines)

@@ -1,4 +1,4 @@
-"""Launching the job of a prepared run folder, and the role of this machine in a job on several machines."""
+"""The role of this machine in a job on several machines."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,34 +7,10 @@ from typing import Any
 from lockstep.config import components, messages
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.core.run_dir import RunDir
-from lockstep.core.terminal import impatient
-from lockstep.job import worker
 from lockstep.launcher import Elastic, MainMachine, OtherMachine
-from lockstep.training.resolved_job import load_job
 
 # Keys that may differ from machine to machine.
 OWN_KEYS = ("launcher.node_rank",)
-
-
-def launch(run_dir: RunDir, machines: MainMachine | None = None) -> float | None:
-    """Run the job of a folder in all its ranks, here and on `machines`, and return its objective.
-
-    Raises:
-        LockstepError: the job failed or was stopped.
-    """
-    launcher = load_job(run_dir.config).launcher
-    if machines is not None:
-        machines.run(worker.main, run_dir, launcher.ranks)
-        objective: float | None = run_dir.read_summary().get("objective")
-        return objective
-    if launcher.node_range[1] > 1:
-        raise InputError(
-            f"launcher.nodes asks for {launcher.node_range[1]} machines, which only the command line "
-            "can do; use lockstep train, or launcher.nodes=1"
-        )
-    with impatient():  # train.log has what is shown
-        return launcher.launch(worker.main, run_dir)
 
 
 @contextmanager
