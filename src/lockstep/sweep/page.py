@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 from lockstep.config.commands import typed
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
@@ -79,8 +78,8 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
 def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
     """What a job cost, as far as it is known."""
     summary = RunDir(ledger.folder / record.folder).read_summary()
-    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {})}
-    return {name: figures[key] for name, key in SPENDING.items() if is_number(figures.get(key))}
+    figures = {"seconds": summary.get("seconds"), **(summary.get("spent") or {})}
+    return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
 
 
 def _link(ledger: Ledger, record: Record) -> str:
