@@ -1,19 +1,25 @@
-"""One job of the command line, from its composed config to its end."""
+"""One job of the command line, from its composed config to its end, and what the pool asks about it before."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
+from lockstep.config import composition
 from lockstep.config.invocation import Invocation
+from lockstep.core.fields import leaves
 from lockstep.core.launched import is_launched
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import is_submitted
-from lockstep.job.resume import Resume
+from lockstep.job.resume import Resume, refuse_in_sweep
 from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import record_of, recorded
+from lockstep.sweep.line import NOT_OF_SWEEP
 from lockstep.sweep.record import State
+from lockstep.sweep.runs import ELSEWHERE
 
 if TYPE_CHECKING:
     from lockstep.launcher import MainMachine
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
 SLURM = "lockstep.launcher.Slurm"
+# What does not change how much memory a job takes.
+NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
 
 
 def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
@@ -98,3 +106,40 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock, machines: MainMach
     words = (*invocation.configs.words, *invocation.overrides)
     with create_on_main(create, words) as run_dir:
         return launch(run_dir, jobs[0] if jobs else load_job(run_dir.config), machines)
+
+
+def kind(values: Mapping[str, Any]) -> str:
+    """The values that decide how much memory a job takes."""
+    deciding = {key: value for key, value in leaves(values) if not key.startswith((*NOT_OF_MEMORY, *ELSEWHERE))}
+    return json.dumps(deciding, sort_keys=True, default=str)
+
+
+def plan(composed: Any, machine: Needs) -> Needs:
+    """What the pool asks about a job before any starts: its devices on a `machine` that has these, and what it is.
+
+    On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
+    With fewer threads (`launcher.threads=1`), more jobs run at once.
+    """
+    from lockstep.config import components  # these need torch
+    from lockstep.job.create import import_for_ranks
+
+    values = composition.of_sweep(composed)
+    job = components.build_job(values)
+    refuse_in_sweep(job.resume)
+    launcher = job.launcher
+    built = {key: value for key, value in components.plain(job).items() if key not in NOT_OF_SWEEP}
+    identity = frozenset(
+        (key, str(value) if isinstance(value, list | dict) else value) for key, value in leaves(built)
+    )
+    if launcher.submits:
+        return Needs(cores=0, submits=True, identity=identity)
+    import_for_ranks(job)
+    gpus = 0 if job.device == "cpu" else machine.gpus
+    # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
+    ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
+    ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
+    if gpus:
+        shared = kind(values) if job.sweep.gpu_share else ""
+        return Needs(gpus=job.strategy.devices(ranks, gpus), kind=shared, identity=identity)
+    cores = machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads)
+    return Needs(cores=cores, identity=identity)

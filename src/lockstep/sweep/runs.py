@@ -83,7 +83,7 @@ def read_runs(root: Path) -> list[Run]:
             elif folder not in runs:
                 runs[folder] = read_single(folder)
         except InputError as error:
-            runs[folder] = Run(folder=folder, state=State.damaged, error=str(error), settings={}, typed={})
+            runs[folder] = damaged(folder, str(error))
     if not runs:
         raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them")
     return list(runs.values())
@@ -117,6 +117,11 @@ def _read_job(ledger: Ledger, record: Record, direction: Direction) -> Run:
     )
 
 
+def damaged(folder: Path, error: str) -> Run:
+    """A run of which `error` says why it cannot be read."""
+    return Run(folder=folder, state=State.damaged, error=error, settings={}, typed={})
+
+
 def state_of(record: Record) -> str:
     """The state of a job, whose record says `running` after a kill."""
     here = record.host == socket.gethostname()
@@ -129,7 +134,7 @@ def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
     summary, composed, choices = files.summary, files.composed, files.choices
     typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides or files.overrides)
     if files.damage:
-        return Run(folder=folder, state=State.damaged, error=files.damage[0], settings={}, typed={})
+        return damaged(folder, files.damage[0])
     values = {**typed, **dict(leaves(composed))}
     values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)} | choices
     keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]

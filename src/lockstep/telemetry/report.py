@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, masked
+from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
@@ -80,21 +80,6 @@ HARDWARE = {
 }
 
 
-class Notes(list[str]):
-    """Sentences about what cannot be shown."""
-
-    def trying(self, what: object, call: Callable[[], Any], empty: Any = ()) -> Any:
-        """The result of a call that uses files of a run; `empty` if they are missing or damaged."""
-        try:
-            return call()
-        except InputError as error:
-            if not getattr(error, "missing", False):
-                self.append(str(error))
-        except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
-            self.append(f"{what} is damaged, or of another version ({type(error).__name__})")
-        return empty
-
-
 def write_report(run_dir: RunDir, state: str = "") -> Path:
     """Write `report.html` into a run folder; `state` says how far the run is, where its summary cannot know it.
 
@@ -141,10 +126,9 @@ def _pages() -> Any:
 
 def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
     """Everything that the page of a run shows."""
-    files, notes = RunFiles(run_dir.path), Notes()
+    files = RunFiles(run_dir.path)
     facts, environment, figures, predictions = files.summary, files.environment, files.figures, files.predictions
     command = files.read(run_dir.command, safe_read.read_text, "")
-    notes += [facts["error"]] if "error" in facts else []
     times: Mapping[str, float | None] = facts.get("time") or {}
     sections: dict[str, Callable[[], Any]] = {
         "summary": lambda: [*_summary(facts, figures, state)],
@@ -160,7 +144,15 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
         ],
     }
-    shown = {name: notes.trying(f"{name} in {run_dir.path}", section) for name, section in sections.items()}
+    shown: dict[str, Any] = {}
+    for name, section in sections.items():
+        try:
+            shown[name] = section()
+        except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
+            shown[name] = ()
+            files.damage.append(
+                f"{name} in {run_dir.path} is damaged, or of another version ({type(error).__name__})"
+            )
     config = files.read(run_dir.config, safe_read.read_text, "")
     return {
         "title": run_dir.path.name,
@@ -168,7 +160,7 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
         **shown,
         "command": "\n".join(line for line in command.splitlines() if not line.startswith("# sha256")),
         "config": config,
-        "notes": [*files.damage, *notes],
+        "notes": [*files.damage, *filter(None, [facts.get("error")])],
     }
 
 
