@@ -50,9 +50,9 @@ from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
-from lockstep.job.launch import launch
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Lock, job_lock
+from lockstep.job.worker import launch
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -166,7 +166,7 @@ def stopped_halfway(folder: Path, seed: int) -> None:
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
-        with suppress(Stopped), create_run(decide_resume(job, called), called, lock) as run_dir:
+        with suppress(Stopped), create_run(decide_resume(job, called), called, lock)[0] as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
@@ -183,9 +183,9 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.bypass_hydra_errors(),
             composition.composing(),
             job_lock(called) as lock,
-            create_run(decide_resume(job, called), called, lock) as run_dir,
+            create_run(decide_resume(job, called), called, lock)[0] as run_dir,
         ):
-            launch(run_dir)
+            launch(run_dir, load_job(run_dir.config))
 
     return forked(command, folder)
 
@@ -284,9 +284,12 @@ def swapped(first: Path, second: Path) -> None:
 
 
 def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: bool) -> None:
-    """Replace one or more files of a checkpoint by those of another one."""
+    """Replace one or more files of a checkpoint by those of another one.
+
+    With `hash_again`, one of them is `facts.json`, which names the run and the step: hashes alone vouch for weights.
+    """
     names = sorted(path.name for path in donor.iterdir() if not (hash_again and path.name == MANIFEST))
-    for name in dice.sample(names, dice.randrange(1, len(names) + 1)):
+    for name in {*dice.sample(names, dice.randrange(1, len(names) + 1)), *(["facts.json"] if hash_again else [])}:
         shutil.copyfile(donor / name, step / name)
     if hash_again:
         (step / MANIFEST).write_text(checkpoint.manifest_text(step))

@@ -77,9 +77,9 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.config import extensions as known
     from lockstep.core.safe_write import storing
     from lockstep.job.create import create_run
-    from lockstep.job.launch import launch
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
+    from lockstep.job.worker import launch
     from lockstep.runtime.guest import guest
     from lockstep.telemetry.sinks import read_figures
 
@@ -91,9 +91,9 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
             if invocation.folder is not None:  # for a command, Hydra creates the folder
                 with storing(invocation.folder):
                     invocation.folder.mkdir(parents=True, exist_ok=True)
-            prepared = create_run(decide_resume(values, invocation), invocation, lock)
+            prepared, job = create_run(decide_resume(values, invocation), invocation, lock)
         with prepared as run_dir:
-            objective = launch(run_dir)
+            objective = launch(run_dir, job)
     return Result(
         folder=run_dir.path,
         objective=objective,
@@ -116,7 +116,7 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
         InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
     from lockstep.config import extensions as known
-    from lockstep.job.prepare import job_of
+    from lockstep.job.create import job_of
     from lockstep.runtime.guest import guest
     from lockstep.training.parts import build_parts
 

@@ -31,16 +31,22 @@ from lockstep.job.run_folder import job_lock
 from lockstep.job.validate import check_data_memory, check_memory
 from lockstep.models import Timm
 from lockstep.training.fingerprint import plan_of
-from lockstep.training.resolved_job import load_job
+from lockstep.training.resolved_job import ResolvedJob, load_job
+
+
+def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, ResolvedJob]:
+    """The run folder that `python train.py OVERRIDES` would make, and the job that it would launch."""
+    values = composed(*overrides)
+    with initialize_config_dir(str(ROOT / "conf")):
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
+        with job_lock(called) as lock:
+            preparation, job = create_run(decide_resume(values, called), called, lock)
+    return preparation.run_dir, job
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
-    job = composed(*overrides)
-    with initialize_config_dir(str(ROOT / "conf")):
-        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
-        with job_lock(called) as lock:
-            return create_run(decide_resume(job, called), called, lock).run_dir
+    return created(*overrides, folder=folder)[0]
 
 
 def refusal(output_root: Path, *overrides: str) -> str:
@@ -370,6 +376,20 @@ def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: st
     *words, last = key.split()
     message = refusal(tmp_path / "runs", *words, f"{last}={path}")
     assert message.startswith(f"{last} is ")
+
+
+JOBS = [
+    (),
+    ("batch=auto", "launcher.threads=auto"),
+    ("optimizer=muon", "schedule=cosine", "augment=randaugment", "metric=[auroc,f1]", "precision=fp64"),
+    ("strategy=ddp", "launcher.ranks=2", "train.ema=0.9"),
+]
+
+
+@pytest.mark.parametrize("words", JOBS, ids=" ".join)
+def test_a_rank_in_this_process_has_the_job_that_other_ranks_read(words: tuple[str, ...], tmp_path: Path) -> None:
+    run_dir, job = created("dataset=fake", "model=linear", "device=cpu", f"output_root={tmp_path}", *words)
+    assert load_job(run_dir.config) == job
 
 
 def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

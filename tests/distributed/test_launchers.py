@@ -71,7 +71,7 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
         import lockstep
         import lockstep.runtime.guest  # of the call, before the fork
         from lockstep.job.create import import_for_ranks
-        from lockstep.job.prepare import job_of
+        from lockstep.job.create import job_of
         words = sys.argv[1:]
         import_for_ranks(job_of(words))
         before = set(sys.modules)

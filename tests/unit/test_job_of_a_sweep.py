@@ -6,9 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import composed
+from lockstep.cli.run import plan
 from lockstep.core.errors import InputError
 from lockstep.sweep.devices import Needs
-from lockstep.sweep.plan import plan
 
 CPU = Needs(cores=4)
 

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from helpers import ROOT
+from lockstep.cli.run import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.limits import CORES, VISIBLE
@@ -33,7 +34,6 @@ from lockstep.sweep import halving
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
-from lockstep.sweep.plan import kind
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
 from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
 from lockstep.sweep.runs import read_jobs

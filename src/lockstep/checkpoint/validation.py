@@ -2,9 +2,9 @@
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
-manifest has a hash of itself and of each file. A file may be a whole one of another checkpoint. So the facts and the
-state both name their run, step and seed, and the hashes of the weights that were saved with them. The summary names
-the run of all checkpoints in its folder. Checkpoints of older versions name nothing, and are not compared.
+manifest has a hash of itself and of each file, and a file whose hash matches is trusted. A checkpoint may be a whole
+one of another run. So the facts and the state both name their run and step, and the summary names the run of all
+checkpoints in its folder. Checkpoints of older versions name nothing, and are not compared.
 """
 
 import hashlib
@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from lockstep.core.run_dir import MANIFEST
-from lockstep.core.safe_read import MB, UnreadableFile, checked_json, is_number, opened, read_bytes, read_json
+from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-WEIGHTS = (MODEL, EMA)
 NAMES = "names"  # what a file of a checkpoint names, in its facts and in its state
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
@@ -134,7 +133,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 @_reasons()
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint.
+    """The facts of a checkpoint. They are trusted if their hash matches.
 
     Raises:
         ValueError: they are missing, do not match their sha256, or are not those of this checkpoint.
@@ -142,65 +141,10 @@ def read_facts(path: Path) -> dict[str, Any]:
     data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
-    facts = checked_json(path / FACTS, data)
-    match facts:
-        case {"format": 1, "identity": {**identity}, "progress": {"step": step} as progress} if _is_progress(
-            progress
-        ):
-            weights = {name: digests[name] for name in WEIGHTS if name in digests}
-            _check_names(facts.get(NAMES), step, identity.get("seed"), weights)
+    match checked_json(path / FACTS, data):
+        case {"format": 1, "identity": {}, "progress": {"step": int(step)}} as facts:
             step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
             if step_name and int(step_name[1]) != step:
                 raise ValueError(f"its facts are those of step {step}")
             return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
-
-
-def names_of(run: str, step: int, seed: Any, weights: Mapping[str, str]) -> dict[str, Any]:
-    """What the files of a checkpoint name; `weights` are the hashes of its files of weights."""
-    return {"run": run, "step": step, "seed": seed, "weights": dict(weights)}
-
-
-def _check_names(names: Any, step: int, seed: Any, weights: Mapping[str, str]) -> None:
-    """Raise ValueError if facts with these `names` are not those of a step, a seed and files of weights."""
-    match names:
-        case None:
-            return
-        case {"run": str(run)} if names == names_of(run, step, seed, weights):
-            return
-        case {"weights": dict(others)} if others != weights:
-            raise ValueError(f"its weights are not those that its {FACTS} names")
-    raise ValueError(f"the names in {FACTS} are not those of a checkpoint")
-
-
-def _is_progress(parsed: Mapping[str, Any]) -> bool:
-    """Whether parsed JSON has the keys and types of the progress of a run."""
-    match parsed:
-        case {"step": int(step), "best_step": int(best_step), "best": best, "score": score, "window": window}:
-            known = len(parsed) == 5 and step > 0 and best_step >= 0
-            numbers = all(value is None or is_number(value) for value in (best, score))
-            return known and numbers and (window is None or _is_window(window))
-    return False
-
-
-def _is_window(parsed: Any) -> bool:
-    """Whether parsed JSON is the `WindowState` of telemetry."""
-    match parsed:
-        case {
-            "flushed": int(flushed),
-            "trails": [_, *_] as ranks,
-            "epoch": {"number": int(), "loss": float(), "hits": int(), "examples": int(examples)} as epoch,
-        } if len(parsed) == 3 and len(epoch) == 4:
-            return flushed >= 0 and examples >= 0 and all(map(_is_tally, ranks))
-    return False
-
-
-def _is_tally(parsed: Any) -> bool:
-    """Whether parsed JSON is the `TallyState` of telemetry. A loss may be infinite if a scaler tolerates it."""
-    match parsed:
-        case {"losses": [*losses], "steps": [*steps], "examples": [*examples], "hits": int(), **rest}:
-            integers = all(isinstance(value, int) for value in [*steps, *examples, *rest.values()])
-            floats = all(isinstance(loss, float) for loss in losses)
-            known = rest.keys() <= {"broken"}
-            return known and integers and floats and len(losses) == len(steps) == len(examples)
-    return False

@@ -34,7 +34,6 @@ from lockstep.checkpoint.validation import (
     has_state,
     manifest,
     manifest_text,
-    names_of,
     sha256,
 )
 from lockstep.core import log
@@ -224,7 +223,7 @@ class Checkpointer:
             for file, content in weights.items():
                 content.save(temporary / file)
             digests = {file: sha256(temporary / file) for file in weights}
-            names = names_of(self.run, progress["step"], self.fingerprint.get("seed"), digests)
+            names = {"run": self.run, "step": progress["step"]}
             with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
                 torch.save({**map_tensors(state, with_own_storage), NAMES: names}, opened)
             (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")

@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError, as_known
 from lockstep.core.finding import Finding, Level
 from lockstep.data.inspection import inspect
 from lockstep.job import examination
-from lockstep.job.prepare import checked_job
+from lockstep.job.create import checked_job
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.columns import clock

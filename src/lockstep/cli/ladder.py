@@ -28,7 +28,7 @@ from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stoppe
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
-from lockstep.job.prepare import check_plan, job_of
+from lockstep.job.create import check_plan, job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host, limits

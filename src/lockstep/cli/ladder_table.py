@@ -8,10 +8,9 @@ from rich.table import Column, Table
 
 from lockstep.core import log
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import is_number
 from lockstep.sweep.compare import Row
 from lockstep.telemetry.charts import COLOURS, cut, svg
-from lockstep.telemetry.sinks import read_figures
+from lockstep.telemetry.run_files import RunFiles
 
 NOTE = (
     "img/s: the median of the turns, and half of their range; x: times as fast as the first rung; eff: that for each "
@@ -27,18 +26,7 @@ WIDEST = 20  # characters of a rung's name
 
 def is_measured(run_dir: RunDir) -> bool:
     """Whether the figures of a run are there: a folder may have been removed or damaged since."""
-    summary = run_dir.readable_summary()
-    rate: Any = summary.get("img_per_s")
-    others = [summary.get(key) for key in ("gpu_memory", "cpu_mem_gb", "objective")]
-    if not is_number(rate) or not 1 / MOST_RATE <= rate <= MOST_RATE:
-        return False
-    return all(value is None or is_number(value) for value in (*others, _communication(summary)))
-
-
-def _communication(summary: Mapping[str, Any]) -> Any:
-    """The share of the time in which gradients were exchanged; None if it is not known."""
-    time = summary.get("time")
-    return time.get("communication") if isinstance(time, Mapping) else None
+    return 1 / MOST_RATE <= (run_dir.readable_summary().get("img_per_s") or 0) <= MOST_RATE
 
 
 def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
@@ -47,7 +35,7 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
     `devices` is the number of its GPUs; None if it has one device, or its ranks share the cores of a CPU.
     """
     summaries = [run_dir.read_summary() for run_dir in runs]
-    losses = losses_of(runs[0]) if runs else {}
+    losses = dict(RunFiles(runs[0].path).series("loss/train")) if runs else {}
     rates = [summary["img_per_s"] for summary in summaries]
     rate = statistics.median(rates) if rates else None
     faster = None if rate is None else rate / (first or {"img_per_s": rate})["img_per_s"]
@@ -59,7 +47,7 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
         "spread": (max(rates) - min(rates)) / 2 if len(rates) > 1 else None,
         "speed_up": faster,
         "efficiency": faster / devices if faster is not None and devices else None,
-        "communication": _median(map(_communication, summaries)),
+        "communication": _median((summary.get("time") or {}).get("communication") for summary in summaries),
         "memory_gb": _median(memory),
         "top1": _median(summary.get("objective") for summary in summaries),
         "difference": difference(losses, first["losses"] if first else losses),
@@ -71,13 +59,6 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
 def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
-
-
-def losses_of(run_dir: RunDir) -> dict[int, float]:
-    """The training losses of a run by step; empty for a script."""
-    if not run_dir.metrics.is_file():
-        return {}
-    return {step: figures["loss/train"] for step, figures in read_figures(run_dir.metrics) if "loss/train" in figures}
 
 
 def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> float | None:

@@ -15,7 +15,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
-from lockstep.job.prepare import job_of
+from lockstep.job.create import job_of
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.charts import svg
 from lockstep.telemetry.progress import progress

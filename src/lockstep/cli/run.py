@@ -1,28 +1,37 @@
-"""One job of the command line, from its composed config to its end."""
+"""One job of the command line, from its composed config to its end, and what the pool asks about it before."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from lockstep.config import composition
 from lockstep.config.invocation import Invocation
 from lockstep.config.messages import key_of
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.core.launched import RUN_FOLDER, is_launched
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import RunDir
 from lockstep.core.slurm import is_submitted
-from lockstep.job.resume import Resume
+from lockstep.job.resume import Resume, refuse_in_sweep
 from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import record_of, recorded
+from lockstep.sweep.line import NOT_OF_SWEEP
 from lockstep.sweep.record import State
+from lockstep.sweep.runs import ELSEWHERE
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
 SLURM = "lockstep.launcher.Slurm"
+# What does not change how much memory a job takes.
+NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
 
 
 def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
@@ -48,7 +57,7 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     """Run a job of several machines: here and there, torch's agent starts this command again, once for each rank."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
     configure_native_threads()
-    from lockstep.job.prepare import prepare  # these need torch
+    from lockstep.job.create import prepare  # these need torch
     from lockstep.launcher import Elastic
 
     if invocation.sweep:
@@ -105,11 +114,56 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     if is_launched():
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
     configure_native_threads()
-    from lockstep.job.create import create_run  # these need torch
-    from lockstep.job.launch import launch
+    from lockstep.job.create import Preparation, create_run  # these need torch
+    from lockstep.job.worker import launch
     from lockstep.launcher import create_on_main
+    from lockstep.training.resolved_job import load_job
+
+    jobs = []  # of main; the other ranks that torchrun started read it from the folder
+
+    def create(earlier: str) -> Preparation:
+        preparation, job = create_run(decide(), invocation, lock, earlier)
+        jobs.append(job)
+        return preparation
 
     own = [word for word in invocation.overrides if key_of(word) != "launcher.node_rank"]  # as on no other machine
     words = (*invocation.configs.words, *own)
-    with create_on_main(lambda earlier: create_run(decide(), invocation, lock, earlier), words) as run_dir:
-        return launch(run_dir)
+    with create_on_main(create, words) as run_dir:
+        return launch(run_dir, jobs[0] if jobs else load_job(run_dir.config))
+
+
+def kind(values: Mapping[str, Any]) -> str:
+    """The values that decide how much memory a job takes."""
+    deciding = {key: value for key, value in leaves(values) if not key.startswith((*NOT_OF_MEMORY, *ELSEWHERE))}
+    return json.dumps(deciding, sort_keys=True, default=str)
+
+
+def plan(composed: Any, machine: Needs) -> Needs:
+    """What the pool asks about a job before any starts: its devices on a `machine` that has these, and what it is.
+
+    On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
+    With fewer threads (`launcher.threads=1`), more jobs run at once.
+    """
+    from lockstep.config import components  # these need torch
+    from lockstep.job.create import import_for_ranks
+
+    values = composition.of_sweep(composed)
+    job = components.build_job(values)
+    refuse_in_sweep(job.resume)
+    launcher = job.launcher
+    built = {key: value for key, value in components.plain(job).items() if key not in NOT_OF_SWEEP}
+    identity = frozenset(
+        (key, str(value) if isinstance(value, list | dict) else value) for key, value in leaves(built)
+    )
+    if launcher.submits:
+        return Needs(cores=0, submits=True, identity=identity)
+    import_for_ranks(job)
+    gpus = 0 if job.device == "cpu" else machine.gpus
+    # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
+    ranks = 1 if job.strategy.adapts else job.strategy.ranks(gpus)
+    ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
+    if gpus:
+        shared = kind(values) if job.sweep.gpu_share else ""
+        return Needs(gpus=job.strategy.devices(ranks, gpus), kind=shared, identity=identity)
+    cores = machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads)
+    return Needs(cores=cores, identity=identity)

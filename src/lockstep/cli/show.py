@@ -15,7 +15,7 @@ from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.data.pipeline import Pipeline
-from lockstep.job.prepare import job_of
+from lockstep.job.create import job_of
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
 

@@ -59,8 +59,8 @@ def train_job(composed: DictConfig) -> float | None:
 
 
 def plan_job(composed: DictConfig, machine: Any) -> Any:
-    """What the pool asks about a job of a sweep before it starts any; see `lockstep.sweep.plan`."""
-    from lockstep.sweep.plan import plan
+    """What the pool asks about a job of a sweep before it starts any; see `lockstep.cli.run`."""
+    from lockstep.cli.run import plan
 
     return plan(composed, machine)
 

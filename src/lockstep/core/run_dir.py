@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +16,19 @@ from typing import Any
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known
-from lockstep.core.safe_read import UnreadableFile, read_name, read_text
+from lockstep.core.safe_read import UnreadableFile, is_number, read_name, read_text
 from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
 LATEST, BEST = "latest", "best"  # text files with the name of a folder beside them
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
+# The types of what is read in `summary.json`; each key may be missing or null.
+TEXTS = ("status", "run", "error")
+NUMBERS = (
+    *("started", "seconds", "step", "steps", "objective", "best", "best_step", "skipped"),
+    *("img_per_s", "data_wait_pct", "gpu_memory", "cpu_mem_gb"),
+)
+TABLES = ("spent", "time")  # numbers by their names
 # The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
@@ -145,7 +152,7 @@ class RunDir:
             if error.missing:
                 return {}
             raise
-        if not isinstance(loaded, dict):
+        if not isinstance(loaded, dict) or not _is_summary(loaded):
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
@@ -159,8 +166,7 @@ class RunDir:
     @property
     def run(self) -> str | None:
         """The name that the checkpoints of this run give it; None if there is no summary that says it."""
-        name = self.readable_summary().get("run")
-        return name if isinstance(name, str) else None
+        return self.readable_summary().get("run")
 
     @property
     def saved(self) -> str:
@@ -173,8 +179,7 @@ class RunDir:
 
     def spent(self) -> dict[str, Any]:
         """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
-        spent = self.readable_summary().get("spent")
-        return spent if isinstance(spent, dict) else {}
+        return self.readable_summary().get("spent") or {}
 
     def swept(self) -> dict[str, str]:
         """The values of this run for the keys that its sweep varies; empty for a run alone."""
@@ -238,6 +243,18 @@ class RunDir:
             root.mkdir(parents=True, exist_ok=True)  # the run folder can be elsewhere: hydra.run.dir=FOLDER
         if not (root / LATEST).is_dir():  # a folder here is a run with this name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
+
+
+def _is_summary(facts: Mapping[str, Any]) -> bool:
+    """Whether the values of a parsed `summary.json` have their types."""
+    tables = [facts.get(key) or {} for key in TABLES]
+    numbers = [facts.get(key) for key in NUMBERS]
+    numbers += [number for table in tables if isinstance(table, Mapping) for number in table.values()]
+    return (
+        all(isinstance(facts.get(key, ""), str) for key in TEXTS)
+        and all(isinstance(table, Mapping) for table in (*tables, facts.get("verdict") or {}))
+        and all(number is None or is_number(number) for number in numbers)
+    )
 
 
 def relative(path: Path) -> Path:

@@ -1,29 +1,42 @@
-"""The run folder of a job: locked, created once the job is checked, and undone if a rank refuses the job."""
+"""From what a command resumes to a run folder: the values of its config become a `Job`, and the `Job` a
+`ResolvedJob`, which is checked whole. Until then nothing is written but data and published weights that are missing.
+The folder is locked, created once the job is checked, and undone if a rank refuses the job.
+"""
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
-from lockstep.config import components, yaml_io
+import torch
+
+from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import Invocation
+from lockstep.config.messages import RUN_FOLDERS, refuse_keys
 from lockstep.config.schema import Job
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.prepare import prepare
-from lockstep.job.resume import Resume
+from lockstep.job.resolve import resolve
+from lockstep.job.resume import Resume, check_resumable, decide_resume
 from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.job.validate import check_job, check_memory
 from lockstep.runtime import environment
+from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import ResolvedJob
 
 
-def create_run(resume: Resume, invocation: Invocation, lock: Lock, earlier: str = "") -> Preparation:
+def create_run(
+    resume: Resume, invocation: Invocation, lock: Lock, earlier: str = ""
+) -> tuple[Preparation, ResolvedJob]:
     """Prepare the job of a command, make its run folder, and take `lock` on the folder.
 
     `earlier` is the folder of the ranks that torchrun has restarted: without another one, it is continued.
@@ -40,7 +53,7 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock, earlier: str 
     root, folder = Path(job.output_root), resume.folder
     run_dir = RunDir.at(folder) if folder is not None else RunDir.create(root, job.name)
     lock.take(run_dir.lock)
-    return Preparation.write(
+    preparation = Preparation.write(
         run_dir,
         {
             run_dir.config: yaml_io.dump(components.plain(job)),
@@ -50,11 +63,58 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock, earlier: str 
             run_dir.composed: yaml_io.dump(resume.composed),
         },
     )
+    return preparation, job
+
+
+def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
+    """The job of a command, resolved, and checked with its data.
+
+    Raises:
+        InputError: the job does not fit.
+    """
+    torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
+    # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
+    job = checked_job(resume, sweep=invocation.sweep and multiprocessing.parent_process() is None)
+    resume.fetch_data(job.dataset)
+    plan = check_plan(job)
+    if resume.checkpoint is None:
+        job.model.prepare()
+    check_resumable(resume, job, plan)
+    return job
+
+
+def job_of(overrides: Sequence[str]) -> ResolvedJob:
+    """The job of the words of a command that makes no run folder, resolved and checked without its data."""
+    refuse_keys(overrides, RUN_FOLDERS, "names the folder of a run, and no run is made here")
+    with composition.invoked(list(overrides)) as (values, invocation):
+        return checked_job(decide_resume(values, invocation))
+
+
+def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
+    """The job of a command, resolved, and checked as far as that is possible without its data.
+
+    `sweep` is whether other jobs run in this process.
+    """
+    job = components.build_job(resume.values)
+    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
+    if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
+        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
+    check_job(resolved)
+    return resolved
+
+
+def check_plan(job: ResolvedJob) -> Plan:
+    """The plan of a job whose data is there, and which fits it and the memory."""
+    plan = plan_of(job, len(job.dataset.train()))
+    check_memory(job, plan)
+    for step in (1, plan.total_steps):
+        job.schedule.factor(step, plan)  # that of an extension may refuse a duration
+    return plan
 
 
 def import_for_ranks(job: Job) -> None:
     """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
-    from lockstep.job import launch  # noqa: F401  # late, because only a rank needs all of it
+    from lockstep.job import worker  # noqa: F401  # late, because only a rank needs all of it
 
     environment.own_source()
     parts = (job.model, job.strategy, *job.logger.values())

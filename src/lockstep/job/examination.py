@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.core.finding import Finding, Level
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
-from lockstep.job.prepare import check_plan
+from lockstep.job.create import check_plan
 from lockstep.job.resume import Resume, check_resumable
 from lockstep.models.nets import sketch
 from lockstep.runtime.gpus import name_in_nvml, path_between

@@ -21,7 +21,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import MANIFEST, RunDir, pointed
-from lockstep.core.safe_read import UnreadableFile, read_if_exists, read_json
+from lockstep.core.safe_read import UnreadableFile, read_if_exists
+from lockstep.telemetry.run_files import RunFiles
 
 if TYPE_CHECKING:  # importing them imports torch
     from lockstep.core.data_protocols import Source
@@ -235,11 +236,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
 
 def _missing_extensions(run_dir: RunDir) -> str:
     """The end of a sentence that names the extensions of a run that are not installed here; empty if all are."""
-    try:
-        facts = read_json(run_dir.environment)
-    except UnreadableFile:
-        return ""
-    match facts:
+    match RunFiles(run_dir.path).environment:
         case {"extensions": dict(installed)}:
             active = {extension.package for extension in extensions.active()}
             if missing := [f"{package} ({origin})" for package, origin in installed.items() if package not in active]:

@@ -1,7 +1,8 @@
-"""One rank of a job. It reads the resolved config from the run folder, and its place from the environment.
+"""Launching a job, and one rank of it, which has its place from the environment.
 
-The rank joins the process group and runs the experiment. It writes an error to `logs/rank<N>.error.json` for the
-launcher. Ranks of our launchers begin in `lockstep.runtime.child`.
+A rank in the launching process gets the job; another one reads it from the run folder, once. The rank joins the
+process group and runs the experiment. It writes an error to `logs/rank<N>.error.json` for the launcher. Ranks of our
+launchers begin in `lockstep.runtime.child`.
 """
 
 import json
@@ -16,19 +17,35 @@ from pathlib import Path
 from typing import NoReturn
 
 from lockstep.core import log, plan, process_group
-from lockstep.core.errors import LockstepError, RankFailed, StorageError, as_known, out_of_memory
+from lockstep.core.errors import InputError, LockstepError, RankFailed, StorageError, as_known, out_of_memory
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
+from lockstep.core.terminal import impatient
 from lockstep.launcher.processes import Fork
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
-from lockstep.training.resolved_job import load_job
+from lockstep.training.resolved_job import ResolvedJob, load_job
 
 
-def main(path: Path) -> None:
-    """Run one rank of the job in the folder `path`. Raises the error that ended the rank."""
+def launch(run_dir: RunDir, job: ResolvedJob) -> float | None:
+    """Run a job in its folder in all its ranks, and return its objective.
+
+    Raises:
+        LockstepError: the job failed or was stopped.
+    """
+    if job.launcher.node_range[1] > 1:
+        raise InputError(
+            f"launcher.nodes asks for {job.launcher.node_range[1]} machines, which only the command line "
+            "can do; use lockstep train, or launcher.nodes=1"
+        )
+    with impatient():  # train.log has what is shown
+        return job.launcher.launch(lambda path: main(path, job), run_dir)
+
+
+def main(path: Path, job: ResolvedJob | None = None) -> None:
+    """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
     errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
     with (
@@ -37,7 +54,7 @@ def main(path: Path) -> None:
         errors.record_exception(),
         full_disk(run_dir.path),
     ):
-        job, stop = load_job(run_dir.config), StopRequest()
+        job, stop = job or load_job(run_dir.config), StopRequest()
         stop.saved = run_dir.saved
         if job.repro == "strict":  # cuBLAS reads the variable when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

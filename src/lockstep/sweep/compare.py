@@ -4,15 +4,13 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
-from lockstep.core.run_dir import RunDir
 from lockstep.sweep.record import Direction, State
 from lockstep.sweep.runs import Run, differing
+from lockstep.telemetry.run_files import RunFiles
 
 SEED = "seed"
 CONFIDENCE = 0.95
@@ -132,26 +130,19 @@ def causes(runs: Sequence[Run]) -> list[Row]:
 
 def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
     """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
-    run_dir = RunDir(run.folder)
-    facts = {}
+    files, facts = RunFiles(run.folder), {}
     for key in keys:
         kind = SEED if key == SEED else "config, to rounding" if _is_below(key, ROUNDING) else "config"
         facts[kind, key] = run.settings.get(key, "none")
-    for key, value in leaves(_content(run_dir.environment)):
+    for key, value in leaves(files.environment):
         kind = "code" if _is_below(key, CODE) else "versions" if _is_below(key, VERSIONS) else "machine"
         facts[kind, key.removeprefix("packages.")] = str(value)
-    newest = max(run_dir.checkpoints.glob("step-*/facts.json"), default=run_dir.checkpoints / "facts.json")
-    identity = _content(newest).get("identity")
-    for key, value in leaves(identity if isinstance(identity, Mapping) else {}):
+    for key, value in leaves(files.identity):
         if _is_below(key, DATA):
             facts["data", key] = str(value)
+    if files.damage:
+        raise InputError(*files.damage)
     return facts
-
-
-def _content(path: Path) -> Row:
-    """The content of a JSON file of a run; empty if it is missing."""
-    loaded = safe_read.read_json(path) if path.exists() else {}
-    return loaded if isinstance(loaded, dict) else {}
 
 
 def _is_below(key: str, heads: Sequence[str]) -> bool:

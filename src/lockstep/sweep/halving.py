@@ -8,18 +8,16 @@ twice, and who goes on follows from the logged scores alone: a line that was sto
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.core import log
-from lockstep.core.errors import InputError, Stopped
-from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import is_number
+from lockstep.core.errors import Stopped
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, Record, State
+from lockstep.telemetry.run_files import RunFiles
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -34,16 +32,11 @@ def shares(jobs: int, factor: int) -> list[float]:
     return [factor ** (number - rounds) for number in range(rounds + 1)]
 
 
-def evaluations(ledger: Ledger, record: Record) -> Iterator[tuple[float, float]]:
+def evaluations(ledger: Ledger, record: Record) -> list[tuple[float, float]]:
     """The evaluations of a job so far: the share of its steps that was done, and the score."""
-    from lockstep.telemetry.sinks import read_figures  # needs torch
-
-    run = RunDir(ledger.folder / record.folder)
-    with suppress(InputError):  # a file is damaged
-        total = run.read_summary().get("steps", 0)
-        for step, figures in read_figures(run.metrics) if is_number(total) and total else ():
-            if scores := [figures[key] for key in SCORES if key in figures]:
-                yield step / total, scores[0]
+    files = RunFiles(ledger.folder / record.folder)
+    total = files.summary.get("steps")
+    return [(step / total, score) for step, score in files.series(*SCORES)] if total else []
 
 
 def score_at(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:

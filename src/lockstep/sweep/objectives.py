@@ -1,40 +1,34 @@
 """What a sweep compares its jobs by: the score, and what it cost. Several objectives have trade-offs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from itertools import pairwise
 
 from lockstep.core.errors import InputError
-from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, Record
+from lockstep.telemetry.run_files import RunFiles
 
 SCORE = "score"
 
 
-def _seconds(run: RunDir) -> float | None:
+def _seconds(files: RunFiles) -> float | None:
     """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
-    from lockstep.telemetry.sinks import read_figures  # needs torch
-
-    total, before = 0.0, 0
-    with suppress(InputError):  # the file is damaged
-        for step, figures in read_figures(run.metrics):
-            if "perf/step_ms" in figures:
-                total += figures["perf/step_ms"] / 1000 * (step - before)
-                before = step
-    return total if before else None  # a job of an app that writes no such file
+    steps = [(0, 0.0), *files.series("perf/step_ms")]
+    total = sum(ms / 1000 * (step - before) for (before, _), (step, ms) in pairwise(steps))
+    return total or None  # None for a job of an app that writes no such file
 
 
 # The costs of a run as objectives, of which less is better; None for one that was not measured.
-COSTS: Mapping[str, Callable[[RunDir], float | None]] = {
+COSTS: Mapping[str, Callable[[RunFiles], float | None]] = {
     "seconds": _seconds,
-    "megabytes": lambda run: run.weights.stat().st_size / 1e6 if run.weights.exists() else None,  # exported weights
-    "kwh": lambda run: run.spent().get("kwh"),
+    "megabytes": lambda files: path.stat().st_size / 1e6 if (path := files.run_dir.weights).exists() else None,
+    "kwh": lambda files: files.run_dir.spent().get("kwh"),
 }
 OBJECTIVES = (SCORE, *COSTS)
 
 
 def _value(ledger: Ledger, record: Record, name: str) -> float | None:
-    return record.score if name == SCORE else COSTS[name](RunDir(ledger.folder / record.folder))
+    return record.score if name == SCORE else COSTS[name](RunFiles(ledger.folder / record.folder))
 
 
 def check(names: Sequence[str]) -> None:

@@ -1,6 +1,5 @@
 """`report.html` of a sweep: its table, what the varied keys did to the score, and links to its jobs."""
 
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +9,6 @@ from urllib.parse import quote
 
 from lockstep.config.commands import typed
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
@@ -18,7 +16,8 @@ from lockstep.sweep.record import Record, best_of, score_text
 from lockstep.sweep.runs import state_of
 from lockstep.sweep.view import seeds_together, swept_keys, varied
 from lockstep.telemetry import charts
-from lockstep.telemetry.report import Notes, number, rendered
+from lockstep.telemetry.report import number, rendered
+from lockstep.telemetry.run_files import RunFiles
 
 SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
 
@@ -36,12 +35,11 @@ def write_sweep_report(ledger: Ledger) -> Path:
 
 
 def _facts(ledger: Ledger) -> dict[str, Any]:
-    notes, records, identity = Notes(), ledger.records(), ledger.identity()
+    records, identity = ledger.records(), ledger.identity()
     swept = swept_keys(records) or identity.swept
-    costs = {
-        record.number: notes.trying(record.folder, functools.partial(_costs, ledger, record), {})
-        for record in records
-    }
+    jobs = {record.number: RunFiles(ledger.folder / record.folder) for record in records}
+    costs = {number: costs_of(job) for number, job in jobs.items()}
+    notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
     count, best = Counter(map(state_of, records)), best_of(records, identity.direction)
     summary = {
@@ -76,11 +74,10 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def _costs(ledger: Ledger, record: Record) -> dict[str, float]:
+def costs_of(job: RunFiles) -> dict[str, float]:
     """What a job cost, as far as it is known."""
-    summary = RunDir(ledger.folder / record.folder).read_summary()
-    figures = {"seconds": summary.get("seconds"), **summary.get("spent", {})}
-    return {name: figures[key] for name, key in SPENDING.items() if is_number(figures.get(key))}
+    figures = {"seconds": job.summary.get("seconds"), **(job.summary.get("spent") or {})}
+    return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
 
 
 def _link(ledger: Ledger, record: Record) -> str:

@@ -11,12 +11,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lockstep.config.commands import override
-from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped
+from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append
 from lockstep.launcher.processes import KILLED, Fork, Fresh, Process, can_fork, forwarding
@@ -229,10 +228,8 @@ def start(ledger: Ledger, task: Task, share: Share) -> Process:
 
 def memory_of_job(ledger: Ledger, record: Record) -> int | None:
     """What a job that is done took of its GPU, if its `summary.json` says so, with the context of CUDA."""
-    if record.state is State.done:
-        with suppress(InputError, LookupError, TypeError, ValueError):
-            return int(RunDir(ledger.folder / record.folder).read_summary()["gpu_memory"]) + CONTEXT_BYTES
-    return None
+    taken = RunDir(ledger.folder / record.folder).readable_summary().get("gpu_memory")
+    return int(taken) + CONTEXT_BYTES if taken is not None and record.state is State.done else None
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:

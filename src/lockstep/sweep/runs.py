@@ -7,15 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.config import yaml_io
-from lockstep.config.schema import GROUPS
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.run_dir import RunDir, pointed
-from lockstep.core.safe_read import UnreadableFile, is_number
+from lockstep.core.safe_read import UnreadableFile
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.record import Direction, Record, State, born
+from lockstep.telemetry.run_files import RunFiles
 
 CLASS = "._target_"
 KILLED = "killed"  # a state of a run besides those of a job
@@ -84,7 +83,7 @@ def read_runs(root: Path) -> list[Run]:
             elif folder not in runs:
                 runs[folder] = read_single(folder)
         except InputError as error:
-            runs[folder] = _damaged(folder, error)
+            runs[folder] = damaged(folder, str(error))
     if not runs:
         raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them")
     return list(runs.values())
@@ -118,8 +117,9 @@ def _read_job(ledger: Ledger, record: Record, direction: Direction) -> Run:
     )
 
 
-def _damaged(folder: Path, error: InputError) -> Run:
-    return Run(folder=folder, state=State.damaged, error=str(error), settings={}, typed={})
+def damaged(folder: Path, error: str) -> Run:
+    """A run of which `error` says why it cannot be read."""
+    return Run(folder=folder, state=State.damaged, error=error, settings={}, typed={})
 
 
 def state_of(record: Record) -> str:
@@ -130,53 +130,24 @@ def state_of(record: Record) -> str:
 
 def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
     """A run from its folder; `overrides` are those of its record."""
-    run_dir = RunDir(folder)
-    try:
-        if not overrides and run_dir.overrides.exists():
-            overrides = yaml_io.load_list(run_dir.overrides)
-        typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
-        settings = {**{key: value for key, value in typed.items() if not _is_elsewhere(key)}, **_settings(run_dir)}
-        facts = run_dir.read_summary()
-        status, started, score = facts.get("status", State.waiting), facts.get("started", 0), facts.get("objective")
-        if not (is_number(started) and (score is None or is_number(score)) and isinstance(status, str)):
-            raise UnreadableFile(run_dir.summary, "is not the summary of a run")
-    except InputError as error:
-        return _damaged(folder, error)
-    except PermissionError as error:
-        return _damaged(folder, UnreadableFile(folder, f"cannot be read ({error.strerror})"))
-    state = State.done if status == "completed" else status
+    files = RunFiles(folder)
+    summary, composed, choices = files.summary, files.composed, files.choices
+    typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides or files.overrides)
+    if files.damage:
+        return damaged(folder, files.damage[0])
+    values = {**typed, **dict(leaves(composed))}
+    values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)} | choices
+    keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]
+    state = {"completed": State.done}.get(status := summary.get("status", State.waiting), status)
     return Run(
         folder=folder,
-        state=KILLED if state == State.running and not _is_alive(run_dir) else state,
-        started=started,
-        score=score,
-        error=str(facts.get("error", "")),
-        settings=settings,
+        state=KILLED if state == State.running and not _is_alive(files.run_dir) else state,
+        started=summary.get("started") or 0,
+        score=summary.get("objective"),
+        error=summary.get("error", ""),
+        settings={key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys},
         typed=typed,
     )
-
-
-def _settings(run_dir: RunDir) -> dict[str, str]:
-    """The keys of a config as Hydra composed it, with the option's name for each group; empty without a config."""
-    if not run_dir.composed.exists():
-        return {}
-    composed = safe_read.read_yaml(
-        run_dir.composed
-    )  # of another app of Hydra it may be empty, and have interpolations
-    if not isinstance(composed, dict):
-        raise UnreadableFile(run_dir.composed, "is not a config of a run: expected keys and their values")
-    values = dict(leaves(composed))
-    values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
-    if (hydra := run_dir.hydra / "hydra.yaml").exists():
-        match safe_read.read_yaml(hydra):
-            case {"hydra": {"runtime": {"choices": dict(choices)}}}:
-                values |= {group: choices[group] for group in (*GROUPS, "experiment") if choices.get(group)}
-    keys = [key for key in values if not key.endswith(CLASS) and not _is_elsewhere(key)]
-    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
-
-
-def _is_elsewhere(key: str) -> bool:
-    return key.partition(".")[0] in ELSEWHERE
 
 
 def _is_alive(run_dir: RunDir) -> bool:

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, masked
+from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
@@ -26,11 +26,10 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
 from lockstep.telemetry.columns import clock, moment
-from lockstep.telemetry.gpu import read_samples
-from lockstep.telemetry.sinks import finite, read_figures
+from lockstep.telemetry.run_files import Figures, RunFiles
+from lockstep.telemetry.sinks import finite
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
-Figures = Sequence[tuple[int, Mapping[str, float]]]
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 SHOWN = 20  # curves of a chart, and metrics in the summary
 CLASSES = 50  # of more classes the table has those with the lowest recall
@@ -81,21 +80,6 @@ HARDWARE = {
 }
 
 
-class Notes(list[str]):
-    """Sentences about what cannot be shown."""
-
-    def trying(self, what: object, call: Callable[[], Any], empty: Any = ()) -> Any:
-        """The result of a call that uses files of a run; `empty` if they are missing or damaged."""
-        try:
-            return call()
-        except InputError as error:
-            if not getattr(error, "missing", False):
-                self.append(str(error))
-        except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
-            self.append(f"{what} is damaged, or of another version ({type(error).__name__})")
-        return empty
-
-
 def write_report(run_dir: RunDir, state: str = "") -> Path:
     """Write `report.html` into a run folder; `state` says how far the run is, where its summary cannot know it.
 
@@ -142,40 +126,41 @@ def _pages() -> Any:
 
 def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
     """Everything that the page of a run shows."""
-    notes = Notes()
-
-    def read(reader: Callable[[Path], Any], path: Path, empty: Any) -> Any:
-        return notes.trying(path, lambda: type(empty)(reader(path)), empty)
-
-    facts = notes.trying(run_dir.summary, run_dir.read_summary, {})
-    environment = read(safe_read.read_json, run_dir.environment, {})
-    figures: Figures = read(functools.partial(read_figures, nulls=True), run_dir.metrics, [])
-    gpu: Figures = read(read_samples, run_dir.gpu, [])
-    composed = read(safe_read.read_yaml, run_dir.composed, {})
-    hydra = read(safe_read.read_yaml, run_dir.hydra / "hydra.yaml", {})
-    command = read(safe_read.read_text, run_dir.command, "")
-    notes += [facts["error"]] if isinstance(facts.get("error"), str) else []
+    files = RunFiles(run_dir.path)
+    facts, environment, figures, predictions = files.summary, files.environment, files.figures, files.predictions
+    command = files.read(run_dir.command, safe_read.read_text, "")
+    times: Mapping[str, float | None] = facts.get("time") or {}
     sections: dict[str, Callable[[], Any]] = {
         "summary": lambda: [*_summary(facts, figures, state)],
         "verdict": lambda: _verdict(facts.get("verdict")),
-        "time": lambda: [(name.replace("_", " "), float(share)) for name, share in facts.get("time", {}).items()],
+        "time": lambda: [(name.replace("_", " "), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [*_hardware(facts, environment)],
         "curves": lambda: [*_charts(figures, CURVES)],
-        "usage": lambda: [*_charts(figures, USAGE), *_charts(gpu, USAGE)],
-        "predictions": lambda: _predictions(Predictions.read(run_dir.validation)),
-        "differences": lambda: [*_differences(composed, hydra)],
+        "usage": lambda: [*_charts(figures, USAGE), *_charts(files.gpu, USAGE)],
+        "predictions": lambda: _predictions(predictions) if predictions else {},
+        "differences": lambda: [*_differences(files.composed, files.choices)],
         "environment": lambda: [
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
         ],
     }
+    shown: dict[str, Any] = {}
+    for name, section in sections.items():
+        try:
+            shown[name] = section()
+        except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
+            shown[name] = ()
+            files.damage.append(
+                f"{name} in {run_dir.path} is damaged, or of another version ({type(error).__name__})"
+            )
+    config = files.read(run_dir.config, safe_read.read_text, "")
     return {
         "title": run_dir.path.name,
         "folder": str(run_dir.path.absolute()),
-        **{name: notes.trying(f"{name} in {run_dir.path}", section) for name, section in sections.items()},
+        **shown,
         "command": "\n".join(line for line in command.splitlines() if not line.startswith("# sha256")),
-        "config": read(safe_read.read_text, run_dir.config, ""),
-        "notes": notes,
+        "config": config,
+        "notes": [*files.damage, *filter(None, [facts.get("error")])],
     }
 
 
@@ -271,13 +256,12 @@ def _verdict(verdict: Any) -> dict[str, str]:
     return {key: str(verdict.get(key) or "") for key in ("sentence", "evidence", "override")} if verdict else {}
 
 
-def _differences(composed: Mapping[str, Any], hydra: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def _differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     """The keys of a config, as it was composed, whose values are not the defaults: key, value and default."""
     defaults = safe_read.read_yaml(CONF / "config.yaml")
     options = {
         key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()
     }
-    choices = hydra["hydra"]["runtime"]["choices"] if hydra else {}
     for group in (*GROUPS, "experiment"):
         own = [*composed.get(group, ())] if group in MANY else choices.get(group)
         if composed and own != options[group]:

@@ -1,0 +1,102 @@
+"""What a run folder says, whatever became of its files: whole, missing, damaged, or of other types."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers import train_here
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.telemetry.run_files import RunFiles
+
+# What can be asked of a run, and the file that has it.
+CONTENTS: dict[str, Callable[[RunDir], Path]] = {
+    "summary": lambda run: run.summary,
+    "environment": lambda run: run.environment,
+    "composed": lambda run: run.composed,
+    "choices": lambda run: run.hydra / "hydra.yaml",
+    "overrides": lambda run: run.overrides,
+    "figures": lambda run: run.metrics,
+    "gpu": lambda run: run.gpu,
+    "predictions": lambda run: run.validation,
+    "identity": lambda run: run.checkpoints / "step-00000002" / "facts.json",
+}
+
+
+def content(files: RunFiles, name: str) -> Any:
+    return getattr(files, name)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_here(tmp_path_factory.mktemp("runs") / "run", "steps=2", "model=linear")
+
+
+@pytest.mark.parametrize("name", sorted({*CONTENTS} - {"choices", "gpu"}))  # a run without Hydra on a CPU has neither
+def test_a_whole_file_is_read(trained: RunDir, name: str) -> None:
+    files = RunFiles(trained.path)
+    assert content(files, name)
+    assert files.damage == []
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_missing_file_is_empty_and_no_damage(tmp_path: Path, name: str) -> None:
+    files = RunFiles(tmp_path)
+    assert not content(files, name)
+    assert files.damage == []
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to nothing": lambda path: path.symlink_to("nothing"),
+    "not text": lambda path: path.write_bytes(b"\xff\n"),
+    "a number": lambda path: path.write_text("3\n"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_a_damaged_file_is_empty_with_one_sentence_that_names_it(tmp_path: Path, name: str, damage: str) -> None:
+    files = RunFiles(tmp_path / "run")
+    path = CONTENTS[name](files.run_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    DAMAGE[damage](path)
+    assert not content(files, name)
+    # A line of figures that cannot be read is left out, as a kill leaves one. A link to nothing is a missing file.
+    skips = name in ("figures", "gpu") and damage in ("not text", "a number", "a link to nothing")
+    skips |= name == "identity" and damage == "a link to nothing"
+    assert [str(path) in sentence and "\n" not in sentence for sentence in files.damage] == [True] * (not skips)
+
+
+@pytest.mark.parametrize("value", ["x", [1], {"a": "x"}, True, math.nan, math.inf], ids=repr)
+@pytest.mark.parametrize("key", ["status", "started", "steps", "objective", "img_per_s", "spent", "time", "verdict"])
+def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str, value: object) -> None:
+    run = RunDir.at(tmp_path)
+    run.summary.write_text(json.dumps({"status": "completed", "steps": 3, key: value}))
+    if (key == "status" and value == "x") or (key == "verdict" and isinstance(value, dict)):
+        assert run.read_summary()[key] == value
+        return
+    with pytest.raises(UnreadableFile, match="is not the summary of a run"):
+        run.read_summary()
+    assert run.readable_summary() == RunFiles(tmp_path).summary == run.spent() == {}
+    assert run.run is None
+
+
+@pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])
+def test_a_number_or_a_table_may_be_null(tmp_path: Path, key: str) -> None:
+    RunDir.at(tmp_path).write_summary(**{key: None})
+    assert RunFiles(tmp_path).summary == {key: None}
+
+
+def test_a_series_has_the_first_finite_figure_of_each_step(tmp_path: Path) -> None:
+    lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": None, "b": 2.0}, {"step": 3, "c": 3.0}, {"step": 4, "b": 4.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert RunFiles(tmp_path).series("a", "b") == [(1, 1.0), (2, 2.0), (4, 4.0)]
