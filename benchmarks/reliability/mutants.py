@@ -181,9 +181,9 @@ job/slurm_task.py: a job that is done is queued again near its limit [submit]
 launcher/base.py: the last error of the ranks is taken for the cause [rank_errors]
 - errors.sort(key=lambda error: error["time"])
 + errors.sort(key=lambda error: -error["time"])
-launcher/roles.py: a machine that joins uses up a restart [machine]
-- self.restarts -= isinstance(reason, RankFailed)
-+ self.restarts -= 1
+launcher/elastic.py: the agent of several machines never starts failed ranks again [spawn]
+- max_restarts=self.restarts,
++ max_restarts=0,
 runtime/watchdog.py: a silence that goes on counts as a step that takes so long [watchdog]
 -             if living:  # a silence that goes on says nothing of how long a step takes
 -                 self.longest = max(self.longest, self.quiet)

@@ -1,4 +1,4 @@
-"""The launcher that restarts the ranks when one fails, and that runs a job on several machines."""
+"""The launchers for several machines: torch's agents, and SLURM. `lockstep.job.submit` does the submission."""
 
 import logging
 import os
@@ -7,16 +7,16 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.distributed import DistError
 
-from lockstep.core import log, network, plan
+from lockstep.core import log, network, plan, slurm
 from lockstep.core.errors import InputError, RankFailed, Stopped
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.launched import AGENT
 from lockstep.core.protocols import Entry, Launcher
-from lockstep.core.rules import Check
+from lockstep.core.rules import Check, Text, Time
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.attach import is_listening, wait
 from lockstep.launcher.base import Inline, killed
@@ -200,3 +200,45 @@ def _try_to_listen(host: str, port: int) -> None:
             f"launcher.rendezvous: this machine cannot listen at {address}:{port} ({error.strerror}); use an "
             "address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
         ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm(Spawn):
+    """A SLURM job with one task on each machine, which starts the ranks there."""
+
+    submits: ClassVar[bool] = True
+    restarts: int = ranged(0, least=0, most=1_000_000)
+    nodes: int = ranged(1, least=1, most=MOST_NODES)
+    gpus: int | None = ranged(None, least=0, most=1024)
+    cpus: int | None = ranged(None, least=1, most=65_536)
+    memory: int | None = ranged(None, least=1, most=1_000_000)
+    time: str = ruled("1h", Time())
+    save_before: str = ruled("2min", Time())
+    partition: str | None = ruled(None, Text())
+    account: str | None = ruled(None, Text())
+    qos: str | None = ruled(None, Text())
+    constraint: str | None = ruled(None, Text())
+    setup: list[str] = ruled([], Text())
+    dry_run: bool = False
+
+    def in_allocation(self) -> Spawn:
+        """The launcher that starts the ranks on a machine of the job: `elastic` if the job needs it, else `spawn`.
+
+        Raises:
+            InputError: SLURM has not started this process.
+        """
+        if not slurm.is_submitted():
+            raise InputError(
+                "launcher=slurm submits the job, which only the command line can do; use lockstep train, or "
+                "launcher=auto here"
+            )
+        here = Spawn(ranks=self.ranks, backend=self.backend, timeout=self.timeout, threads=self.threads)
+        if self.nodes == 1:
+            return Elastic(**vars(here), restarts=self.restarts) if self.restarts else here
+        return Elastic(
+            **vars(here),
+            restarts=self.restarts,
+            nodes=self.nodes,
+            rendezvous=slurm.rendezvous(),
+            node_rank=int(os.environ["SLURM_NODEID"]),
+        )
