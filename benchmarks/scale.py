@@ -37,8 +37,8 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import shard_indices
 from lockstep.launcher.attach import POLL_S
-from lockstep.telemetry import Telemetry
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent

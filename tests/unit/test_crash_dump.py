@@ -12,7 +12,8 @@ from helpers import train_here
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import NumericalError, StorageError
 from lockstep.core.run_dir import RunDir
-from lockstep.telemetry import Telemetry, sinks
+from lockstep.telemetry import sinks
+from lockstep.telemetry.metrics import Telemetry
 
 DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
 

@@ -13,13 +13,13 @@ from rich.console import Console
 
 from lockstep.core import log
 from lockstep.core.plan import Plan
-from lockstep.telemetry import Window
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.clock import TimeLeft, TrainingClock
 from lockstep.telemetry.columns import Columns, clock, figures, fitting
 from lockstep.telemetry.display import Bar, Display, Lines, display
 from lockstep.telemetry.progress import Work, progress
+from lockstep.telemetry.window import Window
 from processes import wait_for
 
 PLAN = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=10)

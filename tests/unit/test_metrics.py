@@ -21,11 +21,12 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.telemetry import Telemetry, Window, WindowState
 from lockstep.telemetry.columns import figures
 from lockstep.telemetry.display import Display
+from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.time_spent import TimeSpent
+from lockstep.telemetry.window import Window, WindowState
 from thread_ranks import ThreadRanks
 
 PLAN = Plan(examples=100, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)

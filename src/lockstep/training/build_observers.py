@@ -12,11 +12,12 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry import Telemetry, sinks
+from lockstep.telemetry import sinks
 from lockstep.telemetry.clock import TimeLeft
 from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
+from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.profile import StepProfile
 from lockstep.telemetry.sinks import NoSamples, Samples

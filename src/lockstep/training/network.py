@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.stochastic import ForwardDraws
-from lockstep.telemetry import WindowState
+from lockstep.telemetry.window import WindowState
 from lockstep.training.freezing import Freezing
 
 

@@ -20,7 +20,8 @@ from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.telemetry import Telemetry, Window
+from lockstep.telemetry.metrics import Telemetry
+from lockstep.telemetry.window import Window
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network, Progress
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
