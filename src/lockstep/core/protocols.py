@@ -181,7 +181,7 @@ class Launcher(Component, Protocol):
 
     @property
     def backend(self) -> str:
-        """The library of the collectives: `nccl` or `gloo` after `auto` is resolved."""
+        """The library of the collectives, `nccl` or `gloo` after `auto` is resolved."""
 
     @property
     def timeout(self) -> str:

@@ -26,6 +26,7 @@ from lockstep.runtime.signals import STOP_SIGNALS
 MOST_NODES = 4096
 FIRST_S = 600  # the seconds that machines have at least for joining a job
 ANSWER_S = 5.0  # seconds after which a network that swallows what it cannot deliver counts as silent
+LAST_CALL_S = 5  # how long a job with enough machines waits for more of them
 MONITOR_S = 0.1  # how often the agent looks at its ranks
 
 
@@ -128,7 +129,12 @@ class Elastic(Spawn):
             run_id=AGENT,
             rdzv_backend="c10d",
             rdzv_endpoint=str(self.rendezvous),
-            rdzv_configs={"is_host": self.is_host, "join_timeout": patience, "read_timeout": timeout},
+            rdzv_configs={
+                "is_host": self.is_host,
+                "join_timeout": patience,
+                "last_call_timeout": LAST_CALL_S,
+                "read_timeout": timeout,
+            },
             max_restarts=self.restarts,
             monitor_interval=MONITOR_S,
             local_addr=name,
