@@ -12,9 +12,11 @@ from torch import nn
 
 from helpers import built, resolved
 from lockstep.config.schema import Job
+from lockstep.core.data_protocols import ImageLoader, Source
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading import Streaming
+from lockstep.data.datasets import CSV, Digits, Folder, Packed
+from lockstep.data.loading import Resident, Streaming
 from lockstep.training import dry_run, verdict
 from lockstep.training.dry_run import settings_to_try, tried
 from lockstep.training.verdict import Evidence, checklist, findings
@@ -26,6 +28,10 @@ PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every
 def job() -> Job:
     composed = resolved("model=basicnet", "device=cpu", "launcher=inline", "launcher.threads=2")
     return replace(composed, loader=Streaming(workers=1))
+
+
+def of_photos() -> Job:
+    return replace(job(), dataset=Folder(path="photos"))
 
 
 def evidence(**facts: Any) -> Evidence:
@@ -77,6 +83,18 @@ def test_the_verdict_names_what_takes_most(
         assert str(ruling).endswith(", and is another run") == override.startswith(("batch=", "precision="))
 
 
+@pytest.mark.parametrize("examples", [64, 65, 127, 128, 129, 1000])
+def test_a_larger_batch_is_advised_only_where_the_split_has_as_many_examples(examples: int) -> None:
+    plan = replace(PLAN, examples=examples)
+    facts = evidence(plan=plan, shares={"optimizer": 0.5, "forward": 0.5}, spread={})
+    item = next(item for item in checklist(facts) if item.item == "a larger batch")
+    for override in (verdict.verdict(facts).override, item.override):
+        assert override == ("batch=128" if examples >= 128 else None)
+        if override is not None:
+            assert int(override.removeprefix("batch=")) <= examples, "a larger one is refused"
+    assert item.state == ("worth trying" if examples >= 128 else "not applicable")
+
+
 def test_of_several_findings_the_largest_gain_is_named() -> None:
     shares = {"data": 0.3, "evaluation": 0.2, "forward": 0.5}
     facts = evidence(shares=shares)
@@ -85,8 +103,25 @@ def test_of_several_findings_the_largest_gain_is_named() -> None:
     assert verdict.verdict(facts).override == "loader.workers=2"
 
 
+@pytest.mark.parametrize("source", [Folder(path="photos"), CSV(path="a.csv"), Packed(path="pack"), Digits()])
+@pytest.mark.parametrize("loader", [Streaming(workers=1), Resident()])
+@pytest.mark.parametrize("cores", [1.0, 7.9])
+def test_packing_is_advised_only_where_files_are_decoded(source: Source, loader: ImageLoader, cores: float) -> None:
+    facts = evidence(
+        job=replace(job(), dataset=source, loader=loader),
+        shares={"data": 0.5, "forward": 0.5},
+        hardware={"cpu_cores": cores},
+    )
+    ruling = verdict.verdict(facts)
+    read_while_it_trains = isinstance(loader, Streaming)
+    decoded = isinstance(source, Folder | CSV)
+    assert ("lockstep pack" in ruling.sentence) == (read_while_it_trains and decoded and cores > 7)
+    assert ("waits for images" in ruling.sentence) == read_while_it_trains
+    assert (ruling.override is not None) == (read_while_it_trains and cores < 7)
+
+
 def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
-    facts = evidence(shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.9})
+    facts = evidence(job=of_photos(), shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.9})
     ruling = verdict.verdict(facts)
     assert "lockstep pack" in ruling.sentence
     assert ruling.override is None
@@ -102,7 +137,8 @@ def test_cores_that_other_programs_use_are_not_idle(idle: float, override: str |
 
 def test_the_ranks_of_a_machine_share_its_cores() -> None:
     world = World(rank=0, local_rank=0, size=8, local_size=4, device=torch.device("cpu"))
-    facts = evidence(world=world, shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.6})
+    shares = {"data": 0.5, "forward": 0.5}
+    facts = evidence(job=of_photos(), world=world, shares=shares, hardware={"cpu_cores": 7.6})
     assert "lockstep pack" in verdict.verdict(facts).sentence, "a rank has 2 cores, and 0.1 of them are idle"
     facts = evidence(world=world, shares={"data": 0.9, "forward": 0.1})
     assert verdict.verdict(facts).override == "loader.workers=8", "four for each of its cores"

@@ -14,6 +14,7 @@ from torch import nn
 from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
+from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host, limits
 from lockstep.telemetry.flops import peak_flops
 from lockstep.training.dry_run import has_convolutions, takes_channels_last
@@ -132,9 +133,9 @@ def amdahl(share: float, factor: float) -> float:
 
 def data_findings(evidence: Evidence) -> Iterator[Finding]:
     share = evidence.share("data")
-    if share < NOTABLE or evidence.steps < SHORT:
-        return
     loader = evidence.job.loader
+    if share < NOTABLE or evidence.steps < SHORT or loader.decodes_once:  # nothing is read while the run trains
+        return
     workers = int(getattr(loader, "workers", 0))
     cores = evidence.cores / evidence.world.local_size
     unused = evidence.cores - evidence.hardware.get("cpu_cores", evidence.cores)
@@ -142,8 +143,9 @@ def data_findings(evidence: Evidence) -> Iterator[Finding]:
     sentence = f"training waits for images in {100 * share:.0f} % of the time"
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
+        pack = ": `lockstep pack` decodes the images once and for all" * isinstance(evidence.job.dataset, FileSource)
         yield Finding(
-            sentence=f"{sentence}, and the cores are busy: `lockstep pack` decodes the images once and for all",
+            sentence=f"{sentence}, and the cores are busy{pack}",
             evidence=seen,
             gain=1 / (1 - share),
         )
@@ -193,13 +195,19 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
     ):
         share = evidence.share(part) - evidence.spread.get(part, 0.0)  # what is certain of it
         if share >= NOTABLE:
+            larger = larger_batch(evidence.plan)
             yield Finding(
                 sentence=f"{sentence} in {100 * share:.0f} % of the time; a larger batch does so less often",
                 evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
-                gain=amdahl(share, 2),
-                override=f"batch={2 * evidence.plan.batch}",
-                another_run=True,
+                gain=amdahl(share, 2) if larger is not None else None,
+                override=larger,
+                another_run=larger is not None,
             )
+
+
+def larger_batch(plan: Plan) -> str | None:
+    """The override for a batch of twice the size; None if the training split has too few examples for it."""
+    return f"batch={2 * plan.batch}" if 2 * plan.batch <= plan.examples else None
 
 
 def _work(evidence: Evidence) -> Iterator[Finding]:
@@ -264,7 +272,9 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
     data = next(data_findings(evidence), None)
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
-    yield point("a larger batch", False, f"{NOT_TRIED}; it is another run", f"batch={2 * evidence.plan.batch}")
+    larger, examples = larger_batch(evidence.plan), evidence.plan.examples
+    obstacle = f"twice the batch is more than the {examples:,} examples of the training split" * (larger is None)
+    yield point("a larger batch", False, f"{NOT_TRIED}; it is another run", larger, obstacle)
     obstacle = "the model has no batch norm" * (not has_batchnorm(evidence.model))
     synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
     done = synced or evidence.local_batch >= SMALL_BATCH
