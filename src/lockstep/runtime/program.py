@@ -139,7 +139,8 @@ def finish() -> NoReturn:
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
-    if isinstance(sys.stdout, SafeStream) and (error := sys.stdout.error):
+    error = sys.stdout.error if isinstance(sys.stdout, SafeStream) else None
+    if error is not None and not isinstance(error, BrokenPipeError):  # a reader such as `head` has read enough
         say(StorageError(f"the output cannot be written ({error.strerror})"))
         leave(StorageError.exit_code)
     leave(0)
