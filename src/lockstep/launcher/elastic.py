@@ -113,7 +113,7 @@ class Elastic(Spawn):
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
         (host, port), (least, most) = self._meeting(), self.node_range
-        timeout = round(plan.seconds("launcher.timeout", self.timeout))
+        timeout = max(1, round(plan.seconds("launcher.timeout", self.timeout)))
         patience = max(timeout, FIRST_S)
         # The agents number the machines in the order of these names, and the first one is where the ranks meet.
         name = host if self.is_host else f"~{self.node_rank:>8}~{socket.gethostname()}"
@@ -159,7 +159,8 @@ class Elastic(Spawn):
         except (RendezvousError, DistError, AttributeError) as error:
             reason = str(error).partition("\n")[0]
             raise RankFailed(
-                f"no {least} machines have met at {self.rendezvous}, or main's is gone ({reason})"
+                f"no {least} machines have met at {self.rendezvous}, or main's is gone ({reason}); start the same "
+                "command on each, and see the output of the others"
             ) from error
 
     def _await_main(self, host: str, port: int, patience: float) -> None:
