@@ -36,8 +36,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from lockstep import checkpoint
@@ -184,10 +183,10 @@ def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
-    """Every record of the raw files, also those that TensorBoard would hide."""
-    for path in sorted(folder.rglob("events.out.tfevents.*")):
-        for event in map(Event.FromString, RawEventFileLoader(str(path)).Load()):
-            yield from ((value.tag, event.step, value.simple_value) for value in event.summary.value)
+    """The figures that TensorBoard shows."""
+    for part in (folder, folder / "val"):
+        read = EventAccumulator(str(part), {"scalars": 0}).Reload()
+        yield from ((tag, event.step, event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag))
 
 
 def processes(folder: Path) -> list[int]:

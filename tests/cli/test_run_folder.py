@@ -44,7 +44,7 @@ def run(root: Path, done: Done) -> Path:
 def test_the_folder_holds_these_files_and_no_others(run: Path) -> None:
     files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
     events = {name for name in files if name.startswith(("events.out.tfevents.", "val/events.out.tfevents."))}
-    assert len(events) == 2
+    assert len(events) == 3, "of training, of evaluations, and of the verdict"
     step = "checkpoints/step-00000003"
     assert files - events == {
         ".hydra/config.yaml",

@@ -43,7 +43,6 @@ ASKS_FOR_MAIN: dict[str, str] = {
 WRITES_FILES: dict[str, str] = {
     "lockstep.core.safe_write": "defines how",
     "lockstep.core.terminal": "the null device",
-    "lockstep.telemetry.tensorboard": "a new event file, which must not exist",
     "lockstep.checkpoint.writing": "files of a new folder, which gets its name when it is complete",
     "lockstep.data.packing": "files of a new folder with a random name",
     "lockstep.cli.new": "files of a new folder with a random name",

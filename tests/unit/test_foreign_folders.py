@@ -22,14 +22,11 @@ from lockstep.runtime.watchdog import dump_stacks_on_signal
 from lockstep.sweep.ledger import JOBS, Identity, Ledger, output_of
 from lockstep.sweep.record import Record
 from lockstep.sweep.runs import read_run
-from lockstep.telemetry.events import EVENTS
 from lockstep.telemetry.report import write_report
 from lockstep.telemetry.sinks import truncate_after
-from lockstep.telemetry.tensorboard import append_verdict
 
 IDENTITY = Identity(base={}, swept=("seed",), words=())
 RECORD = Record(number=0, overrides=("seed=1",), folder="000-seed=1")
-EVENT_FILE = EVENTS.replace("*", "1.host")
 STEP_LINE = '{"step": 1, "loss/train": 1.0}\n'
 
 
@@ -49,12 +46,6 @@ def logged(path: Path) -> None:
     handler.close()
 
 
-def with_verdict(path: Path) -> None:
-    run = RunDir(path.parent)
-    run.write_summary(verdict={"sentence": "ours"})
-    append_verdict(run, 1)
-
-
 def stacks(path: Path) -> None:
     with dump_stacks_on_signal(path) as file:
         file.write("ours")
@@ -68,7 +59,6 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "log": ("train.log", logged),
     "stacks": ("stacks.log", stacks),
     "figures": ("metrics.jsonl", lambda path: truncate_after(path, 9, lambda line: 1.0)[0].close()),
-    "verdict": (EVENT_FILE, with_verdict),
     "summary": ("summary.json", lambda path: RunDir(path.parent).write_summary(status="ours")),
     "report": ("report.html", lambda path: write_report(RunDir(path.parent))),
     "latest": ("latest", lambda path: RunDir(path.parent / "run").mark_latest(path.parent)),

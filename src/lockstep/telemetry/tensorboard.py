@@ -1,15 +1,15 @@
-"""TensorBoard: the figures of training in the run folder's event file, and those of evaluations in `val`.
+"""TensorBoard: the figures of training in the run folder's event files, and those of evaluations in `val`.
 
 TensorBoard colours by folder. So in one chart a curve of training has another colour than one of evaluations.
 """
 
-import os
-import socket
+from __future__ import annotations
+
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -21,10 +21,12 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import append, make_folder, storing
+from lockstep.core.safe_write import make_folder, storing
 from lockstep.telemetry import pictures
-from lockstep.telemetry.events import EVENTS, SESSION, trim_events
-from lockstep.telemetry.sinks import finite
+from lockstep.telemetry.sinks import finite, place_of
+
+if TYPE_CHECKING:  # a job without TensorBoard does not import it
+    from torch.utils.tensorboard import SummaryWriter
 
 # The charts of each category of the page of custom scalars, with the tags of their curves.
 LAYOUT: dict[str, dict[str, list[str]]] = {
@@ -62,7 +64,7 @@ FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations whose pictures are written: they take 20 ms
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
-OF_EVALUATIONS = ("loss/val", "acc/val", "metric/")  # how the tags of evaluations begin
+EVENTS = "events.out.tfevents.*"
 
 
 def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
@@ -81,12 +83,14 @@ def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
 class TensorBoard(Observer):
     """Writes event files, new ones after each resume. An error, such as a full disk, is one warning.
 
+    TensorBoard hides the steps of earlier files that the resumed run does again (`purge_step`).
+
     Args:
         folder: the run folder.
         after: where the run resumes from, `RunInfo.after`.
-        facts: the hyper-parameters. On a resume they replace the earlier ones, as do the texts.
+        facts: the hyper-parameters. TensorBoard shows those of the first start.
         layout: the charts, as in `LAYOUT`.
-        texts: texts about the run, by title.
+        texts: texts about the run, by title. Each start of the run adds them, at its first step.
         pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
         model: the model whose weights are shown as histograms; None shows none.
     """
@@ -103,51 +107,40 @@ class TensorBoard(Observer):
         model: nn.Module | None = None,
     ) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from torch.utils.tensorboard.summary import custom_scalars, hparams
+        from torch.utils.tensorboard.summary import hparams
 
         self.summary = Summary
-        self.files: list[BinaryIO] = []  # of training, and of evaluations
+        self.writers: list[SummaryWriter] = []  # of training, and of evaluations
         self.failed = False
-        self.flushed = self.pictured = time.monotonic()
+        self.pictured = time.monotonic()
         self.pending: Predictions | None = None
         self.pixels, self.model = pixels, model
+        first = int(after) + 1
         with self._tolerating_errors():
+            # Of the step that the run resumes from, only an evaluation may be left to do.
+            self.writers.append(training := opened(folder, first))
+            self.writers.append(opened(folder / "val", int(after + 0.5)))
+            multiline = {
+                page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
+                for page, charts in layout.items()
+            }
+            training.add_custom_scalars(multiline)
             # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
             # those in which runs differ come first. It shows five until the user asks for more.
             # Written to the run's own file: `add_hparams` would create a second run.
-            charts = {
-                page: {chart: ["Multiline", tags] for chart, tags in of_page.items()}
-                for page, of_page in layout.items()
-            }
-            session = [custom_scalars(charts), *hparams(dict(facts), {})[1:]]
-            session += [text_of(title, text) for title, text in (texts or {}).items()]
-            self._open(folder, after, session)
-            self._open(folder / "val", after, [])
-
-    def _open(self, folder: Path, after: float, session: Sequence[Any]) -> None:
-        """Trim the event files of a folder, and begin a new one, with what describes the run."""
-        make_folder(folder)
-        trim_events(sorted(folder.glob(EVENTS)), after)
-        name = f"{EVENTS.rstrip('*')}{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-        file = (folder / name).open("xb")
-        self.files.append(file)
-        write_event(file, file_version="brain.Event:2")
-        for summary in session:
-            write_event(file, summary=summary)
-        file.flush()
+            for summary in hparams(dict(facts), {})[1:]:
+                add(training, summary, 0)
+            for title, text in (texts or {}).items():
+                add_text(training, title, text, first)
+            training.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.failed:
             return
-        values: tuple[list[Any], list[Any]] = [], []
-        for tag, value in finite(scalars).items():
-            values[tag.startswith(OF_EVALUATIONS)].append(self.summary.Value(tag=tag, simple_value=value))
+        # One record for all: `add_scalar` would wait for the writer's thread at each figure, in all 1.4 ms.
+        values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in finite(scalars).items()]
         with self._tolerating_errors():
-            for file, of_file in zip(self.files, values, strict=True):
-                if of_file:
-                    write_event(file, step=step, summary=self.summary(value=of_file))
-            if time.monotonic() - self.flushed > FLUSH_S:
-                self.flush()
+            add(self.writers[place_of(step, scalars) > step], self.summary(value=values), step)
 
     write_gpu = write
 
@@ -156,8 +149,7 @@ class TensorBoard(Observer):
         if pixels is not None and len(images) and not self.failed:
             shown = (pixels(images[:TRAINING_IMAGES].float().cpu()) * 255).round().clamp(0, 255).byte().numpy()
             with self._tolerating_errors():
-                value = self._picture("images/augmented", pictures.sheet(shown))
-                write_event(self.files[0], step=0, summary=self.summary(value=[value]))
+                add_picture(self.writers[0], "images/augmented", pictures.sheet(shown), micro.step)
 
     def predicted(self, predictions: Predictions) -> None:
         self.pending = predictions
@@ -169,37 +161,31 @@ class TensorBoard(Observer):
         predictions, self.pending = self.pending, None
         if predictions is None or self.failed:
             return
-        from torch.utils.tensorboard.summary import histogram
-
-        values = [self._picture("images/worst", pictures.worst(predictions))] if predictions.worst else []
-        if predictions.confusion:
-            values.append(self._picture("images/confusion", pictures.heat(predictions)))
-        for name, counts in zip(predictions.names, predictions.curves, strict=False):
-            values += _pr_curve(f"precision_recall/{name}", np.array(counts)).value
-        for name, weight in self.model.named_parameters() if self.model is not None else ():
-            local = getattr(weight, "_local_tensor", weight).detach().float().cpu().numpy()
-            if local.size and np.isfinite(local).all():
-                values += histogram(f"weights/{name}", local, BUCKETS).value
+        writer, step = self.writers[1], predictions.step
         with self._tolerating_errors():
-            write_event(self.files[1], step=predictions.step, summary=self.summary(value=values))
+            if predictions.worst:
+                add_picture(writer, "images/worst", pictures.worst(predictions), step)
+            if predictions.confusion:
+                add_picture(writer, "images/confusion", pictures.heat(predictions), step)
+            for name, counts in zip(predictions.names, predictions.curves, strict=False):
+                add_pr_curve(writer, f"precision_recall/{name}", np.array(counts), step)
+            for name, weight in self.model.named_parameters() if self.model is not None else ():
+                local = getattr(weight, "_local_tensor", weight).detach().float().cpu().numpy()
+                if local.size and np.isfinite(local).all():
+                    writer.add_histogram(f"weights/{name}", local, step, bins=BUCKETS)
         self.pictured = time.monotonic()
-
-    def _picture(self, tag: str, png: bytes) -> Any:
-        image = self.summary.Image(encoded_image_string=png, colorspace=3)
-        return self.summary.Value(tag=tag, image=image)
 
     def flush(self) -> None:
         if not self.failed:
-            self.flushed = time.monotonic()
             with self._tolerating_errors():
-                for file in self.files:
-                    file.flush()
+                for writer in self.writers:
+                    writer.flush()
 
     def end(self, outcome: Outcome) -> None:
         self._write_predictions()
-        for file in self.files:
+        for writer in self.writers:
             with self._tolerating_errors():
-                file.close()
+                writer.close()
 
     @contextmanager
     def _tolerating_errors(self) -> Iterator[None]:
@@ -211,36 +197,46 @@ class TensorBoard(Observer):
             self.failed = True
 
 
-def write_event(file: BinaryIO, **facts: Any) -> None:
-    # The writers of torch and TensorBoard use a thread, and the training loop waits for that thread and for Python's
-    # lock up to 2 ms at each log point. This one takes 0.1 ms. Its checksum is computed in Python, and is the largest
-    # cost: so all figures of a step are one record.
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.summary.writer.record_writer import RecordWriter
+def opened(folder: Path, purge_step: int | None = None) -> SummaryWriter:
+    """A new event file in a folder, from which TensorBoard hides the events of others from `purge_step` on."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    RecordWriter(file).write(Event(wall_time=time.time(), **facts).SerializeToString())
+    make_folder(folder)
+    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_S)
 
 
 def append_verdict(run_dir: RunDir, step: int) -> None:
-    """Add the verdict about a run that has ended to its event file, if it has both."""
-    verdict, paths = run_dir.read_summary().get("verdict"), sorted(run_dir.path.glob(EVENTS))
-    if verdict and paths:
+    """Add the verdict about a run that has ended to its event files, if it has both."""
+    verdict = run_dir.read_summary().get("verdict")
+    if verdict and any(run_dir.path.glob(EVENTS)):
         text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
-        with storing(paths[-1]), append(paths[-1], "ab") as file:
-            write_event(file, step=step, summary=text_of("verdict", text))
+        with storing(run_dir.path), opened(run_dir.path) as writer:
+            add_text(writer, "verdict", text, step)
 
 
-def text_of(title: str, text: str) -> Any:
-    """A text about the run as a summary: in Markdown a block of code, whatever it has in it."""
-    from torch.utils.tensorboard import summary
-
-    return summary.text(f"{SESSION}{title}", "\n".join(f"    {line}" for line in masked(text).splitlines()))
+def add_text(writer: SummaryWriter, title: str, text: str, step: int) -> None:
+    """Write a text about the run: in Markdown a block of code, whatever it has in it."""
+    writer.add_text(f"run/{title}", "\n".join(f"    {line}" for line in masked(text).splitlines()), step)
 
 
-def _pr_curve(tag: str, counts: np.ndarray) -> Any:
-    """The curve of precision over recall of a class as a summary, from its `Predictions.curves`."""
-    from torch.utils.tensorboard.summary import pr_curve_raw
+def add(writer: SummaryWriter, summary: Any, step: int) -> None:
+    """Write a summary that `SummaryWriter` has no method for."""
+    assert writer.file_writer is not None
+    writer.file_writer.add_summary(summary, step)
 
+
+def add_picture(writer: SummaryWriter, tag: str, png: bytes, step: int) -> None:
+    """Write a PNG as it is."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    image = Summary.Image(encoded_image_string=png, colorspace=3)
+    add(writer, Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+
+def add_pr_curve(writer: SummaryWriter, tag: str, counts: np.ndarray, step: int) -> None:
+    """Write the curve of precision over recall of a class, from its `Predictions.curves`."""
     hits, false = counts[:, ::-1].cumsum(1)[:, ::-1].astype(float)
     precision, recall = hits / np.maximum(hits + false, 1), hits / max(hits[0], 1)
-    return pr_curve_raw(tag, hits, false, false[0] - false, hits[0] - hits, precision, recall, BINS)
+    writer.add_pr_curve_raw(
+        tag, hits, false, false[0] - false, hits[0] - hits, precision, recall, step, num_thresholds=BINS
+    )
