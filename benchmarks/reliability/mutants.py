@@ -194,14 +194,14 @@ strategy/strict.py: on four ranks a gradient counts twice and another one never 
 config/hydra_policy.py: a value of one job of a sweep stays in the next one [hydra_policy]
 - composed = copy.deepcopy(self.jobs[lines])
 + composed = self.jobs[lines]
-inference/evaluation.py: probabilities that are too high and too low make up for each other [evaluate]
-- float(gaps.abs().sum())
-+ float(gaps.sum().abs())
+inference/evaluation.py: the calibration error is a share, not a percentage [predictor]
+- 100 * scores.compute()
++ scores.compute()
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
 -         scores.update_without()
 +         pass
 data/loading/shards.py: a broken image of one split hides that of the other [loader]
-- example = (labels is self.train_labels, index)
+- example = (labels is self.eval_labels, index)
 + example = (True, index)
 training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
 - @torch.no_grad()
