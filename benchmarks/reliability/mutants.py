@@ -32,14 +32,14 @@ console = Console(highlight=False, width=160)
 # A file of src/lockstep, what the bug breaks, and the files of tests/unit that should find it; then the lines as they
 # are, and with the bug. The first line may begin anywhere in a line of the file, and the last one end anywhere.
 TABLE = r"""
-training/trainer.py: the mean of the ranks' means, though their shards are uneven [trainer]
+training/train_step.py: the mean of the ranks' means, though their shards are uneven [trainer]
 - self.grad_divisor / shard.count
 + 1 / max(1, len(shard.labels))
-training/trainer.py: a gradient is clipped while it still has the scale of float16 [trainer]
+training/train_step.py: a gradient is clipped while it still has the scale of float16 [trainer]
 -         network.scaler.unscale_(network.optimizer)
 -         grad_norm = None
 +         grad_norm = None
-training/trainer.py: the loss scale never changes after an overflow [trainer]
+training/train_step.py: the loss scale never changes after an overflow [trainer]
 - network.scaler.update()
 + pass
 optim/optimizers.py: each parameter's gradient is clipped by its own norm [optim]
@@ -70,9 +70,9 @@ checkpoint/reading.py: after a resume the average of the weights starts again [c
 training/trainer.py: a resume takes the last step again [trainer]
 - self.loader.train(after=self.progress.step)
 + self.loader.train(after=max(0, self.progress.step - 1))
-training/trainer.py: the schedule is a step behind [trainer]
-- self.schedule.factor(shard.step, self.plan)
-+ self.schedule.factor(self.progress.step, self.plan)
+training/train_step.py: the schedule is a step behind [trainer]
+- self.job.schedule.factor(step, self.plan)
++ self.job.schedule.factor(step - 1, self.plan)
 training/fingerprint.py: a resume may change how often each class is drawn [fingerprint]
 -         "sampling": job.train.sampling,
 -         "seed"
@@ -194,14 +194,14 @@ strategy/strict.py: on four ranks a gradient counts twice and another one never 
 config/hydra_policy.py: a value of one job of a sweep stays in the next one [hydra_policy]
 - composed = copy.deepcopy(self.jobs[lines])
 + composed = self.jobs[lines]
-inference/evaluation.py: probabilities that are too high and too low make up for each other [evaluate]
-- float(gaps.abs().sum())
-+ float(gaps.sum().abs())
+inference/evaluation.py: the calibration error is a share, not a percentage [predictor]
+- 100 * scores.compute()
++ scores.compute()
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
 -         scores.update_without()
 +         pass
 data/loading/shards.py: a broken image of one split hides that of the other [loader]
-- example = (labels is self.train_labels, index)
+- example = (labels is self.eval_labels, index)
 + example = (True, index)
 training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
 - @torch.no_grad()
@@ -227,9 +227,9 @@ training/build_model.py: layers that are frozen until a step are frozen for good
 training/micro_batch_search.py: the bound of a trial stays for the run [largest_batch]
 -         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 +         pass
-training/trainer.py: the gradient norm is measured a step after the log point [trainer]
-- measures_norm=self.plan.due("log", shard.step)
-+ measures_norm=self.plan.due("log", shard.step - 1)
+training/train_step.py: the gradient norm is measured a step after the log point [trainer]
+- self.network, self.plan.due("log", shard.step)
++ self.network, self.plan.due("log", shard.step - 1)
 training/network.py: a resume loses the figures of the evaluation that was saved last [metrics]
 - self.step if self.score is None else self.step + 0.5
 + self.step

@@ -16,7 +16,6 @@ import lockstep
 from helpers import NARROW
 from lockstep.cli.lr_find import lr_find, range_test
 from lockstep.core.errors import InputError, StorageError
-from lockstep.training.freezing import Freezing
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
 
@@ -41,7 +40,7 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_average_loss() ->
     optimizer, steps = SimpleNamespace(param_groups=[{"scale": 1.0}]), iter(losses)
     rates: list[float] = []
 
-    def update(shard: Any) -> float:
+    def loss_of_step(shard: Any) -> float:
         rates.append(optimizer.param_groups[0]["lr"])
         return next(steps)
 
@@ -50,9 +49,9 @@ def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_average_loss() ->
         model=nn.Identity(),
         pipeline=SimpleNamespace(train=lambda groups: groups),
         loader=SimpleNamespace(train=lambda after: (SimpleNamespace(step=step) for step in range(1, 6))),
-        freezing=Freezing(),
         optimizer=optimizer,
-        update=update,
+        set_learning_rate=lambda step: None,
+        loss_of_step=loss_of_step,
     )
     test = range_test(parts, 1, 1e4, lambda step: None)
     assert rates == pytest.approx([1, 10, 100, 1000, 10_000])

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
@@ -21,7 +20,6 @@ from helpers import NARROW, Done, forked, records, train_here
 from lockstep.checkpoint import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
-from lockstep.inference.evaluation import Evaluation
 
 SIZES = ((40, 30), (30, 44), (33, 33))
 
@@ -273,26 +271,6 @@ def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path,
 def test_a_wrong_top_is_one_sentence(place: Path) -> None:
     done = used(place, "predict", "latest", "photos", "--top", "0")
     assert (done.code, done.err) == (2, "lockstep: --top is 0, expected 1 or more: --top 5\n")
-
-
-def test_the_calibration_error_is_that_of_the_definition() -> None:
-    generator = torch.Generator().manual_seed(0)
-    probabilities, labels = torch.rand(500, generator=generator), torch.randint(3, (500,), generator=generator)
-    evaluation = Evaluation(
-        names=("a", "b", "c"),
-        labels=labels,
-        predicted=torch.zeros_like(labels),
-        probabilities=probabilities,
-        top5=torch.ones(500, dtype=torch.bool),
-        loss=0.0,
-    )
-    expected = 0.0
-    for number in range(15):
-        inside = (probabilities > number / 15) & (probabilities <= (number + 1) / 15)
-        if inside.any():
-            gap = (labels[inside] == 0).double().mean() - probabilities[inside].double().mean()
-            expected += float(abs(gap) * inside.sum() / 500)
-    assert evaluation.calibration_error == pytest.approx(100 * expected, abs=1e-9)
 
 
 def test_a_command_of_use_has_no_effect_on_a_run_but_its_two_files(place: Path) -> None:

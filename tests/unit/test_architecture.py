@@ -161,12 +161,12 @@ def test_an_init_has_no_code() -> None:
             assert all(isinstance(node, plain) for node in tree.body), path
 
 
-def test_the_tour_of_the_source_names_ten_files_that_there_are() -> None:
+def test_the_tour_of_the_source_names_eleven_files_that_there_are() -> None:
     tour = (
         (ROOT / "CONTRIBUTING.md").read_text().partition("## From the command to the step")[2].partition("\n## ")[0]
     )
     files = re.findall(r"^\d+\. `([^`]+)`", tour, re.MULTILINE)
-    assert len(files) == 10
+    assert len(files) == 11
     assert not [file for file in files if not (ROOT / file).is_file()]
 
 
@@ -180,7 +180,7 @@ def test_a_launcher_does_not_know_what_it_launches() -> None:
 
 
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
-    loop = [MODULES["training.trainer"], MODULES["training.evaluate"]]
+    loop = [MODULES[f"training.{name}"] for name in ("trainer", "train_step", "evaluate")]
     known = {name for path in loop for name in modules_imported(path)}
     assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
     assert not known & {"optim.schedule", "core.run_dir", "core.log"}
@@ -197,7 +197,7 @@ def test_hydra_and_omegaconf_stay_at_the_border() -> None:
     assert beyond <= border
 
 
-@pytest.mark.parametrize("name", ["training.trainer", "training.evaluate"])
+@pytest.mark.parametrize("name", ["training.trainer", "training.train_step", "training.evaluate"])
 def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: str) -> None:
     tree = parsed(MODULES[name])
     words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]

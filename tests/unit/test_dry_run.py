@@ -16,7 +16,7 @@ from helpers import losses, resolved, train_here
 from lockstep.core.world import World
 from lockstep.models import zoo
 from lockstep.optim import AdamW
-from lockstep.training import dry_run
+from lockstep.training import build_model, dry_run
 from lockstep.training.dry_run import OUT_OF_MEMORY, dry_run_step, training_rate, unless_out_of_memory
 
 
@@ -52,19 +52,48 @@ def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyP
     parts = []
 
     def kept(build: Any) -> Any:
-        def building(*arguments: Any) -> Any:
-            parts.append(build(*arguments))
+        def building(*arguments: Any, **options: Any) -> Any:
+            parts.append(build(*arguments, **options))
             return parts[-1]
 
         return building
 
     monkeypatch.setattr(AdamW, "build", kept(AdamW.build))
-    monkeypatch.setattr(dry_run, "EMA", kept(dry_run.EMA))
+    monkeypatch.setattr(build_model, "EMA", kept(build_model.EMA))
     dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
-    optimizer, average = parts
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    assert all(parameter.grad is not None and optimizer.state[parameter] for parameter in parameters)
+    average, optimizer = parts
+    assert all(optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])
     assert average.n_averaged == 1
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        ("loss=bce", "train.mixup=0.2", "train.clip_norm=1", "train.ema=0.9"),
+        ("loss.balanced=true", "precision=bf16", "train.cutmix=1"),
+        ("repro=strict", "batch=64"),
+        ("strategy=allreduce", "launcher.ranks=2"),
+        ("model=whitenet", "dataset=fake", "dataset.size=32"),
+        ("model=test_resnet", "model.drop_path_rate=0.2", "dataset=fake", "dataset.size=32"),
+    ],
+    ids=" ".join,
+)
+def test_a_trial_is_the_step_of_any_job(job: tuple[str, ...]) -> None:
+    dry_run_step(resolved(*job), World.solo(), 2)()
+
+
+def test_a_trial_trains_the_layers_that_thaw_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    networks, build = [], dry_run.build_network
+
+    def building(*arguments: Any) -> Any:
+        networks.append(build(*arguments))
+        return networks[-1]
+
+    monkeypatch.setattr(dry_run, "build_network", building)
+    for until in ("train.freeze_until=50%", "train.freeze_until=null"):
+        dry_run_step(resolved("train.freeze=[backbone]", until), World.solo(), 2)()
+    thawed, frozen = [len(network.optimizer.state) for network in networks]
+    assert (thawed, frozen) == (len(list(networks[0].model.parameters())), 2)
 
 
 def test_a_trial_needs_no_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:

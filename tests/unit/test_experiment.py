@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from helpers import records, resolved, train_here
+from helpers import records, resolved, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -190,6 +190,29 @@ def test_a_clock_that_is_set_back_while_a_run_lasts_is_not_in_its_duration(
     assert 0 < train_here(tmp_path, *JOB).read_summary()["seconds"] < 3600
 
 
+STRATEGIES = ("single", "dp", "ddp", "allreduce", "allreduce_hooks", "zero", "fsdp", "accelerate", "pipeline")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *OF_A_STEP,
+        *OF_A_LOSS,
+        *(f"strategy={name}" for name in STRATEGIES),
+        "repro=strict",
+        "model=digitnet model.width=8 model.dropout=0.5 train.micro_batches=3 train.clip_norm=0.1 train.cutmix=1",
+        "loss=bce precision=bf16 train.mixup=0.2",
+    ],
+)
+def test_a_loop_of_ones_own_takes_the_steps_of_the_run_to_the_bit(option: str, tmp_path: Path) -> None:
+    job = (*JOB, "device=cpu", "launcher.ranks=1", *option.split())
+    parts = build_parts(resolved(*job))
+    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+        parts(shard)
+    trained = weights(train_here(tmp_path, *job))
+    assert not [name for name, value in parts.model.state_dict().items() if not torch.equal(value, trained[name])]
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "bce", "focal", "cross_entropy loss.class_weights=[2,2]"])
 @pytest.mark.parametrize("loop", ["lockstep", "own"])
 def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
@@ -216,7 +239,7 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
         parts = build_parts(resolved(*job, "loader.workers=0"))
         (shard,) = parts.pipeline.train(parts.loader.train(after=0))
         weight, bias = (parameter.detach().clone() for parameter in parts.model.parameters())
-        line = {"loss/train": parts.update(shard)}
+        line = {"loss/train": parts.loss_of_step(shard)}
     else:
         run = train_here(tmp_path / "run", *job, "telemetry.interval=1")
         (line,) = [line for line in records(run) if "loss/train" in line]

@@ -210,8 +210,7 @@ def test_a_broken_image_that_several_ranks_have_read_counts_once(
 ) -> None:
     def skipped(here: World) -> int:
         own = replace(loader(folder, Resident(), here), skip=9)
-        own.train_labels[[3, 7 + here.rank]] = IGNORE_INDEX
-        own.eval_labels[3] = IGNORE_INDEX
+        own.broken_seen.update({(False, 3), (False, 7 + here.rank), (True, 3)})
         return own.count_skipped()
 
     assert ThreadRanks(3, monkeypatch).run(skipped) == [5] * 3

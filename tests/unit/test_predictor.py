@@ -366,23 +366,16 @@ def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     # A batch of another size may round differently.
     (prediction,) = predictor.predict(split.images[:1])
     torch.testing.assert_close(prediction.probabilities.max(), evaluation.probabilities[0], rtol=1e-5, atol=0)
-    assert logged["metric/calibration"] == pytest.approx(evaluation.calibration_error / 100, abs=1e-5)
+    assert evaluation.calibration_error == 100 * logged["metric/calibration"]
 
 
-class BrokenReader:
-    """Reads a split in memory, of which the first `BROKEN` images are broken."""
+class FirstBroken(ArraySplit):
+    """A split of which the first image is broken."""
 
-    BROKEN = 1
-
-    def __init__(self, workers: int) -> None: ...
-
-    def feed(self, split: ArraySplit, world: object) -> Any:
-        def read(requests: list[tuple[int, torch.Tensor]]) -> Any:
-            for _, indices in requests:
-                failed = {int(i): BrokenImage(int(i), "a.png", "cut short") for i in indices if i < self.BROKEN}
-                yield split.images[indices], failed
-
-        return read
+    def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
+        if 0 in indices:
+            raise BrokenImage(0, "a.png", "cut short")
+        return super().fetch(indices, epoch)
 
 
 def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
@@ -390,14 +383,13 @@ def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
 ) -> None:
     predictor = lockstep.load(digits.path)
     some = Digits().eval()
-    split = ArraySplit(some.images[:20], some.labels[:20])
+    split = FirstBroken(some.images[:20], some.labels[:20])
     whole = evaluate_split(predictor, ArraySplit(some.images[1:20], some.labels[1:20]))
-    monkeypatch.setattr("lockstep.inference.evaluation.Streaming", BrokenReader)
     with pytest.raises(BrokenImage, match=r"image 0, a\.png, cannot be decoded"):
         evaluate_split(predictor, split)
     monkeypatch.setattr(ArraySplit, "skip", 1)
     result = evaluate_split(predictor, split)
-    assert (result.count, result.top1_percent) == (19, whole.top1_percent)
+    assert (result.count, result.top1) == (19, whole.top1)
     assert result.loss == pytest.approx(whole.loss, rel=1e-5)
 
 

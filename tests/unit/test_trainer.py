@@ -36,6 +36,7 @@ from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.training.freezing import Freezing
 from lockstep.training.network import Network, Progress
 from lockstep.training.predictions import NoPredictions
+from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
@@ -129,23 +130,31 @@ def trainer_of(
     events = {"log_every": 1, "eval_every": 1, "save_every": 1, **(every or {})}
     plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
     replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
-    optimizer = SGD(momentum=0.0, lr=0.5).build(model)
-    return Trainer(
-        world=world,
-        plan=plan,
-        network=Network(
-            model=model,
-            replica=replica,
-            draws=ForwardDraws(seed=0, device=world.device),
-            optimizer=optimizer,
-            scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
-            ema=ema,
-        ),
-        loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
+    pipeline = Pipeline.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
+    network = Network(
+        model=model,
+        replica=replica,
+        draws=ForwardDraws(seed=0, device=world.device),
+        optimizer=SGD(momentum=0.0, lr=0.5).build(model),
+        scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
+        ema=ema,
+    )
+    job: Any = SimpleNamespace(
         strategy=strategy,
         precision=FP64(),
-        lr=0.5,
+        optimizer=SGD(lr=0.5),
         schedule=options.pop("schedule", Constant()),
+        train=SimpleNamespace(clip_norm=options.pop("clip_norm", None), eval_views=options.pop("eval_views", 1)),
+    )
+    return Trainer(
+        step=TrainStep(
+            job=job,
+            world=world,
+            plan=plan,
+            network=network,
+            loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
+            inputs=partial(inputs_of, pipeline, network.draws),
+        ),
         loader=Loader(
             world=world,
             plan=plan,
@@ -156,7 +165,7 @@ def trainer_of(
             train_feed=Resident().feed(train, world),
             eval_feed=Resident().feed(val, world),
         ),
-        pipeline=Pipeline.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0),
+        pipeline=pipeline,
         scores=options.pop("scores", NO_SCORES),
         checkpointer=silent,
         telemetry=silent,
@@ -190,7 +199,7 @@ def updated(trainer: Trainer) -> list[float]:
     """Take every step of the plan; returns the norms of the gradients."""
     norms = []
     for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
-        norm = trainer.update(shard, measures_norm=True)
+        norm = trainer.step.update(shard, measures_norm=True)
         assert norm is not None
         norms.append(norm.item())
     return norms
@@ -238,7 +247,7 @@ def test_an_overflow_skips_its_step_and_halves_the_loss_scale_which_grows_again(
     overflow = model[3].weight.register_hook(lambda gradient: gradient * torch.inf)
     scales = []
     for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
-        trainer.update(shard, measures_norm=False)
+        trainer.step.update(shard, measures_norm=False)
         scales.append(scaler.get_scale())
         if shard.step == 1:
             assert_equal(model, before)
@@ -395,7 +404,7 @@ def test_layers_are_frozen_up_to_their_last_frozen_step_and_trained_from_the_nex
     model = network()  # without a batch norm
     trainer = trainer_of(model, World.solo())
     freezing = Freezing.of(model, frozenset({"1.weight", "1.bias"}), until=2)
-    trainer.network = replace(trainer.network, freezing=freezing)
+    trainer.step.network = replace(trainer.network, freezing=freezing)
     moved = []
     for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
         before = [parameter.detach().clone() for parameter in model.parameters()]

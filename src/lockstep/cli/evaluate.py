@@ -65,7 +65,7 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
     name, split_name = type(source).__name__, {"val": "evaluation", "train": "training"}[split]
     lines = [
         f"{evaluation.count:,} images of the {split_name} split of {name}, weights of step {predictor.card.step}",
-        f"top-1 {evaluation.top1_percent:.2f} %  top-5 {evaluation.top5_percent:.2f} %  loss {evaluation.loss:.4f}  "
+        f"top-1 {evaluation.top1:.2f} %  top-5 {evaluation.top5:.2f} %  loss {evaluation.loss:.4f}  "
         f"calibration error {evaluation.calibration_error:.2f} %",
     ]
     if split == "val" and predictor.card.top1 is not None:

@@ -97,9 +97,9 @@ def range_test(parts: Parts, low: float, high: float, advance: Callable[[int], N
     parts.model.train()
     for shard in parts.pipeline.train(parts.loader.train(after=0)):
         rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
-        parts.freezing.freeze_for(shard.step)
+        parts.set_learning_rate(shard.step)
         set_learning_rate(parts.optimizer, rate)
-        average = SMOOTHING * average + (1 - SMOOTHING) * parts.update(shard)
+        average = SMOOTHING * average + (1 - SMOOTHING) * parts.loss_of_step(shard)
         smoothed = average / (1 - SMOOTHING**shard.step)
         if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
             break

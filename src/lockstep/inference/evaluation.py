@@ -1,6 +1,6 @@
 """Evaluates a trained model on a split: every example once, with the logits of the evaluation during training."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,22 +8,19 @@ import torch
 from torch import Tensor
 
 from lockstep.config import components
-from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import class_name
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
-from lockstep.data.loading.sampler import blocks
-from lockstep.data.loading.shards import IGNORE_INDEX
+from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
+from lockstep.metrics import Calibration, build_scores
 from lockstep.runtime.limits import cores
-from lockstep.training.evaluate import best_classes
-from lockstep.training.predictions import MATRIX_CLASSES
-
-BINS = 15  # of the calibration error, as in Guo et al. 2017
+from lockstep.training.evaluate import evaluate
+from lockstep.training.predictions import NoPredictions, counts_by_class
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,16 +31,19 @@ class Evaluation:
         names: the names of the classes, by label.
         labels, predicted: int64 (N,).
         probabilities: the probabilities of the predicted classes, float (N,).
-        top5: whether the label is among the five most probable classes, bool (N,).
+        top1, top5: the accuracies in percent.
         loss: the mean of the loss that the model was trained with, in evaluation mode.
+        calibration_error: in percent; see `lockstep.metrics.Calibration`.
     """
 
     names: tuple[str, ...]
     labels: Tensor
     predicted: Tensor
     probabilities: Tensor
-    top5: Tensor
+    top1: float
+    top5: float
     loss: float
+    calibration_error: float
 
     @property
     def whole(self) -> Tensor:
@@ -55,57 +55,44 @@ class Evaluation:
         return int(self.whole.sum())
 
     @property
-    def top1_percent(self) -> float:
-        """The same arithmetic as in training, so the same bits."""
-        return 100 * int((self.predicted == self.labels).sum()) / self.count
-
-    @property
-    def top5_percent(self) -> float:
-        return 100 * int(self.top5.sum()) / self.count
-
-    @property
-    def calibration_error(self) -> float:
-        """The expected calibration error in percent (Guo et al. 2017): how far probability and accuracy differ.
-
-        The mean over `BINS` equal intervals of the predicted probability, weighted by their examples.
-        """
-        probability = self.probabilities[self.whole].double()
-        correct = (self.predicted == self.labels)[self.whole].double()
-        intervals = (probability * BINS).ceil().long().clamp(1, BINS) - 1
-        gaps = torch.zeros(BINS, dtype=torch.float64).index_add_(0, intervals, probability - correct)
-        return 100 * float(gaps.abs().sum()) / self.count
-
-    @property
     def per_class(self) -> list[tuple[str, int, float | None]]:
         """For each class, by label: its name, its number of examples, and the percentage predicted right."""
-        examples, hits = self.labels[self.whole], self.labels[self.predicted == self.labels]
-        counts, right = (torch.bincount(labels, minlength=len(self.names)).tolist() for labels in (examples, hits))
+        (counts, _, right), _ = self._counts()
         return [
             (name, count, 100 * correct / count if count else None)
-            for name, count, correct in zip(self.names, counts, right, strict=True)
+            for name, count, correct in zip(self.names, counts.tolist(), right.tolist(), strict=True)
         ]
 
-    @property
-    def confusion(self) -> Tensor | None:
-        """Examples by label (rows) and prediction (columns), int64 (C, C); None for many classes."""
-        size = len(self.names)
-        if size > MATRIX_CLASSES:
-            return None
-        cells = self.labels[self.whole] * size + self.predicted[self.whole]
-        return torch.bincount(cells, minlength=size * size).view(size, size)
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        return counts_by_class(self.labels[self.whole], self.predicted[self.whole], len(self.names))
 
     def facts(self) -> dict[str, Any]:
-        """All results but the predictions, as plain values."""
+        """All results but the predictions, as plain values. Many classes have no confusion matrix."""
         return {
             "images": self.count,
             "skipped": len(self.labels) - self.count,
-            "top1": self.top1_percent,
-            "top5": self.top5_percent,
+            "top1": self.top1,
+            "top5": self.top5,
             "loss": self.loss,
             "calibration_error": self.calibration_error,
             "classes": [{"name": name, "images": count, "top1": top1} for name, count, top1 in self.per_class],
-            "confusion": None if self.confusion is None else self.confusion.tolist(),
+            "confusion": self._counts()[1].tolist() or None,
         }
+
+
+class PredictedClasses(NoPredictions):
+    """Keeps the predicted class of each example and its probability, and calls `advance` with the size of a block."""
+
+    def __init__(self, kind: str, advance: Callable[[int], None]) -> None:
+        self.kind, self.advance = kind, advance
+        self.blocks: list[tuple[Tensor, Tensor]] = []
+
+    def update(
+        self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, losses: Tensor, *, first: int
+    ) -> None:
+        shares = probabilities(logits, self.kind).gather(1, predicted[:, None])[:, 0]
+        self.blocks.append((predicted.cpu(), shares.cpu()))
+        self.advance(len(labels))
 
 
 def evaluate_split(
@@ -122,48 +109,38 @@ def evaluate_split(
     Raises:
         InputError: more images are broken than the split allows, or all of them.
     """
-    labels = split.labels.clone() if model_labels is None else model_labels[split.labels]
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    criterion = components.build("loss", predictor.card.loss).build(predictor.card.classes, labels)
-    loss = MaskedLoss(criterion.to(predictor.device).eval(), tolerates_broken=True)
-    summed = torch.zeros(1, dtype=torch.float64, device=predictor.device)
-    for block, images in _blocks(predictor, split, labels):
-        block_labels = labels[block.start : block.stop].to(predictor.device)
-        logits = predictor.logits(images)
-        summed += loss(logits, block_labels, block_labels).sum()
-        best = best_classes(logits)
-        shares = probabilities(logits, predictor.card.probabilities).gather(1, best[:, :1])[:, 0]
-        advance(len(block))
-        parts.append((best[:, 0].cpu(), shares.cpu(), (best == block_labels[:, None]).any(1).cpu()))
-    predicted, shares, top5 = (torch.cat(part) for part in zip(*parts, strict=True))
-    count = int((labels != IGNORE_INDEX).sum())
-    if count == 0:
-        raise InputError("dataset: no image of the split can be decoded; see the warnings")
+    card, world = predictor.card, World.solo(predictor.device)
+    labels = split.labels if model_labels is None else model_labels[split.labels]
+    loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
+    loader = EvalLoader(
+        world=world,
+        eval_batch=card.eval_batch,
+        eval_labels=labels.to(world.device, copy=True),  # the loader marks broken images in them
+        eval_feed=Streaming(workers=cores() if split.images is None else 0).feed(split, world),
+        skip=split.skip,
+    )
+    scores = build_scores({"calibration": Calibration()}, card.classes, card.names, world, card.probabilities)
+    predictions = PredictedClasses(card.probabilities, advance)
+    figures = evaluate(
+        predictor.model,
+        loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
+        loader=loader,
+        pipeline=predictor.pipeline,
+        precision=predictor.precision,
+        world=world,
+        views=card.eval_views,
+        scores=scores,
+        predictions=predictions,
+    )
+    predicted, shares = (torch.cat(parts) for parts in zip(*predictions.blocks, strict=True))
     return Evaluation(
         names=predictor.names,
-        labels=labels,
+        labels=loader.eval_labels.cpu(),
         predicted=predicted,
         probabilities=shares,
-        top5=top5,
-        loss=summed.item() / count,
+        calibration_error=100 * scores.compute()["metric/calibration"],
+        **figures,
     )
-
-
-def _blocks(predictor: Predictor, split: Split, labels: Tensor) -> Iterator[tuple[range, Tensor]]:
-    """The images of each block of a split, on the device. The labels of broken images are overwritten."""
-    world = World.solo(predictor.device)
-    reader = Streaming(workers=cores() if split.images is None else 0)
-    own_blocks = blocks(len(split), predictor.card.eval_batch, rank=0, ranks=1)
-    requests = [(0, torch.arange(block.start, block.stop)) for block in own_blocks]
-    skipped = 0
-    for block, (images, broken) in zip(own_blocks, reader.feed(split, world)(requests), strict=True):
-        for index, error in broken.items():
-            skipped += 1
-            if skipped > split.skip:
-                raise error
-            log.show_warning(f"{error.failure}: left out, {skipped} of at most {split.skip}")
-            labels[index] = IGNORE_INDEX
-        yield block, images
 
 
 def check_data(predictor: Predictor, source: Source) -> Tensor:

@@ -30,6 +30,7 @@ from lockstep.training.blank_example import batches_without_single, check_single
 from lockstep.training.build_data import build_data
 from lockstep.training.build_model import without_start
 from lockstep.training.dry_run import TURNS, settings_to_try, tried
+from lockstep.training.evaluate import logits_of
 from lockstep.training.experiment import configure_torch
 from lockstep.training.freezing import Freezing, frozen_names
 from lockstep.training.micro_batch_search import micro_batches_that_fit
@@ -249,7 +250,7 @@ def _seconds_of_step(parts: Parts) -> tuple[float, float]:
             break
         read = time.perf_counter()
         for shard in parts.pipeline.train([group]):
-            parts.update(shard)  # returns the loss, so it waits for the device
+            parts.loss_of_step(shard)  # returns the loss, so it waits for the device
         reading.append(read - began)
         updating.append(time.perf_counter() - read)
     return sorted(reading)[len(reading) // 2], sorted(updating[1:] or updating)[(len(updating) - 1) // 2]
@@ -261,6 +262,6 @@ def _seconds_of_evaluated_image(parts: Parts) -> float:
     parts.model.eval()
     for _ in range(2):
         began = time.perf_counter()
-        with torch.inference_mode(), parts.job.precision.autocast(images.device):
-            parts.model(parts.pipeline.eval(images).to(parts.pipeline.dtype)).sum().item()
+        with torch.inference_mode():
+            logits_of(parts.model, images, pipeline=parts.pipeline, precision=parts.job.precision).sum().item()
     return (time.perf_counter() - began) / len(labels)

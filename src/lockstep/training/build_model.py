@@ -22,7 +22,6 @@ from lockstep.optim.ema import EMA
 from lockstep.stochastic import key_draws
 from lockstep.telemetry.flops import peak_flops, training_flops
 from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
-from lockstep.training.build_data import TrainingData
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
@@ -119,24 +118,25 @@ def restore(
     return Progress(**progress), str(relative(loaded.path))
 
 
-def build_loss(job: ResolvedJob, data: TrainingData, world: World) -> MaskedLoss:
-    """The loss of a job on its device.
+def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:
+    """The loss of a job on its device, for the `labels` of its training split, of which `skip` may be broken.
 
     Raises:
         InputError: the loss has parameters, which nothing would train, or does not give one number per example.
     """
     classes = job.dataset.classes
-    module = job.loss.build(classes, data.train.labels).to(world.device)
+    module = job.loss.build(classes, labels).to(world.device)
     name = type(job.loss).__name__
     if next(module.parameters(), None) is not None:
         raise InputError(f"the loss {name} has parameters, which no optimizer trains; make them buffers or constants")
     logits = torch.zeros((TRIED, classes), device=world.device, dtype=job.precision.sums)
-    labels = torch.arange(TRIED, device=world.device) % classes
-    targets = labels if data.pipeline.mix is None else torch.eye(classes, device=world.device)[labels].to(logits)
+    targets = torch.arange(TRIED, device=world.device) % classes
+    if job.train.mixup or job.train.cutmix:
+        targets = torch.eye(classes, device=world.device)[targets].to(logits)
     shape = tuple(module(logits, targets).shape)
     if shape != (TRIED,):
         raise InputError(
             f"the loss {name} gives a tensor of shape {shape} for {TRIED} examples, expected ({TRIED},), a number "
             'for each; a loss of torch.nn does so with reduction="none"'
         )
-    return MaskedLoss(module, tolerates_broken=max(data.train.skip, data.val.skip) > 0)
+    return MaskedLoss(module, tolerates_broken=skip > 0)

@@ -9,18 +9,21 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
+from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.models.nets import without_weights
-from lockstep.optim.ema import EMA
+from lockstep.data.loading.shards import Shard
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
+from lockstep.strategy import Single
+from lockstep.training.build_model import build_loss, build_network, without_start
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
@@ -36,34 +39,38 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "could not create a primitive",
 )
+LAST = 2**40  # a step after which nothing thaws
 TURNS = 5  # how many steps of each setting are timed
 
 
-def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], None]:
-    """A function that does one whole step of a job on blank examples, with all memory that a run needs."""
-    shape = job.dataset.input_shape
-    layout = job.model.memory_format
-    precision = job.precision
-    built = without_weights(job.model).build(job.dataset.classes, shape)
-    model = precision.convert(built.to(world.device)).to(memory_format=layout)
-    optimizer = job.optimizer.build(model)
-    average = EMA(model, job.train.ema) if job.train.ema is not None else None
+def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], object]:
+    """A function that does the last step of a job, in which all layers that thaw are trained, on blank examples.
+
+    It has all memory that a run needs. It is the step of one rank, because a trial is no collective.
+    """
+    job, world, shape = (
+        replace(without_start(job), strategy=Single()),
+        World.solo(world.device),
+        job.dataset.input_shape,
+    )
     examples = max(2, examples)  # batch norm on one rank has no variance of one
-    images = torch.zeros((examples, *shape), device=world.device, dtype=precision.dtype).to(memory_format=layout)
-    labels = torch.zeros(examples, dtype=torch.int64, device=world.device)
-
-    def step() -> None:
-        with precision.autocast(world.device):
-            loss = F.cross_entropy(model(images).to(precision.sums), labels)
-        loss.backward()
-        # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
-        buckets = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-        optimizer.step()
-        del buckets
-        if average is not None:
-            average.update_parameters(model)
-
-    return step
+    rarely = {"log_every": LAST, "eval_every": LAST, "save_every": LAST}
+    plan = Plan(examples=examples, batch=examples, total_steps=LAST, micro_batches=1, **rarely)
+    blank = partial(torch.zeros, device=world.device, dtype=job.precision.dtype)
+    network = build_network(job, world, plan, lambda number: blank((number, *shape)))
+    images = blank((examples, *shape)).to(memory_format=job.model.memory_format)
+    labels, indices = torch.zeros((2, examples), dtype=torch.int64, device=world.device)
+    step = TrainStep(
+        job=job,
+        world=world,
+        plan=plan,
+        network=network,
+        loss=build_loss(job, labels, world, skip=0),
+        inputs=lambda micro: [*network.draws.inputs(images, micro), labels, labels],
+    )
+    # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
+    buckets = [torch.empty_like(parameter) for parameter in network.model.parameters() if parameter.requires_grad]
+    return lambda: (step(Shard(LAST, 0, images, labels, indices, examples, 0, 1)), buckets)
 
 
 def training_rate(job: ResolvedJob, world: World) -> float | None:
@@ -83,13 +90,13 @@ def training_rate(job: ResolvedJob, world: World) -> float | None:
     return None if seconds is None else tried / seconds
 
 
-def _seconds(step: Callable[[], None], world: World) -> float:
+def _seconds(step: Callable[[], object], world: World) -> float:
     """Seconds of the second of two steps; of the first one if that took long."""
     first = timed(step, world.device)
     return first if first > COLD_S else timed(step, world.device)
 
 
-def timed(step: Callable[[], None], device: torch.device) -> float:
+def timed(step: Callable[[], object], device: torch.device) -> float:
     """The seconds of a step, until its device has done it."""
     began = time.perf_counter()
     step()
@@ -151,7 +158,7 @@ def tried(job: ResolvedJob, others: Mapping[str, ResolvedJob], world: World, *, 
 
 def _stopwatch(job: ResolvedJob, world: World) -> Callable[[], float] | None:
     """A function that returns the seconds of a step, warmed up; None if the step does not fit into memory."""
-    steps: list[Callable[[], None]] = []
+    steps: list[Callable[[], object]] = []
 
     def seconds() -> float:
         torch.set_num_threads(job.launcher.threads)

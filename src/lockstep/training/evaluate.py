@@ -10,7 +10,7 @@ from lockstep.core.model_card import VIEWS
 from lockstep.core.protocols import Precision
 from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import reflected
 from lockstep.losses import MaskedLoss
@@ -23,7 +23,7 @@ def evaluate(
     model: nn.Module,
     *,
     loss: MaskedLoss,
-    loader: Loader,
+    loader: EvalLoader,
     pipeline: Pipeline,
     precision: Precision,
     world: World,
@@ -76,7 +76,7 @@ def evaluate(
     assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
     loader.count_skipped()
     if count == 0:
-        raise InputError("dataset: no image of the evaluation split can be decoded; see the warnings")
+        raise InputError("dataset: no image of the split can be decoded; see the warnings")
     return {"loss": summed.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
 
 

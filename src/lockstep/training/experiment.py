@@ -29,10 +29,11 @@ from lockstep.training.build_observers import build_observers
 from lockstep.training.compile import compile_model, interrupts_compiling
 from lockstep.training.dry_run import is_out_of_memory
 from lockstep.training.fingerprint import card_of
-from lockstep.training.graph_trainer import GraphTrainer
+from lockstep.training.graph_step import GraphStep
 from lockstep.training.predictions import CollectedPredictions
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.run_record import NoRecord, RunRecord
+from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
 
 
@@ -58,7 +59,7 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
-    loss = build_loss(job, data, world)
+    loss = build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip))
     images = partial(data.normalised, world=world)
     network, loaded = build_network_and_load_state(job, run_dir, world, data.plan, images)
     compile_model(network.model, job, world, stop)
@@ -72,15 +73,16 @@ def run(
     telemetry, monitor = build_observers(job, run_dir, world, data, network, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
     scores, predictions = build_judges(job, data, world, telemetry.observer)
-    trainer = trainer_class(job, world)(
+    step = step_class(job, world)(
+        job=job,
         world=world,
         plan=data.plan,
         network=network,
         loss=loss,
-        strategy=job.strategy,
-        precision=job.precision,
-        lr=job.optimizer.lr,
-        schedule=job.schedule,
+        inputs=partial(inputs_of, data.pipeline, network.draws),
+    )
+    trainer = Trainer(
+        step=step,
         loader=loader,
         pipeline=data.pipeline,
         scores=scores,
@@ -89,8 +91,6 @@ def run(
         telemetry=telemetry,
         stop=stop,
         heartbeat=heartbeat,
-        eval_views=job.train.eval_views,
-        clip_norm=job.train.clip_norm,
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
         progress=progress,
     )
@@ -98,9 +98,9 @@ def run(
     record.complete(job, trainer, hardware, skipped=loader.count_skipped())
 
 
-def trainer_class(job: ResolvedJob, world: World) -> type[Trainer]:
-    """The trainer of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
-    return GraphTrainer if job.train.cuda_graph and world.device.type == "cuda" else Trainer
+def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
+    """The step of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
+    return GraphStep if job.train.cuda_graph and world.device.type == "cuda" else TrainStep
 
 
 def build_judges(

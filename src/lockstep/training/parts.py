@@ -1,26 +1,23 @@
 """The parts of a job, for a training loop that the user writes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import MaskedLoss
-from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_loss, build_network
-from lockstep.training.freezing import Freezing
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_step import TrainStep, inputs_of
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
+@dataclass(kw_only=True)
+class Parts(TrainStep):
     """A job in parts, on one device.
 
     Fields:
@@ -28,25 +25,20 @@ class Parts:
         plan: the plan in steps.
         model: the model, on the device.
         optimizer: the optimizer of the model's parameters, at the base learning rate.
+        criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
         set_keys: has to be called before a forward pass over examples that are not a whole batch of `batches`,
             so that the model's random layers draw the numbers of these examples.
-        freezing: the layers that are frozen, and in which steps.
-        scaler: the loss scaler; disabled if the number format needs none.
         loader: reads the images of both splits.
         pipeline: from stored uint8 images to the input of the model.
-        criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
     """
 
-    job: ResolvedJob
-    plan: Plan
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    criterion: nn.Module
-    freezing: Freezing
-    set_keys: Callable[[MicroBatch], None]
-    scaler: torch.amp.GradScaler
     loader: Loader
     pipeline: Pipeline
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model, self.optimizer, self.criterion = self.network.model, self.network.optimizer, self.loss.loss
+        self.set_keys = self.network.draws.set_keys
 
     def batches(self, after: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The global batches of the steps after step `after`: the step, images and targets, on the device.
@@ -59,36 +51,17 @@ class Parts:
             self.set_keys(shard)
             yield shard.step, images, targets
 
-    def update(self, shard: Shard) -> float:
-        """Forward, backward and optimizer step on a global batch; returns the mean loss of its unbroken images."""
-        loss, criterion = 0.0, MaskedLoss(self.criterion, tolerates_broken=True)
-        for micro, _ in shard.micro_batches(self.plan.micro_batches):
-            if not len(micro.labels):  # not every model takes an empty one
-                continue
-            images, targets = self.pipeline.mixed(micro)
-            self.set_keys(micro)
-            with self.job.precision.autocast(images.device):
-                logits = self.model(images).to(self.job.precision.sums)
-                part = criterion(logits, targets, micro.labels).sum() / shard.count
-            self.scaler.scale(part).backward()
-            loss += float(part.detach())
-        self.scaler.unscale_(self.optimizer)
-        if self.job.train.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.job.train.clip_norm)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss * shard.count / max(1, int((shard.labels >= 0).sum()))
+    def loss_of_step(self, shard: Shard) -> float:
+        """Update the weights on a global batch; returns the mean loss of its unbroken images."""
+        losses: list[Tensor] = []
+        self.record = lambda loss, *_: losses.append(loss)
+        self.update(shard)
+        return float(torch.stack(losses).sum()) / max(1, int((shard.labels >= 0).sum()))
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
         for images, labels in self.loader.eval():
             yield self.pipeline.eval(images).to(self.pipeline.dtype), labels
-
-    def set_learning_rate(self, step: int) -> None:
-        """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
-        self.freezing.freeze_for(step)
-        set_learning_rate(self.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
 
 
 def build_parts(job: ResolvedJob) -> Parts:
@@ -104,13 +77,11 @@ def build_parts(job: ResolvedJob) -> Parts:
     network = build_network(job, world, data.plan, lambda number: data.normalised(number, world))
     return Parts(
         job=job,
+        world=world,
         plan=data.plan,
-        model=network.model,
-        optimizer=network.optimizer,
-        criterion=build_loss(job, data, world).loss,
-        freezing=network.freezing,
-        set_keys=network.draws.set_keys,
-        scaler=network.scaler,
+        network=network,
+        loss=build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip)),
+        inputs=partial(inputs_of, data.pipeline, network.draws),
         loader=build_loader(job, data, world),
         pipeline=data.pipeline,
     )

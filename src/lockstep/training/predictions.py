@@ -116,17 +116,13 @@ class CollectedPredictions(NoPredictions):
         labels, predicted, shares = (torch.cat(parts).cpu() for parts in zip(*self.blocks, strict=True))
         valid, size = labels >= 0, len(self.names)
         labels, predicted = labels[valid], predicted[valid]
-        sets = (labels, predicted, labels[labels == predicted])
-        by_class = torch.stack([torch.bincount(classes, minlength=size) for classes in sets])
-        confusion = curves = torch.zeros(0)
-        if size <= MATRIX_CLASSES:
-            confusion = torch.bincount(labels * size + predicted, minlength=size * size).view(size, size)
+        curves = torch.zeros(0)
         if size <= CURVE_CLASSES:
             intervals = (shares[valid].float().nan_to_num(0) * (BINS - 1)).long().clamp(0, BINS - 1)
             classes = torch.arange(size)
             cells = (2 * classes + (labels[:, None] != classes)) * BINS + intervals
             curves = torch.bincount(cells.flatten(), minlength=2 * size * BINS).view(size, 2, BINS)
-        return by_class, confusion, curves
+        return *counts_by_class(labels, predicted, size), curves
 
     def _examples(self) -> list[Any]:
         """This rank's examples with the highest losses: loss, label, prediction, probability, number, image."""
@@ -136,6 +132,19 @@ class CollectedPredictions(NoPredictions):
         stride = math.ceil(max(images.shape[-2:]) / SIDE)
         rows = zip(*(column.tolist() for column in columns), images[..., ::stride, ::stride].cpu(), strict=True)
         return [row for row in rows if row[1] >= 0]
+
+
+def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
+    """How many examples have each class, are predicted to have it, and both, int64 (3, C); and the confusion matrix.
+
+    It has the examples by label (rows) and prediction (columns), int64 (C, C); (0,) for many classes.
+    """
+    sets = (labels, predicted, labels[labels == predicted])
+    by_class = torch.stack([torch.bincount(classes_of, minlength=classes) for classes_of in sets])
+    confusion = torch.zeros(0)
+    if classes <= MATRIX_CLASSES:
+        confusion = torch.bincount(labels * classes + predicted, minlength=classes**2).view(classes, classes)
+    return by_class, confusion
 
 
 def _highest(losses: Tensor) -> Tensor:

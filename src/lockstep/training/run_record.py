@@ -187,7 +187,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
     `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
     step with the same batch.
     """
-    step = error.step or trainer.progress.step
+    step, job = error.step or trainer.progress.step, trainer.step.job
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident
     make_folder(folder)
@@ -203,7 +203,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
         "step": step,
         "epoch": batch.epoch,
         "seen_at_step": trainer.progress.step,
-        "learning_rate": trainer.lr * trainer.schedule.factor(step, trainer.plan),
+        "learning_rate": job.optimizer.lr * job.schedule.factor(step, trainer.plan),
         "samples": (batch.indices % trainer.plan.examples).tolist(),
         "checkpoint": earlier[0] if earlier else None,
     }

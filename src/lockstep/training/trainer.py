@@ -1,31 +1,26 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import NumericalError, Stopped
-from lockstep.core.plan import Plan
-from lockstep.core.protocols import Precision, Schedule, Strategy
-from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
-from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
-from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.window import Window
 from lockstep.training.evaluate import evaluate
-from lockstep.training.network import Network, Progress
+from lockstep.training.network import Progress
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
 from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
+from lockstep.training.train_step import TrainStep
 
 
 @dataclass(kw_only=True)
@@ -36,14 +31,7 @@ class Trainer:
     says whether that may be within a step, which is then undone.
     """
 
-    world: World
-    plan: Plan
-    network: Network
-    loss: MaskedLoss
-    strategy: Strategy
-    precision: Precision
-    lr: float
-    schedule: Schedule
+    step: TrainStep
     loader: Loader
     pipeline: Pipeline
     scores: NoScores
@@ -51,20 +39,16 @@ class Trainer:
     telemetry: Telemetry
     stop: StopRequest
     heartbeat: Callable[[], None]
-    eval_views: int = 1
-    clip_norm: float | None = None
     cuts_steps: bool = False
     predictions: NoPredictions = NO_PREDICTIONS
     progress: Progress = field(default_factory=Progress)
     raw_top1: float = field(init=False, default=0.0)  # of the last evaluation, of the weights that are not averaged
-    consensus: StopConsensus = field(init=False)
-    autocast: AbstractContextManager[None] = field(init=False)
-    grad_divisor: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.world, self.plan, self.network = self.step.world, self.step.plan, self.step.network
+        self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.times.reduced
+        self.step.between = self.between_micro_batches
         self.consensus = StopConsensus(self.world)
-        self.autocast = self.precision.autocast(self.world.device)
-        self.grad_divisor = self.strategy.grad_divisor(self.world)
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -82,7 +66,7 @@ class Trainer:
                 self.stop.step_done()
                 self.heartbeat()
                 self.progress.score = None
-                if self.plan.due("log", step):
+                if scalars:
                     self.log(step, scalars)
                 improved = ends_rung = False
                 if self.plan.due("eval", step):
@@ -105,64 +89,6 @@ class Trainer:
         """Whether the job has trained as far as its round of a successive halving goes. The ranks of other machines
         do not know."""
         return self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
-
-    def step(self, shard: Shard) -> dict[str, Any]:
-        """One optimizer update on this rank's shard of a global batch; returns figures for a log point."""
-        network = self.network
-        network.freezing.freeze_for(shard.step)
-        set_learning_rate(network.optimizer, self.lr * self.schedule.factor(shard.step, self.plan))
-        scalars: dict[str, Any] = {"optim/lr": network.optimizer.param_groups[0]["lr"]}
-        grad_norm = self.update(shard, measures_norm=self.plan.due("log", shard.step))
-        if grad_norm is not None:
-            scalars["optim/grad_norm"] = grad_norm
-        if network.ema is not None:
-            network.ema.update_parameters(network.model)
-        return scalars
-
-    def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
-        """Forward, backward and the optimizer's step on a shard.
-
-        Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
-        """
-        network = self.network
-        # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
-        # unevenly it is cut into shards and micro-batches.
-        scale = self.grad_divisor / shard.count
-        self.strategy.run_micro_batches(
-            network.replica,
-            shard.micro_batches(self.plan.micro_batches),
-            self.world,
-            forward=self.forward,
-            backward=lambda loss: network.scaler.scale(loss * scale).backward(),
-            between=self.between_micro_batches,
-        )
-        self.strategy.reduce(network.replica)
-        self.telemetry.times.reduced()
-        network.scaler.unscale_(network.optimizer)
-        grad_norm = None
-        if self.clip_norm is not None:
-            grad_norm = clip_gradients(network.model, self.clip_norm)
-        elif measures_norm:
-            grad_norm = gradient_norm(network.model)
-        network.scaler.step(network.optimizer)
-        network.scaler.update()
-        network.optimizer.zero_grad(set_to_none=True)
-        return grad_norm
-
-    def forward(self, micro: Shard) -> Tensor:
-        """The summed loss of a micro-batch, a scalar."""
-        images, targets = self.pipeline.mixed(micro)
-        loss, logits = self.loss_and_logits(self.network.draws.inputs(images, micro), targets, micro.labels)
-        scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
-        self.telemetry.record(loss.detach(), logits.detach(), scored, images)
-        return loss
-
-    def loss_and_logits(self, inputs: tuple[Tensor, ...], targets: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The summed loss of a micro-batch, a scalar, and its logits (b, classes)."""
-        with self.autocast:
-            logits: Tensor = self.network.replica(*inputs).to(self.precision.sums)
-            loss: Tensor = self.loss(logits, targets, labels).sum()
-        return loss, logits
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """End the window of a log point. A GPU is not waited for: its figures are read at the next log point."""
@@ -214,12 +140,12 @@ class Trainer:
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
                 model,
-                loss=self.loss,
+                loss=self.step.loss,
                 loader=self.loader,
                 pipeline=self.pipeline,
-                precision=self.precision,
+                precision=self.step.job.precision,
                 world=self.world,
-                views=self.eval_views,
+                views=self.step.job.train.eval_views,
                 scores=self.scores if decides else NO_SCORES,
                 predictions=self.predictions if decides else NO_PREDICTIONS,
                 between=self.between_blocks,
@@ -229,7 +155,7 @@ class Trainer:
         """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
         step = self.progress.step
         if step and self.progress.score is None and self.plan.due("eval", step):
-            set_learning_rate(self.network.optimizer, self.lr * self.schedule.factor(step, self.plan))  # is saved too
+            self.step.set_learning_rate(step)  # the learning rates are saved too
             self.evaluate(step)
             self.save()
 

@@ -120,35 +120,97 @@ class BatchGroup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loader:
+class EvalLoader:
+    """A split that is evaluated, on its way to one rank's device.
+
+    Fields:
+        eval_batch: images per block of the split.
+        eval_labels: int64 (N,) on the device; the labels of broken images are overwritten.
+        eval_feed: reads the images.
+        skip: the most broken images that are left out.
+        broken_seen: the broken images so far, as (whether of this split, index).
+    """
+
+    world: World
+    eval_batch: int
+    eval_labels: Tensor
+    eval_feed: ImageReader
+    skip: int = 0
+    broken_seen: set[tuple[bool, int]] = field(default_factory=set)
+
+    def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's blocks of the evaluation split: uint8 images and labels."""
+        own_blocks = self._eval_blocks(self.world.rank)
+        requests = [(0, torch.arange(block.start, block.stop)) for block in own_blocks]
+        for block, (images, broken) in zip(own_blocks, self.eval_feed(requests), strict=True):
+            self._mark_broken(broken, self.eval_labels)
+            yield images, self.eval_labels[block.start : block.stop]
+
+    def eval_image(self) -> Tensor:
+        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result is not used."""
+        images, _ = next(iter(self.eval_feed([(0, torch.arange(1))])))
+        return images
+
+    @property
+    def eval_rounds(self) -> int:
+        """The number of blocks that the first rank evaluates; other ranks have the same number, or one less."""
+        return len(self._eval_blocks(0))
+
+    def _eval_blocks(self, rank: int) -> list[range]:
+        return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
+
+    def _mark_broken(self, broken: Broken, labels: Tensor) -> None:
+        """Exclude broken images from the loss and the scores for the rest of the run, and warn of each once."""
+        for index, error in broken.items():
+            example = (labels is self.eval_labels, index)
+            if example not in self.broken_seen:
+                self.broken_seen.add(example)
+                labels[index] = IGNORE_INDEX
+                if len(self.broken_seen) > self.skip:
+                    raise self._too_many(f"{error.failure} too")
+                log.warn(f"{error.failure}: left out, {len(self.broken_seen)} of at most {self.skip}")
+
+    def count_skipped(self) -> int:
+        """The number of different broken images that all ranks together have read so far. Collective.
+
+        Raises:
+            InputError: there are more than `skip`.
+        """
+        if not self.skip:
+            return 0
+        number = len(set().union(*self.world.gather(self.broken_seen)))
+        if number > self.skip:
+            raise self._too_many(f"{number} images cannot be decoded")
+        return number
+
+    def _too_many(self, reason: str) -> InputError:
+        return InputError(
+            f"dataset.skip is {self.skip}, but {reason}; repair or remove the broken images (see the warnings), or "
+            f"leave out more of them with dataset.skip={2 * self.skip}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader(EvalLoader):
     """The two splits of a run on their way to one rank's device.
 
     Fields:
-        eval_batch: images per block of the evaluation split.
-        train_labels, eval_labels: int64 (N,) on the device; the labels of broken images are overwritten.
-        train_feed, eval_feed: read the images.
+        train_labels: int64 (N,) on the device; the labels of broken images are overwritten.
+        train_feed: reads the images.
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         order_of: gives the order of an epoch; None is a permutation of the examples.
-        skip: the most broken images that are left out.
-        broken_seen: the broken images so far, as (whether of the training split, index).
     """
 
-    world: World
     plan: Plan
     seed: int
-    eval_batch: int
     train_labels: Tensor
-    eval_labels: Tensor
     train_feed: ImageReader
-    eval_feed: ImageReader
     partners: bool = False
     stride: int = 1
     order_device: torch.device | None = None
     order_of: Callable[[int], Tensor] | None = None
-    skip: int = 0
-    broken_seen: set[tuple[bool, int]] = field(default_factory=set)
 
     def train(self, after: int) -> Iterator[BatchGroup]:
         """This rank's shards for every step after step `after`."""
@@ -203,55 +265,3 @@ class Loader:
         indices = torch.cat([step.indices for step in steps]).to(self.world.device, non_blocking=True)
         labels = self.train_labels[self._examples(indices)]
         return BatchGroup(steps, images, labels, indices, rank, ranks, mix_partners)
-
-    def eval(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's blocks of the evaluation split: uint8 images and labels."""
-        own_blocks = self._eval_blocks(self.world.rank)
-        requests = [(0, torch.arange(block.start, block.stop)) for block in own_blocks]
-        for block, (images, broken) in zip(own_blocks, self.eval_feed(requests), strict=True):
-            self._mark_broken(broken, self.eval_labels)
-            yield images, self.eval_labels[block.start : block.stop]
-
-    def eval_image(self) -> Tensor:
-        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result is not used."""
-        images, _ = next(iter(self.eval_feed([(0, torch.arange(1))])))
-        return images
-
-    @property
-    def eval_rounds(self) -> int:
-        """The number of blocks that the first rank evaluates; other ranks have the same number, or one less."""
-        return len(self._eval_blocks(0))
-
-    def _eval_blocks(self, rank: int) -> list[range]:
-        return blocks(len(self.eval_labels), self.eval_batch, rank=rank, ranks=self.world.size)
-
-    def _mark_broken(self, broken: Broken, labels: Tensor) -> None:
-        """Exclude broken images from the loss and the scores for the rest of the run, and warn of each once."""
-        for index, error in broken.items():
-            example = (labels is self.train_labels, index)
-            if example not in self.broken_seen:
-                self.broken_seen.add(example)
-                labels[index] = IGNORE_INDEX
-                if len(self.broken_seen) > self.skip:
-                    raise self._too_many(f"{error.failure} too")
-                log.warn(f"{error.failure}: left out, {len(self.broken_seen)} of at most {self.skip}")
-
-    def count_skipped(self) -> int:
-        """The number of different broken images that all ranks together have read so far. Collective.
-
-        Raises:
-            InputError: there are more than `skip`.
-        """
-        if not self.skip:
-            return 0
-        skipped = (torch.cat([self.train_labels, self.eval_labels]) == IGNORE_INDEX).int()
-        number = int((self.world.sum(skipped) > 0).sum())
-        if number > self.skip:
-            raise self._too_many(f"{number} images cannot be decoded")
-        return number
-
-    def _too_many(self, reason: str) -> InputError:
-        return InputError(
-            f"dataset.skip is {self.skip}, but {reason}; repair or remove the broken images (see the warnings), or "
-            f"leave out more of them with dataset.skip={2 * self.skip}"
-        )

@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError
 from lockstep.data.loading.shards import Shard
 from lockstep.training.dry_run import is_out_of_memory
 from lockstep.training.network import Network
-from lockstep.training.trainer import Trainer
+from lockstep.training.train_step import TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
 WARM_UP = 3
@@ -75,47 +75,40 @@ class Recording:
 
 
 @dataclass(kw_only=True)
-class GraphTrainer(Trainer):
-    """A trainer that replays the update of every full global batch.
+class GraphStep(TrainStep):
+    """A step that replays the update of every full global batch.
 
     The short batch at the end of an epoch is computed as without graphs. So the plan alone decides which steps are
     replayed, and a resume has the same bits.
     """
 
     recording: Recording | None = None
-    pending: Iterator[Inputs] | None = None  # of the micro-batches that are still to be computed in a recording
 
-    def update(self, shard: Shard, *, measures_norm: bool) -> Tensor | None:
+    def update(self, shard: Shard, *, measures_norm: bool = False) -> Tensor | None:
         if shard.count < self.plan.batch:
             return super().update(shard, measures_norm=measures_norm)
         micro_batches = [micro for micro, _ in shard.micro_batches(self.plan.micro_batches)]
         inputs = [self.inputs(micro) for micro in micro_batches]
         if self.recording is None or self.recording.frozen != self.network.freezing.frozen(shard.step):
             self.recording = None  # free its memory before the next recording needs as much
-            self.record(shard, inputs)
+            self.recording = self.recorded(shard, inputs)
         recording = self.recording
-        assert recording is not None
         for buffer, values in zip(recording.inputs, inputs, strict=True):
             torch._foreach_copy_(buffer, values)
         for rate, group in zip(recording.rates, self.network.optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
         recording.graph.replay()
         for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
-            self.telemetry.record(loss.clone(), logits.clone(), micro, values[0])
+            self.record(loss.clone(), logits.clone(), micro, values[0])
         return recording.grad_norm
 
-    def inputs(self, micro: Shard) -> Inputs:
-        """The inputs of a micro-batch's forward pass. Not recorded, because they depend on step and epoch."""
-        images, targets = self.pipeline.mixed(micro)
-        return [*self.network.draws.inputs(images, micro), targets, micro.labels]
-
-    def record(self, shard: Shard, inputs: list[Inputs]) -> None:
-        """Record the update of a shard as `recording`. The weights and the optimizer's state do not change.
+    def recorded(self, shard: Shard, inputs: list[Inputs]) -> Recording:
+        """Record the update of a shard. The weights and the optimizer's state do not change.
 
         Raises:
             InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
         """
-        recording = self.recording = Recording(
+        recording = Recording(
             frozen=self.network.freezing.frozen(shard.step),
             inputs=[[tensor.clone() for tensor in values] for values in inputs],
             rates=[
@@ -124,10 +117,19 @@ class GraphTrainer(Trainer):
             ],
             graph=CudaGraph(),
         )
+        step = TrainStep(
+            job=self.job,
+            world=self.world,
+            plan=self.plan,
+            network=self.network,
+            loss=self.loss,
+            inputs=lambda micro: recording.inputs[micro.number % self.plan.micro_batches],
+            record=lambda loss, logits, *_: recording.outputs.append((loss, logits)),
+        )
 
         def update() -> None:
-            self.pending, recording.outputs = iter(recording.inputs), []
-            recording.grad_norm = super(GraphTrainer, self).update(shard, measures_norm=True)
+            recording.outputs.clear()
+            recording.grad_norm = step.update(shard, measures_norm=True)
 
         try:
             with reading_rates(self.network.optimizer, recording.rates), unchanged(self.network):
@@ -140,21 +142,7 @@ class GraphTrainer(Trainer):
                 f"train.cuda_graph is true, but a step of this model cannot be recorded as a CUDA graph "
                 f"({str(error).splitlines()[0]}); use train.cuda_graph=false"
             ) from error
-        finally:
-            self.pending = None
-
-    def forward(self, micro: Shard) -> Tensor:
-        if self.pending is None:
-            return super().forward(micro)
-        assert self.recording is not None
-        *of_replica, targets, labels = next(self.pending)
-        loss, logits = self.loss_and_logits(tuple(of_replica), targets, labels)
-        self.recording.outputs.append((loss.detach(), logits.detach()))
-        return loss
-
-    def between_micro_batches(self) -> None:
-        if self.pending is None:  # a recording has no room for a stop
-            super().between_micro_batches()
+        return recording
 
 
 @contextmanager

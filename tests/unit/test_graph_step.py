@@ -23,8 +23,8 @@ from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.optimizers import set_learning_rate
-from lockstep.training import experiment, graph_trainer, trainer
-from lockstep.training.graph_trainer import GraphTrainer, reading_rates
+from lockstep.training import experiment, graph_step, train_step
+from lockstep.training.graph_step import GraphStep, reading_rates
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -78,9 +78,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Have runs replay tapes, or not; in both cases their learning rates fit float32."""
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr(trainer, "set_learning_rate", round_rates)
-        monkeypatch.setattr(graph_trainer, "CudaGraph", Tape)
-        monkeypatch.setattr(experiment, "trainer_class", lambda job, world: GraphTrainer if on else trainer.Trainer)
+        monkeypatch.setattr(train_step, "set_learning_rate", round_rates)
+        monkeypatch.setattr(graph_step, "CudaGraph", Tape)
+        monkeypatch.setattr(experiment, "step_class", lambda job, world: GraphStep if on else train_step.TrainStep)
         Tape.replays.clear()
 
     return switch

@@ -1,0 +1,107 @@
+"""The training step: the same in a run, in a recording of it, in a trial before a run, and in a loop of the user."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.data.loading.shards import Shard
+from lockstep.data.pipeline import Pipeline
+from lockstep.losses import MaskedLoss
+from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
+from lockstep.stochastic import ForwardDraws
+from lockstep.training.network import Network
+from lockstep.training.resolved_job import ResolvedJob
+
+
+def inputs_of(pipeline: Pipeline, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
+    """The `inputs` of a step in training: with mixed images, and with the keys of the model's random numbers."""
+    images, targets = pipeline.mixed(micro)
+    return [*draws.inputs(images, micro), targets, micro.labels]
+
+
+def ignore(*_: object) -> None:
+    """Do nothing: what nobody listens to."""
+
+
+@dataclass(kw_only=True)
+class TrainStep:
+    """Updates the weights of a network. It knows no rank, no path and no device by name.
+
+    Fields:
+        inputs: what the replica takes for a micro-batch, images first; then the targets and the labels of its loss.
+        record: called after a forward pass, with its summed loss, its logits, its examples and their images.
+        reduced: called when the gradients of all ranks are added up.
+        between: called between two micro-batches; it may raise.
+    """
+
+    job: ResolvedJob
+    world: World
+    plan: Plan
+    network: Network
+    loss: MaskedLoss
+    inputs: Callable[[Shard], list[Tensor]]
+    record: Callable[[Tensor, Tensor, Shard, Tensor], None] = ignore
+    reduced: Callable[[], None] = ignore
+    between: Callable[[], None] = ignore
+
+    def __post_init__(self) -> None:
+        self.autocast = self.job.precision.autocast(self.world.device)
+        self.grad_divisor = self.job.strategy.grad_divisor(self.world)
+
+    def __call__(self, shard: Shard) -> dict[str, Any]:
+        """One optimizer update on this rank's shard of a global batch; returns the figures of a log point."""
+        network, logs = self.network, self.plan.due("log", shard.step)
+        self.set_learning_rate(shard.step)
+        grad_norm = self.update(shard, measures_norm=logs)
+        if network.ema is not None:
+            network.ema.update_parameters(network.model)
+        return {"optim/lr": network.optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm} if logs else {}
+
+    def set_learning_rate(self, step: int) -> None:
+        """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
+        self.network.freezing.freeze_for(step)
+        set_learning_rate(self.network.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+
+    def update(self, shard: Shard, *, measures_norm: bool = False) -> Tensor | None:
+        """Forward, backward and the optimizer's step on a shard.
+
+        Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
+        """
+        network, clip_norm = self.network, self.job.train.clip_norm
+        # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
+        # unevenly it is cut into shards and micro-batches.
+        scale = self.grad_divisor / shard.count
+        self.job.strategy.run_micro_batches(
+            network.replica,
+            shard.micro_batches(self.plan.micro_batches),
+            self.world,
+            forward=self.forward,
+            backward=lambda loss: network.scaler.scale(loss * scale).backward(),
+            between=self.between,
+        )
+        self.job.strategy.reduce(network.replica)
+        self.reduced()
+        network.scaler.unscale_(network.optimizer)
+        grad_norm = None
+        if clip_norm is not None:
+            grad_norm = clip_gradients(network.model, clip_norm)
+        elif measures_norm:
+            grad_norm = gradient_norm(network.model)
+        network.scaler.step(network.optimizer)
+        network.scaler.update()
+        network.optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def forward(self, micro: Shard) -> Tensor:
+        """The summed loss of a micro-batch, a scalar."""
+        *inputs, targets, labels = self.inputs(micro)
+        with self.autocast:
+            logits: Tensor = self.network.replica(*inputs).to(self.job.precision.sums)
+            loss: Tensor = self.loss(logits, targets, labels).sum()
+        scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
+        self.record(loss.detach(), logits.detach(), scored, inputs[0])
+        return loss
