@@ -278,12 +278,12 @@ def weights(run: RunDir | Path) -> dict[str, Tensor]:
     return load_file(folder / (folder / "last").read_text() / "model.safetensors")
 
 
-def decoded(file: ImageFile, share: float = 1.0, bottom: int | None = None) -> tuple[np.ndarray, int]:
+def decoded(file: ImageFile, share: float = 1.0) -> tuple[np.ndarray, int]:
     """The pixels (H, W, 3) of a file as they are decoded, before they are resized, and the scale in eighths.
 
     The one place of the tests that reaches behind `square` and `box`: what they resize shows neither.
     """
-    return file._decoded(share, file.height if bottom is None else bottom)
+    return file._decoded(share)
 
 
 @dataclass(frozen=True)
