@@ -33,11 +33,11 @@ from forks import Fork, Forks
 from lockstep.cli.prove_run import Command, running
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.schema import GROUPS, Job
-from lockstep.core import process_group, world
+from lockstep.core import world
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.job import resolve
+from lockstep.job import process_group, resolve
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from helpers import resolved
-from lockstep.core.finding import Finding
 from lockstep.core.world import World
+from lockstep.data.inspection import Finding
 from lockstep.job import examination
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
 from lockstep.runtime.limits import VISIBLE

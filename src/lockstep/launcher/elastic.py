@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 from torch.distributed import DistError
 
-from lockstep.core import log, network, plan, slurm
+from lockstep.core import log, plan, slurm
 from lockstep.core.errors import InputError, RankFailed, Stopped
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.launched import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Check, Text, Time
 from lockstep.core.run_dir import RunDir
+from lockstep.launcher import network
 from lockstep.launcher.attach import is_listening, wait
 from lockstep.launcher.base import Inline, killed
 from lockstep.launcher.spawn import Spawn

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import Checkpointer
-from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Precision, Schedule, Strategy
@@ -22,6 +21,7 @@ from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learnin
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.window import Window
+from lockstep.training.consensus import StopConsensus
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Network, Progress
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
