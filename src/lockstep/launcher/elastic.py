@@ -165,7 +165,6 @@ class Elastic(Spawn):
             ) from error
 
     def _await_main(self, host: str, port: int, patience: float) -> None:
-        """Wait until main's machine listens."""
         if is_listening(host, port, ANSWER_S):  # a network can swallow what it cannot deliver
             return
         log.show(f"waiting for main at {self.rendezvous}")

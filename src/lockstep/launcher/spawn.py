@@ -76,8 +76,6 @@ class Spawn(Inline):
 
 
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
-    """A rank as a fork of this process."""
-
     def serve() -> None:
         listener.close()  # only the launcher needs it
         os.environ.update(environment)

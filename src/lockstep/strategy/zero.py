@@ -56,7 +56,6 @@ class OwnedOptimizer(ShardedOptimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The state of this rank's parameters."""
         return self.own.state
 
     @torch.no_grad()

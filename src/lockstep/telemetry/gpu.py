@@ -69,7 +69,6 @@ class Counters:
         return figures | self._active()
 
     def close(self) -> None:
-        """Free the samples."""
         while self.samples:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlGpmSampleFree(self.samples.pop())

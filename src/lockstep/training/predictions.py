@@ -139,7 +139,6 @@ class CollectedPredictions(NoPredictions):
 
 
 def _highest(losses: Tensor) -> Tensor:
-    """The places of the highest losses."""
     return losses.topk(min(WORST, len(losses))).indices
 
 

@@ -63,7 +63,6 @@ class Published(ArraySource):
             self._download(error)
 
     def torchvision(self, train: bool, *, download: bool = False) -> Any:
-        """torchvision's data set of a split."""
         from torchvision import datasets
 
         dataset: Callable[..., Any] = getattr(datasets, self.factory)
