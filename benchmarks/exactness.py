@@ -28,21 +28,21 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
 from torchvision.transforms import v2
 
-from lockstep.core.consensus import StopConsensus
 from lockstep.core.plan import Plan
-from lockstep.core.process_group import join
 from lockstep.core.rng import SampleRNG
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import shard_indices
 from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
+from lockstep.job.process_group import join
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
 from lockstep.runtime.signals import StopRequest
 from lockstep.runtime.watchdog import Watchdog
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
+from lockstep.training.consensus import StopConsensus
 from lockstep.training.sanity_checks import check_replicas
 from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
 

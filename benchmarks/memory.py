@@ -29,10 +29,10 @@ from torch.nn import functional as F
 
 from lockstep.config import components
 from lockstep.core.plan import Plan
-from lockstep.core.process_group import join
 from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
 from lockstep.core.sharding import own_parts
+from lockstep.job.process_group import join
 from lockstep.launcher.spawn import Spawn
 from lockstep.optim import AdamW
 from lockstep.precision import FP32

@@ -30,18 +30,18 @@ from torch import nn
 from torch.distributed import TCPStore
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from lockstep.core import process_group
-from lockstep.core.consensus import StopConsensus
 from lockstep.core.observer import Observer
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import shard_indices
+from lockstep.job import process_group
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.sinks import NoSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent
+from lockstep.training.consensus import StopConsensus
 from lockstep.training.sanity_checks import checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 

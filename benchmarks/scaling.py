@@ -33,10 +33,10 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.core.plan import Plan
-from lockstep.core.process_group import join
 from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.job.process_group import join
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import BasicNet, Timm
 from lockstep.optim import SGD

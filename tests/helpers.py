@@ -33,11 +33,11 @@ from forks import Fork, Forks
 from lockstep.cli.prove_run import Command, running
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.schema import GROUPS, Job
-from lockstep.core import process_group, world
+from lockstep.core import world
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.job import resolve
+from lockstep.job import process_group, resolve
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -278,12 +278,12 @@ def weights(run: RunDir | Path) -> dict[str, Tensor]:
     return load_file(folder / (folder / "last").read_text() / "model.safetensors")
 
 
-def decoded(file: ImageFile, share: float = 1.0, bottom: int | None = None) -> tuple[np.ndarray, int]:
+def decoded(file: ImageFile, share: float = 1.0) -> tuple[np.ndarray, int]:
     """The pixels (H, W, 3) of a file as they are decoded, before they are resized, and the scale in eighths.
 
     The one place of the tests that reaches behind `square` and `box`: what they resize shows neither.
     """
-    return file._decoded(share, file.height if bottom is None else bottom)
+    return file._decoded(share)
 
 
 @dataclass(frozen=True)

@@ -148,8 +148,8 @@ data/loading/shards.py: the batch of an incident is that of the step before [loa
 - self._steps(step - 1, World.solo())
 + self._steps(max(0, step - 2), World.solo())
 data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
-- self._decoded(size / short, self.height)
-+ self._decoded(size / long, self.height)
+- self._decoded(size / short)
++ self._decoded(size / long)
 data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
 - box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
 + box_width, box_height = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()

@@ -21,9 +21,9 @@ from helpers import forked
 from lockstep.cli.doctor import Checkup, doctor
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.finding import Level
 from lockstep.data import inspection, packing
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.inspection import Level
 from lockstep.job import examination
 from lockstep.training.dry_run import Gain
 

@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.job.validate import check_job
 from lockstep.telemetry import loggers
-from lockstep.telemetry.observers import Observers
+from lockstep.training.build_observers import Observers
 from processes import processes
 
 SMALL = ("model=linear", "batch=300", "steps=12", "telemetry.interval=2", "train.eval_every=4", "device=cpu")

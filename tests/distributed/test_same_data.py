@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 
 from helpers import FAKE, NARROW, launch, losses, run_dir, run_until, train_here
-from lockstep.core import process_group
 from lockstep.core.data_protocols import Augment, Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
@@ -34,6 +33,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.mixup import Mix
+from lockstep.job import process_group
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
 from lockstep.models import DigitNet

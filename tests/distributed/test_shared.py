@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from helpers import launch
-from lockstep.core import process_group, world
+from lockstep.core import world
 from lockstep.core.data_protocols import Broken, Split
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import folder as folder_module
@@ -23,6 +23,7 @@ from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import prefetch, shared_memory
 from lockstep.data.loading.loaders import Resident
+from lockstep.job import process_group
 
 SPOILT = (3, 600)  # in the share of either rank
 IMAGES = 700

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
 from lockstep import checkpoint
-from lockstep.core import log, process_group
+from lockstep.core import log
 from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.loading.shards import Shard
+from lockstep.job import process_group
 from lockstep.precision import BF16
 from lockstep.telemetry import straggler
 from lockstep.training import run_record

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import launch, train
-from lockstep.core import process_group
+from lockstep.job import process_group
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 
 pytestmark = pytest.mark.numerics

@@ -74,24 +74,6 @@ def test_a_box_that_is_scaled_down_has_all_that_it_covers(tmp_path: Path) -> Non
         assert np.allclose(file.box((4, 4, 8, 8), (1, 1)), 127, rtol=0, atol=20), f"axis {axis}"
 
 
-@pytest.mark.parametrize("sampling", ["4:4:4", "4:2:2", "4:2:0"])
-@pytest.mark.parametrize("progressive", [False, True])
-def test_rows_below_a_box_are_not_decoded_and_change_nothing(
-    tmp_path: Path, sampling: str, progressive: bool
-) -> None:
-    noise = np.random.default_rng(0).integers(0, 256, (201, 97, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(tmp_path / "image.jpg", subsampling=sampling, progressive=progressive)
-    file = ImageFile.read(tmp_path / "image.jpg")
-    for share in (1.0, 0.5, 0.375, 0.25, 0.125):
-        whole, eighths = decoded(file, share)
-        for bottom in (1, 50, 99, 184, 186, 201):
-            part, scale = decoded(file, share, bottom)
-            rows = -(-bottom * eighths // 8)
-            assert scale == eighths
-            assert np.array_equal(part[:rows], whole[:rows])
-            assert (len(part) < len(whole)) == (bottom < 185 and not progressive)
-
-
 def test_a_file_that_is_cut_short_below_a_box_is_refused_too(tmp_path: Path) -> None:
     file = saved(tmp_path, photograph(400, 400))
     (tmp_path / "cut.jpg").write_bytes(file.data[: len(file.data) * 9 // 10])

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from helpers import resolved
-from lockstep.core.finding import Finding
 from lockstep.core.world import World
+from lockstep.data.inspection import Finding
 from lockstep.job import examination
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
 from lockstep.runtime.limits import VISIBLE
-from lockstep.telemetry import gpu, gpu_counters
+from lockstep.telemetry import gpu
 
 WHOLE = ["GPU-aa11", "GPU-ab22", "GPU-ab33", "GPU-cc44"]
 ERRORS = sorted(code for code in pynvml.NVMLError._valClassMapping if code != pynvml.NVML_SUCCESS)
@@ -179,11 +179,11 @@ FIGURES = {  # the figures that come from each query of NVML
     "nvmlDeviceGetClockInfo": {"sm"},
     "nvmlDeviceGetCurrentClocksEventReasons": {"slowed"},
     "nvmlDeviceGetPcieThroughput": {"pcie_in_mb_s", "pcie_out_mb_s"},
-    "nvmlDeviceGetFieldValues": {*gpu_counters.LINKS},
-    "nvmlGpmQueryDeviceSupport": {*gpu_counters.ACTIVE},
-    "nvmlGpmSampleAlloc": {*gpu_counters.ACTIVE},
-    "nvmlGpmSampleGet": {*gpu_counters.ACTIVE},
-    "nvmlGpmMetricsGet": {*gpu_counters.ACTIVE},
+    "nvmlDeviceGetFieldValues": {*gpu.LINKS},
+    "nvmlGpmQueryDeviceSupport": {*gpu.ACTIVE},
+    "nvmlGpmSampleAlloc": {*gpu.ACTIVE},
+    "nvmlGpmSampleGet": {*gpu.ACTIVE},
+    "nvmlGpmMetricsGet": {*gpu.ACTIVE},
     "nvmlDeviceGetTotalEnergyConsumption": set(),
     "nvmlGpmSampleFree": set(),
     "nvmlShutdown": set(),

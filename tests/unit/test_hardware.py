@@ -26,7 +26,7 @@ from torch import nn
 
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.telemetry import gpu, gpu_counters, hardware
+from lockstep.telemetry import gpu, hardware
 from lockstep.telemetry.hardware import Monitor, Processes, parts_of
 from lockstep.telemetry.report import HARDWARE
 from processes import wait_for
@@ -51,6 +51,9 @@ class Machine:
         self.part_of_a_gpu = False
         self.answers = threading.Event()
         self.answers.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(Counting("old driver"), name)
 
     def nvmlInit(self) -> None:
         if self.absent:
@@ -170,9 +173,9 @@ def test_counters_are_figures_where_the_gpu_offers_them(
 ) -> None:
     nvml = Counting(*offers)
     clock = itertools.count(step=2.0)
-    monkeypatch.setattr(gpu_counters, "pynvml", nvml)
-    monkeypatch.setattr(gpu_counters, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    counters = gpu_counters.Counters("GPU-aa")
+    monkeypatch.setattr(gpu, "pynvml", nvml)
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    counters = gpu.Counters("GPU-aa")
     first = counters.sample()
     assert set(first) == figures
     expected = {"nvlink_in_mb_s": 0.512, "nvlink_out_mb_s": 0.256, "sm_active": 80.0, "tensor_active": 12.5}
@@ -197,7 +200,6 @@ class Recorder(Observer):
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     nvml = Machine()
     monkeypatch.setattr(gpu, "pynvml", nvml)
-    monkeypatch.setattr(gpu_counters, "pynvml", Counting("old driver"))
     return nvml
 
 
@@ -448,7 +450,7 @@ def test_the_page_of_a_run_has_a_name_for_each_figure(tmp_path: Path) -> None:
     joules = tmp_path / "energy_uj"
     joules.write_text("0")
     of_cpu = Processes([os.getpid()], counters=[joules]).sample(0)
-    of_gpu = {*gpu.sample("GPU-aa"), *gpu_counters.ACTIVE, *gpu_counters.LINKS}
+    of_gpu = {*gpu.sample("GPU-aa"), *gpu.ACTIVE, *gpu.LINKS}
     assert {tag.removeprefix("cpu/") for tag in of_cpu} | of_gpu == {*HARDWARE}
 
 

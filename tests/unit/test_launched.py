@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from helpers import forked
-from lockstep.core import network, slurm
+from lockstep.core import slurm
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.core.launched import (
     ATTEMPT,
@@ -25,7 +25,7 @@ from lockstep.core.launched import (
     without_local_rank,
 )
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import attach
+from lockstep.launcher import attach, network
 
 STEP = {
     "SLURM_JOB_ID": "70001",

@@ -8,8 +8,8 @@ import io
 import pytest
 from rich.table import Table
 
+from lockstep.cli.csv_row import csv_row
 from lockstep.core import log
-from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import BY_EXIT_CODE, BrokenImage, LockstepError, RankFailed, as_known
 from lockstep.runtime import program
 

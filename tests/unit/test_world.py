@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers import forks, result
-from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import Place, is_launched, launched
-from lockstep.core.process_group import allow_connections, join, own_gpu
 from lockstep.core.sharding import norm_over_stages
 from lockstep.core.world import World
+from lockstep.job.process_group import allow_connections, join, own_gpu
+from lockstep.training.consensus import StopConsensus
 from thread_ranks import ThreadRanks
 
 

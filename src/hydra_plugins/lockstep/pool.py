@@ -282,7 +282,6 @@ class PoolLauncher(Launcher, Callback):
         return Needs(self.gpus, self.cores)
 
     def _run(self, config: DictConfig, record: Record) -> float | None:
-        """Run a job, in its own process."""
         with read_write(config.hydra), open_dict(config.hydra):
             config.hydra.job.id, config.hydra.job.num = str(record.number), record.number
             config.hydra.sweep.dir = self.config.hydra.sweep.dir

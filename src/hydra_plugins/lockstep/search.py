@@ -139,7 +139,6 @@ class OptunaSweeper(GridSweeper):
             )
 
     def _run(self, search: Search) -> None:
-        """Run the jobs of a search."""
         if hasattr(self.launcher, "search"):
             self.launcher.search = search
             self.launcher.launch([], initial_job_idx=search.ended)
@@ -183,7 +182,6 @@ class OptunaSweeper(GridSweeper):
         return f"{self.study['study_name']}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
     def _open(self, folder: Path, name: str) -> optuna.Study:
-        """The study of this name."""
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend

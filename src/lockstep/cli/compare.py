@@ -7,8 +7,8 @@ from itertools import takewhile
 
 from rich.table import Column, Table
 
+from lockstep.cli.csv_row import csv_row
 from lockstep.core import log
-from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError
 from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
 from lockstep.sweep.record import Direction, State, score_text

@@ -17,8 +17,7 @@ from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
-from lockstep.core.finding import Finding, Level
-from lockstep.data.inspection import inspect
+from lockstep.data.inspection import Finding, Level, inspect
 from lockstep.job import examination
 from lockstep.job.create import checked_job
 from lockstep.job.resume import Resume, decide_resume

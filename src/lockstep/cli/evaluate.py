@@ -8,11 +8,11 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
+from lockstep.cli.csv_row import csv_row
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import ConfigFiles
 from lockstep.config.messages import key_of
 from lockstep.core import log
-from lockstep.core.csv_row import csv_row
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import TrainedInput

@@ -80,7 +80,6 @@ class Rung:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether it has several ranks."""
         return bool(self.launcher) or "launcher=spawn" in self.words
 
     @property
@@ -90,7 +89,6 @@ class Rung:
         return sum(bool(line) and not line.startswith(b"#") for line in lines)
 
     def command(self, overrides: Sequence[str], job: ResolvedJob, folder: Path) -> list[str]:
-        """The command that runs the rung in a folder."""
         if self.script is not None:
             facts = {"data-root": job.data_root, "epochs": job.epochs, "seed": job.seed}
             return [sys.executable, str(self.script), *(f"--{key}={value}" for key, value in facts.items())]

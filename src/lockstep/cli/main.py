@@ -32,7 +32,6 @@ def main() -> None:
 
 
 def train() -> None:
-    """Train with the words after `lockstep train`."""
     from lockstep.cli.train import main as train_main
 
     if sys.argv[1:2] == ["train"]:
@@ -54,7 +53,6 @@ def complete() -> None:
 
 
 def run() -> None:
-    """Run a command other than `train`."""
     from lockstep.core.safe_read import unusable_paths
     from lockstep.runtime import program
 

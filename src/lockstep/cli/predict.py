@@ -8,8 +8,8 @@ import torch
 from rich.cells import cell_len
 from torch import Tensor
 
+from lockstep.cli.csv_row import csv_row
 from lockstep.core import log
-from lockstep.core.csv_row import csv_row
 from lockstep.core.errors import InputError, escaped
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in

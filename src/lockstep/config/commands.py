@@ -75,7 +75,6 @@ def program_words() -> list[str]:
 
 
 def program_name() -> str:
-    """The two words before the overrides, as one text."""
     return " ".join(_WORDS)
 
 

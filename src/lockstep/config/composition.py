@@ -153,7 +153,6 @@ def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]
 
 
 def composed(overrides: list[str]) -> dict[str, Any]:
-    """The values of `invoked` alone."""
     with _composed(overrides) as values:
         return values
 

@@ -41,7 +41,6 @@ class Extension:
         return folder if folder.is_dir() else None
 
     def has(self, module: str) -> bool:
-        """Whether a module belongs to this extension."""
         return module == self.package or module.startswith(f"{self.package}.")
 
     def load(self, module: str = "") -> None:

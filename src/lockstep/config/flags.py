@@ -46,7 +46,6 @@ class Parser(argparse.ArgumentParser):
         return f"{self.prog.partition(' ')[2]}: ".lstrip(": ")
 
     def _usage(self) -> str:
-        """The command with its required arguments."""
         required = [str(action.metavar) for action in self._actions if not action.option_strings and action.required]
         return " ".join([self.prog, *required])
 

@@ -46,7 +46,6 @@ class ConfigFiles:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of a command line that name these files."""
         name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
         folder = (f"--config-dir={self.folder}",) if self.folder else ()
         return (*name, *folder, *self.searchpath)

@@ -98,7 +98,6 @@ def is_timm_model(name: str) -> bool:
 
 
 def options_with(group: str, key: str) -> list[str]:
-    """The names of Lockstep's options of a group that have a key."""
     pattern = re.compile(rf"^{re.escape(key)}:", re.MULTILINE)
     return [file.stem for file in _files(group) if pattern.search(file.read_text())]
 
@@ -115,12 +114,10 @@ def known(group: str, groups: Iterable[str]) -> str:
 
 
 def declared(group: str) -> dict[str, type[Any]]:
-    """The declared options of a group, by name."""
     return {name: cls for (of, name), cls in _DECLARED.items() if of == group}
 
 
 def default_node(cls: type[Any]) -> dict[str, Any]:
-    """The config node of a declared class with its defaults."""
     from omegaconf import OmegaConf  # imported late: it is slow, and importing this module must be fast
 
     values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True))

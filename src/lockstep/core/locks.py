@@ -29,7 +29,6 @@ def open_locked(path: Path, flags: int = os.O_RDONLY, *, wait: bool = False) -> 
 
 @contextmanager
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock on a folder."""
     descriptor = open_locked(folder, wait=wait)
     try:
         yield

@@ -72,7 +72,6 @@ def head_layers(model: nn.Module) -> tuple[str, ...]:
 
 
 def head_parameters(model: nn.Module) -> tuple[str, ...]:
-    """The names of the parameters of a model's head."""
     layers = head_layers(model)
     return tuple(name for name, _ in model.named_parameters() if any(within(name, layer) for layer in layers))
 

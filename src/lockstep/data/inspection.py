@@ -1,5 +1,6 @@
 """Looks at the data of a job before a run: labels, classes, broken images, and images that are there twice."""
 
+import enum
 import hashlib
 import itertools
 import math
@@ -7,11 +8,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.core.finding import Finding, Level
 from lockstep.data.datasets.files import class_notes
 from lockstep.data.datasets.splits import check_labels
 from lockstep.data.loading.prefetch import in_order
@@ -20,6 +21,24 @@ from lockstep.runtime.limits import cores
 CHUNK = 64  # images that a thread looks at in a row
 Image = tuple[Split, int]  # an image by its split and its number there
 ResultT = TypeVar("ResultT")
+
+
+class Level(enum.StrEnum):
+    """Whether a run would start: yes, with a doubt, or not."""
+
+    ok = "ok"
+    warning = "warning"
+    error = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence of a check, with what mends a problem; `amount` is the seconds or bytes that it tells."""
+
+    check: str
+    text: str
+    level: Level = Level.ok
+    amount: float = 0.0
 
 
 def inspect(source: Source, seconds: float) -> Iterator[Finding]:

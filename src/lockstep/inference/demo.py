@@ -105,11 +105,9 @@ class DemoServer(uvicorn.Server):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The names of the server that a request may use."""
         return frozenset({f"{ADDRESS}:{self.port}", f"localhost:{self.port}"})
 
     def about(self) -> dict[str, Any]:
-        """The facts about the model that the page shows."""
         card = self.predictor.card
         return {
             "model": str(card.model["_target_"]).rpartition(".")[2],
@@ -127,7 +125,6 @@ class DemoServer(uvicorn.Server):
         return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
 
     async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request (ASGI)."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         status: HTTPStatus = HTTPStatus.OK
         try:

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.core.finding import Finding, Level
 from lockstep.core.world import World
+from lockstep.data.inspection import Finding, Level
 from lockstep.data.loading import Streaming
 from lockstep.job.create import check_plan
 from lockstep.job.resume import Resume, check_resumable

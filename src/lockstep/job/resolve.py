@@ -79,7 +79,6 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
 
 
 def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:
-    """The launcher, with numbers for `auto`."""
     if type(launcher) is AutoLauncher:
         alone = is_launched() or (ranks == 1 and not sweep)
         launcher = (Inline if alone else Spawn)(**vars(launcher))

@@ -88,7 +88,6 @@ class Lock:
 
 
 def _same_file(file: int, path: Path) -> bool:
-    """Whether the open `file` is the file at `path`."""
     try:
         return os.path.samestat(os.fstat(file), path.lstat())
     except FileNotFoundError:

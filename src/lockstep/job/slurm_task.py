@@ -75,7 +75,6 @@ class Task:
             self.stop()
 
     def stop(self, *signal_and_frame: object) -> None:
-        """Have the run save and end."""
         self.must_stop = True
         if self.process is not None:
             self.process.terminate()

@@ -150,7 +150,6 @@ def _check_kernels(job: ResolvedJob) -> None:
 
 
 def _check_compile(job: ResolvedJob) -> None:
-    """Refuse options that do not work with a compiled model."""
     if not job.model.compile:
         return
     job.strategy.check_compile(job.launcher.world_size, job.device)

@@ -16,12 +16,13 @@ from multiprocessing import current_process
 from pathlib import Path
 from typing import NoReturn
 
-from lockstep.core import log, plan, process_group
+from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, StorageError, as_known, out_of_memory
 from lockstep.core.launched import is_launched, launched
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import impatient
+from lockstep.job import process_group
 from lockstep.launcher.processes import Fork
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals

@@ -16,10 +16,11 @@ from uuid import uuid4
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
-from lockstep.core import log, network
+from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, RankFailed
 from lockstep.core.launched import ATTEMPT, RUN_FOLDER, is_launched, launched, store_address
 from lockstep.core.run_dir import RunDir
+from lockstep.launcher import network
 from lockstep.launcher.processes import POLL_S
 from lockstep.runtime import program
 

@@ -36,7 +36,6 @@ class Inline(Launcher):
         return run_dir.read_summary().get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
-        """Start the ranks and wait for them."""
         entry(run_dir.path)
 
 

@@ -11,13 +11,14 @@ from typing import Any, ClassVar
 
 from torch.distributed import DistError
 
-from lockstep.core import log, network, plan, slurm
+from lockstep.core import log, plan, slurm
 from lockstep.core.errors import InputError, RankFailed, Stopped
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.launched import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Check, Text, Time
 from lockstep.core.run_dir import RunDir
+from lockstep.launcher import network
 from lockstep.launcher.attach import is_listening, wait
 from lockstep.launcher.base import Inline, killed
 from lockstep.launcher.spawn import Spawn
@@ -164,7 +165,6 @@ class Elastic(Spawn):
             ) from error
 
     def _await_main(self, host: str, port: int, patience: float) -> None:
-        """Wait until main's machine listens."""
         if is_listening(host, port, ANSWER_S):  # a network can swallow what it cannot deliver
             return
         log.show(f"waiting for main at {self.rendezvous}")

@@ -17,10 +17,10 @@ import torch
 from torch.distributed import TCPStore
 
 from lockstep.core.errors import RankFailed
-from lockstep.core.network import LOOPBACK, loopback_listener
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher.base import Inline, first_failure
+from lockstep.launcher.network import LOOPBACK, loopback_listener
 from lockstep.launcher.processes import POLL_S, RANKS_GRACE_S, Fork, Fresh, Process, can_fork, forwarding, starting
 from lockstep.runtime import child
 
@@ -76,8 +76,6 @@ class Spawn(Inline):
 
 
 def _forked(entry: Entry, run_dir: RunDir, environment: dict[str, str], listener: socket.socket) -> Process:
-    """A rank as a fork of this process."""
-
     def serve() -> None:
         listener.close()  # only the launcher needs it
         os.environ.update(environment)

@@ -29,7 +29,6 @@ PACKAGES = (
 
 
 def facts(world: World) -> dict[str, Any]:
-    """Versions, devices and the state of the source tree."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),

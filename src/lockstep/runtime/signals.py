@@ -89,7 +89,6 @@ class StopRequest:
         self.requested, self.reason = True, reason
 
     def take(self, number: int) -> None:
-        """Record a signal."""
         self.requested = True
         if number == signal.SIGINT:
             self.interrupted_at = self.interrupted_at or time.monotonic()

@@ -72,7 +72,6 @@ class ForwardDraws:
             self.keys.set(keys)
 
     def blank_inputs(self, images: Tensor) -> tuple[Tensor, ...]:
-        """The inputs of a pass over blank images."""
         if not self.keys.draws:
             return (images,)
         return images, torch.zeros((images.shape[0], 2), dtype=torch.int64, device=self.device)
@@ -83,7 +82,6 @@ class ForwardDraws:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences that the user should read before the run."""
         if not self.unknown:
             return []
         return [

@@ -156,7 +156,6 @@ class Distributed(Single):
         return self.replicate(model, plan, example)
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
-        """The replica, for a job of several ranks."""
         return model
 
     def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:

@@ -181,7 +181,6 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
 
 
 def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
-    """The positions of the modules `entries`."""
     numbers = {place.name: number for number, place in enumerate(places, 1)}
     starts = []
     for name in entries:

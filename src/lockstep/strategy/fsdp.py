@@ -106,7 +106,6 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _groups(model: nn.Module) -> dict[str, int | str]:
-    """The group of each parameter by its name."""
     if hasattr(model, "group_matcher"):
         from timm.models import group_parameters
 

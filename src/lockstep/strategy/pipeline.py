@@ -21,8 +21,8 @@ from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Single, share_weights
 from lockstep.strategy.cutting import cut
-from lockstep.strategy.owned_optimizer import OwnedOptimizer
 from lockstep.strategy.stage import become_stage, stage_of
+from lockstep.strategy.zero import OwnedOptimizer
 
 MOST_STAGES = 1000
 

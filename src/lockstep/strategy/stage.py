@@ -191,6 +191,5 @@ def _try_alone(model: nn.Module, images: Tensor, world: World) -> None:
 
 
 def stage_of(model: nn.Module) -> Stage:
-    """The stage that `become_stage` has made of a model."""
     assert isinstance(model.forward, Stage)
     return model.forward

@@ -83,8 +83,6 @@ def _exchange(tensor: Tensor, peer: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Strict(Single):
-    """The strategy of `repro=strict`."""
-
     shards: int = ranged(4, least=1, most=65_536)
     recordable: ClassVar[bool] = False
     fixed_order: ClassVar[bool] = True

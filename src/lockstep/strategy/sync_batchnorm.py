@@ -137,7 +137,6 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """`x` in the dtype of the statistics."""
     return x.to(_statistics_dtype(x))
 
 

@@ -78,8 +78,6 @@ class Identity:
 
 
 class Ledger:
-    """The ledger in the folder of a sweep."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.is_new = False  # whether this object has created it
@@ -180,7 +178,6 @@ class Ledger:
         return record
 
     def start(self, record: Record) -> Record:
-        """Record that this process runs a job."""
         return self.write(
             replace(
                 record,
@@ -198,7 +195,6 @@ class Ledger:
     def end(
         self, record: Record, state: State, *, objective: float | None = None, exit_code: int = 0, error: str = ""
     ) -> Record:
-        """Record how a job ended."""
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
         self.write(ended)
         with suppress(InputError, StorageError):  # `sweep.json` is damaged, or the disk is full
@@ -220,7 +216,6 @@ class Ledger:
         return ""
 
     def read(self, record: Record) -> Record:
-        """The present record of a job."""
         return self.record(record.number)
 
     def record(self, number: int) -> Record:

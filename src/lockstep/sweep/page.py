@@ -75,7 +75,6 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
 
 
 def costs_of(job: RunFiles) -> dict[str, float]:
-    """What a job cost, as far as it is known."""
     figures = {"seconds": job.summary.get("seconds"), **(job.summary.get("spent") or {})}
     return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
 
@@ -87,7 +86,6 @@ def _link(ledger: Ledger, record: Record) -> str:
 
 
 def _values(record: Record, swept: Sequence[str]) -> list[str]:
-    """The values of a job for the keys that its sweep varies."""
     words = dict(word.partition("=")[::2] for word in record.overrides)
     return [words.get(key, "") for key in swept]
 
@@ -102,7 +100,6 @@ def _as_number(text: str) -> str | float:
 def _charts(
     records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]]
 ) -> Iterator[tuple[str, str]]:
-    """The charts of the jobs that have a score."""
     scores = [record.score or 0.0 for record in records]
     if swept and len(records) > 1:
         rows = [

@@ -171,7 +171,6 @@ class Pool:
         return self.ledger.end(record, State.failed, exit_code=LockstepError.exit_code, error=error)
 
     def send(self, number: int) -> None:
-        """Send a signal to the jobs that run."""
         self.has_killed |= number == signal.SIGKILL
         for _, _, process in self.running:
             process.send_signal(number)
@@ -222,7 +221,6 @@ def fresh(
 
 
 def start(ledger: Ledger, task: Task, share: Share) -> Process:
-    """Start the process of a task."""
     return forked(ledger, task, share) if can_fork() else fresh(ledger, task, share)
 
 

@@ -94,7 +94,6 @@ def job_key(overrides: Sequence[str]) -> frozenset[str]:
 
 
 def checked_direction(name: Any) -> Direction:
-    """The direction of this name."""
     try:
         return Direction(name)
     except ValueError:

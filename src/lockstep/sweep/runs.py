@@ -118,7 +118,6 @@ def _read_job(ledger: Ledger, record: Record, direction: Direction) -> Run:
 
 
 def damaged(folder: Path, error: str) -> Run:
-    """A run of which `error` says why it cannot be read."""
     return Run(folder=folder, state=State.damaged, error=error, settings={}, typed={})
 
 
@@ -129,7 +128,6 @@ def state_of(record: Record) -> str:
 
 
 def read_run(folder: Path, overrides: Sequence[str] = ()) -> Run:
-    """A run from its folder; `overrides` are those of its record."""
     files = RunFiles(folder)
     summary, composed, choices = files.summary, files.composed, files.choices
     typed = dict(word.lstrip("+").partition("=")[::2] for word in overrides or files.overrides)

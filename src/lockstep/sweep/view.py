@@ -216,5 +216,4 @@ def swept_keys(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def varied(record: Record, keys: Sequence[str]) -> list[str]:
-    """The overrides of a job whose keys are among `keys`."""
     return [word for word in record.overrides if word.partition("=")[0] in keys]

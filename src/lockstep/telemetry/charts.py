@@ -36,7 +36,6 @@ def drawn(draw: Callable[[Any], None], width: float = 4.4, height: float = 2.6) 
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
-    """What `draw` draws on axes, as SVG."""
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that cannot be written
     import matplotlib
     from matplotlib.figure import Figure
@@ -56,8 +55,6 @@ def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
 
 
 def curves(lines: Sequence[Curve]) -> str:
-    """Curves over the steps."""
-
     def draw(axes: Any) -> None:
         for label, colour, x, y in lines:
             axes.plot(_averaged(x), _averaged(y), color=colour, marker="." * (len(y) < 30), label=cut(label, 40))
@@ -131,6 +128,5 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
 
 
 def cut(value: str | float, most: int = 18) -> str:
-    """A value for a label, in one line."""
     text = escaped(value, keep="") if isinstance(value, str) else f"{value:.4g}"
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -33,7 +33,6 @@ class TrainingClock:
         self.start()
 
     def start(self) -> None:
-        """Start to count now."""
         self.began = self.requested = time.perf_counter()
         self.waited = self.waited_before = self.paused = 0.0
 
@@ -83,7 +82,6 @@ class TimeLeft:
     warm: tuple[int, float] | None = field(default=None, init=False)
 
     def window_ended(self, step: int) -> None:
-        """Note that a window has ended at `step`."""
         if self.warm is None:
             self.warm = step, self.clock.so_far().busy
 

@@ -42,14 +42,12 @@ class Columns:
         self.widths: Counter[str] = Counter()
 
     def aligned(self, columns: Sequence[FigureColumn]) -> list[FigureColumn]:
-        """The columns with their figures padded."""
         for column in columns:
             self.widths[column.name] = max(self.widths[column.name], len(column.figure))
         return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
 
 
 def figures(window: Window) -> list[FigureColumn]:
-    """The columns for a window."""
     return [
         FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
         FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2),

@@ -162,7 +162,6 @@ class Bar(Screen):
 
 
 def display(plan: Plan, left: TimeLeft, *, is_main: bool) -> Display:
-    """The display for this rank and this terminal."""
     if not is_main:
         return Display()
     return Bar(plan, left) if log.has_terminal() else Lines(plan, left)

@@ -19,7 +19,6 @@ from torch import nn
 from lockstep.core.safe_read import is_number, parsed_json, read_lines
 from lockstep.core.world import World
 from lockstep.runtime.gpus import name_in_nvml
-from lockstep.telemetry.gpu_counters import Counters
 from lockstep.telemetry.sinks import truncate_after
 
 # Reasons for which the hardware itself lowers the clocks: too hot, or too little power.
@@ -28,6 +27,81 @@ SLOWED_DOWN = (
     | pynvml.nvmlClocksEventReasonHwSlowdown
     | pynvml.nvmlClocksEventReasonSwThermalSlowdown
 )
+# The share of the time, in percent, in which an SM had work, tensor cores were at work, and memory was transferred.
+ACTIVE = {
+    "sm_active": pynvml.NVML_GPM_METRIC_SM_UTIL,
+    "tensor_active": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "memory_active": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+}
+# Counters in KiB, over all links of a GPU if the scope is this one.
+LINKS = {
+    "nvlink_in_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+    "nvlink_out_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+}
+ALL_LINKS = 2**32 - 1
+
+
+class Counters:
+    """The counters of a GPU: their difference between two samples is a figure. Those that it lacks are left out.
+
+    NVML's utilisation is the time in which anything ran at all. GPM (GPU performance monitoring) counts what the SMs
+    of Hopper and later GPUs do: how much of the GPU it used.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self.looked, self.links = time.monotonic(), self._links()
+        self.samples: list[Any] = []  # of GPM: the last one, and the memory for the next
+        try:
+            if pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+                for _ in range(2):
+                    self.samples.append(pynvml.nvmlGpmSampleAlloc())
+                pynvml.nvmlGpmSampleGet(handle, self.samples[0])
+        except pynvml.NVMLError:  # an old driver, a part of a GPU (MIG), or counters that only root may read
+            self.close()
+
+    def sample(self) -> dict[str, float]:
+        """The figures since the last sample: percent, and MB per second."""
+        before, self.looked = self.looked, time.monotonic()
+        last, self.links = self.links, self._links()
+        passed = max(self.looked - before, 1e-6)
+        figures = {name: (self.links[name] - last[name]) * 1024 / 1e6 / passed for name in last if name in self.links}
+        return figures | self._active()
+
+    def close(self) -> None:
+        while self.samples:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlGpmSampleFree(self.samples.pop())
+
+    def _links(self) -> dict[str, int]:
+        """What went over NVLink so far, in KiB. A GPU without links has no such counter."""
+        try:
+            values = pynvml.nvmlDeviceGetFieldValues(self.handle, [(field, ALL_LINKS) for field in LINKS.values()])
+        except pynvml.NVMLError:
+            return {}
+        pairs = zip(LINKS, values, strict=True)
+        return {name: value.value.ullVal for name, value in pairs if value.nvmlReturn == pynvml.NVML_SUCCESS}
+
+    def _active(self) -> dict[str, float]:
+        if not self.samples:
+            return {}
+        request = pynvml.c_nvmlGpmMetricsGet_t(
+            version=pynvml.NVML_GPM_METRICS_GET_VERSION,
+            numMetrics=len(ACTIVE),
+            sample1=self.samples[0],
+            sample2=self.samples[1],
+        )
+        for metric, number in zip(request.metrics, ACTIVE.values(), strict=False):
+            metric.metricId = number
+        try:
+            pynvml.nvmlGpmSampleGet(self.handle, self.samples[1])
+            pynvml.nvmlGpmMetricsGet(request)
+        except pynvml.NVMLError:
+            self.close()
+            return {}
+        self.samples.reverse()
+        answers = zip(ACTIVE, request.metrics, strict=False)
+        return {name: answer.value for name, answer in answers if answer.nvmlReturn == pynvml.NVML_SUCCESS}
 
 
 class Gpus:

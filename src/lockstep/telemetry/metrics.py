@@ -244,7 +244,6 @@ class Telemetry:
         return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:
-        """Show how far the evaluation after the present step is."""
         self.display.advance(self.step)
         self.display.evaluating(done, blocks)
 

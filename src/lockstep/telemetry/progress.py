@@ -25,7 +25,6 @@ class Work:
         self.done, self.began = 0, time.monotonic()
 
     def advance(self, items: int = 1) -> None:
-        """Count `items` more items as done."""
         self.done += items
 
     def text(self) -> Text:

@@ -193,8 +193,6 @@ class PredictionsFile(Observer):
 
 
 class NoSamples:
-    """Records no samples."""
-
     def record(self, micro: MicroBatch, images: Tensor) -> None: ...
 
     def close(self) -> None: ...

@@ -41,7 +41,6 @@ class Stragglers:
         return self.requested
 
     def forward_done(self) -> None:
-        """Note the end of a forward pass."""
         self.busy = time.perf_counter() - self.requested
 
     def next_step(self) -> float:

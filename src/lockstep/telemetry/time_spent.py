@@ -96,7 +96,6 @@ class TimeSpent:
             self._end("communication" if self.reduces else "backward")
 
     def stop(self) -> None:
-        """Note the end of the timed step."""
         self._end("optimizer")
         for hook in self.hooks:
             hook.remove()

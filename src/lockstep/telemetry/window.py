@@ -154,7 +154,6 @@ class Span:
     examples: int = 0
 
     def add(self, loss: float, hits: float, examples: float) -> None:
-        """Add the sums of a window that has ended."""
         self.loss += loss
         self.hits += int(hits)
         self.examples += int(examples)

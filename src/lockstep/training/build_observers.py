@@ -3,10 +3,13 @@
 import itertools
 import math
 import os
+import threading
+from collections.abc import Callable
 
 from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.core.observer import RunInfo
+from lockstep.core.closing import closing
+from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.sharding import has_stages
@@ -18,7 +21,6 @@ from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
 from lockstep.telemetry.metrics import Telemetry
-from lockstep.telemetry.observers import Observers
 from lockstep.telemetry.profile import StepProfile
 from lockstep.telemetry.sinks import NoSamples, Samples
 from lockstep.telemetry.spending import Spending
@@ -30,6 +32,31 @@ from lockstep.training.resolved_job import ResolvedJob
 
 # A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
+
+
+class Observers(Observer):
+    """Several observers as one. A lock lets one thread in at a time: GPU samples come from another thread."""
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+        self.lock = threading.RLock()
+
+    def end(self, outcome: Outcome) -> None:
+        with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
+            pass
+
+
+def _to_all(name: str) -> Callable[..., None]:
+    def call_all(self: Observers, *values: object) -> None:
+        with self.lock:
+            for observer in self.observers:
+                getattr(observer, name)(*values)
+
+    return call_all
+
+
+for _name in ("write", "first_batch", "write_gpu", "evaluated", "predicted", "saved", "flush"):
+    setattr(Observers, _name, _to_all(_name))
 
 
 def build_observers(

@@ -44,7 +44,6 @@ def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def plan_of(job: ResolvedJob, examples: int) -> Plan:
-    """The plan of a job, for a training split of `examples` examples."""
     return make_plan(
         examples=examples,
         batch=job.batch,

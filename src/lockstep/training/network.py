@@ -42,7 +42,6 @@ class Network:
 
     @property
     def parameters(self) -> int:
-        """The number of its weights, trained or frozen."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
 

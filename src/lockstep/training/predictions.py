@@ -148,7 +148,6 @@ def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Te
 
 
 def _highest(losses: Tensor) -> Tensor:
-    """The places of the highest losses."""
     return losses.topk(min(WORST, len(losses))).indices
 
 

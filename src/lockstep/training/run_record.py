@@ -62,8 +62,6 @@ class NoRecord:
 
 
 class RunRecord(NoRecord):
-    """The record of main."""
-
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world

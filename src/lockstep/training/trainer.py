@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint import Checkpointer
-from lockstep.core.consensus import StopConsensus
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
@@ -16,6 +15,7 @@ from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry.metrics import Telemetry
 from lockstep.telemetry.window import Window
+from lockstep.training.consensus import StopConsensus
 from lockstep.training.evaluate import evaluate
 from lockstep.training.network import Progress
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions

@@ -96,7 +96,6 @@ class CSV(FileSource):
         return rows, tuple(note + example for example in renamed[:1])
 
     def _rows(self) -> Iterator[Row]:
-        """The lines of the table, not checked yet."""
         with opened(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:

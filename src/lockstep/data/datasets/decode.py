@@ -32,11 +32,9 @@ Decoder = Callable[[bytes], Pixels]
 # Stored rows and columns, how they are decoded, EXIF orientation, and the pixels that the decoder goes through.
 Header = tuple[int, int, Decoder | None, int, int]
 
-# JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers. A frame header has the size.
+# JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers.
 JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# Rows below a box that are decoded too, because the colours of its lowest rows are interpolated with them.
-MARGIN = 16
 # torchvision decodes these faster than Pillow. Not GIF: it would read all frames.
 TORCHVISION = ("JPEG", "PNG", "WEBP")
 READ_BYTES = 2**17  # read from a file at a time
@@ -95,7 +93,7 @@ class ImageFile(NamedTuple):
         short, long = min(self.height, self.width), max(self.height, self.width)
         # An image that is one pixel wide would become a huge one.
         _check_size(self, long * size * size // short, f", also with its shorter side resized to {size}")
-        pixels, _ = self._decoded(size / short, self.height)
+        pixels, _ = self._decoded(size / short)
         if pixels.shape[:2] == (size, size):
             return pixels.transpose(2, 0, 1)
         height, width = (size * side // short for side in (self.height, self.width))
@@ -106,7 +104,7 @@ class ImageFile(NamedTuple):
     def box(self, box: Box, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Stored:
         """A box of the whole image, resized: (3, *size). Raises like `square`."""
         top, left, height, width = box
-        pixels, eighths = self._decoded(max(size[0] / height, size[1] / width), top + height)
+        pixels, eighths = self._decoded(max(size[0] / height, size[1] / width))
         # The box in pixels of the decoded image, which may be smaller; rounded outwards.
         rows, columns = (
             slice(start * eighths // 8, -(-(start + side) * eighths // 8))
@@ -114,44 +112,24 @@ class ImageFile(NamedTuple):
         )
         return _resized(pixels[rows, columns], size, interpolation)
 
-    def _decoded(self, share: float, bottom: int) -> tuple[Pixels, int]:
-        """Decode the image, or at least its rows above `bottom`. Also returns the scale, in eighths.
-
-        A JPEG is decoded at the smallest scale that keeps at least `share` of each side; other formats whole.
+    def _decoded(self, share: float) -> tuple[Pixels, int]:
+        """The whole upright image. Also returns the scale, in eighths: a JPEG is decoded at the smallest one that
+        keeps at least `share` of each side.
         """
         if self.decoder is not None:
             return photos.upright(self.decoder(self.data), self.orientation), 8
-        data, rows, columns = self._above(bottom)
+        turned = self.orientation in photos.TURNED
+        rows, columns = (self.width, self.height) if turned else (self.height, self.width)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
         scaled = share <= 0.5 and max(rows, columns) >= 8
         eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
         height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
         try:
-            whole = data is self.data
-            pixels = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, strict=whole)
+            pixels = simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width)
         except ValueError:
             # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
             pixels, eighths = _by_torchvision(self.data), 8
         return photos.upright(pixels, self.orientation), eighths
-
-    def _above(self, bottom: int) -> tuple[bytes, int, int]:
-        """The JPEG with a smaller height in its header, so that decoding stops just below `bottom`.
-
-        Also returns the stored rows and columns. A truncated, progressive or turned file does not store a row of the
-        upright image in one place, so it is returned whole.
-        """
-        rows = bottom + MARGIN
-        if self.orientation in photos.TURNED:
-            return self.data, self.width, self.height
-        if rows >= self.height or self.orientation != photos.UPRIGHT:
-            return self.data, self.height, self.width
-        frame = 2  # the offset of a marker; every segment before the frame states its length
-        while frame + 9 < len(self.data) and self.data[frame + 1] not in FRAMES:
-            frame += 2 + int.from_bytes(self.data[frame + 2 : frame + 4])
-        sequential = self.data[frame : frame + 2] in (b"\xff\xc0", b"\xff\xc1")
-        if not sequential or self.data.rfind(END) < frame:
-            return self.data, self.height, self.width
-        return self.data[: frame + 5] + rows.to_bytes(2) + self.data[frame + 7 :], rows, self.width
 
 
 def contents(place: Path | Member) -> bytes:

@@ -60,7 +60,6 @@ class HF(FileSource):
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
     def _load(self) -> dict[str, Any]:
-        """The tables of the splits."""
         check_installed("datasets", "dataset=hf", extra="hf")
         import datasets
 

@@ -89,7 +89,6 @@ class Manifest:
     splits: Mapping[str, Mapping[str, Any]]
 
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
-        """The shape of a split's `images` or `labels`."""
         return (self.splits[split]["count"], *(self.shape if kind == "images" else ()))
 
     def as_json(self) -> str:

@@ -1,7 +1,6 @@
 """The published data sets that are downloaded by torchvision: MNIST, FashionMNIST and the CIFARs."""
 
 import contextlib
-import gzip
 import math
 import re
 import zlib
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname
-from lockstep.core.safe_read import opened
+from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.builtin import ArraySource
 
 GZIP = b"\x1f\x8b"
@@ -64,7 +63,6 @@ class Published(ArraySource):
             self._download(error)
 
     def torchvision(self, train: bool, *, download: bool = False) -> Any:
-        """torchvision's data set of a split."""
         from torchvision import datasets
 
         dataset: Callable[..., Any] = getattr(datasets, self.factory)
@@ -190,7 +188,12 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     file = next((name for name in (path, path.with_name(f"{path.name}.gz")) if name.is_file()), None)
     if file is None:
         raise FileNotFoundError(f"there is no {path.name}")
-    content = _contents(file)
+    content = read_bytes(file, MOST_BYTES, links=True)
+    if content.startswith(GZIP):
+        try:
+            content = zlib.decompressobj(wbits=31).decompress(content, MOST_BYTES)
+        except zlib.error as error:
+            raise ValueError(f"{file} is damaged ({error})") from error
     start = 4 + 4 * int.from_bytes(content[3:4])
     shape = [int.from_bytes(content[at : at + 4]) for at in range(4, start, 4)]
     if content[:3] != BYTES or len(content) != start + math.prod(shape):
@@ -205,17 +208,3 @@ def _reason(error: Exception) -> str:
     """
     last = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
     return re.sub(r"^<urlopen error (?:\[Errno -?\d+\] )?(.*)>$|^\[Errno -?\d+\] (.*)$", r"\1\2", last.strip())
-
-
-def _contents(path: Path) -> bytes:
-    """The bytes of a file that may be compressed by gzip."""
-    with opened(path, links=True) as file:
-        packed = file.read(len(GZIP)) == GZIP
-        file.seek(0)
-        try:
-            content: bytes = (gzip.GzipFile(fileobj=file) if packed else file).read(MOST_BYTES + 1)
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or cut short ({error})") from error
-    if len(content) > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes")
-    return content

@@ -25,8 +25,6 @@ TRIES, FIRST_TRY = 10, 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class NoAugment:
-    """No augmentation."""
-
     def __str__(self) -> str:
         return "none"
 

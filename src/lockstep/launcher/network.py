@@ -103,7 +103,6 @@ def interface_of(address: str) -> str | None:
 
 
 def _interfaces() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """The interfaces of this machine with their addresses."""
     return [
         (name.partition(":")[0], ipaddress.ip_address(entry.address.partition("%")[0]))  # `eth0:1` is an alias
         for name, entries in psutil.net_if_addrs().items()

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lockstep.core import network
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launched import ATTEMPT, Place, is_launched, launched, store_address
 from lockstep.core.world import World
+from lockstep.launcher import network
 
 SPARE_FILES = 512  # files that a rank may have open besides its connections
 
