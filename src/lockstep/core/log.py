@@ -125,6 +125,11 @@ def show(text: str) -> None:
     console.print(wrapped(text, 2), soft_wrap=True)
 
 
+def note(text: str) -> None:
+    """Print a sentence about a result to standard error: the output itself may be read by a program."""
+    Terminal(highlight=False, stderr=True).print(Text(escaped(text, keep="")), soft_wrap=True)
+
+
 def wrapped(text: str, indent: int) -> Text:
     """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
     line = escaped(text, keep="")
