@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pty
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import ROOT, Done, forked, forks, records, result, train, train_afresh
+from helpers import ROOT, Done, forked, forks, on_a_terminal, records, result, train, train_afresh
 
 ESCAPE = "\x1b"
 
@@ -151,31 +148,6 @@ def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, root: Path
     again = train("steps=4", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={run}")
     assert again.code == 0, again.err
     assert [line["step"] for line in records(run) if "loss/train" in line] == [1, 2, 3, 4]
-
-
-def on_a_terminal(*overrides: str) -> tuple[int, str]:
-    """`python train.py ...` with a pseudo-terminal of 100 columns for its output."""
-    main, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *overrides],
-        cwd=ROOT,
-        stdout=end,
-        stderr=end,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )
-    os.close(end)
-    seen = b""
-    while True:
-        try:
-            read = os.read(main, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not read:
-            break
-        seen += read
-    os.close(main)
-    return process.wait(), seen.decode()
 
 
 def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:

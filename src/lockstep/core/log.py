@@ -142,9 +142,14 @@ def wrapped(text: str, indent: int) -> Text:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one."""
+    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one.
+
+    A pipe gets columns without lines around them, which other programs would have to cut off.
+    """
     for column in table.columns:
         column.overflow = "fold"  # not an ellipsis, which hides what differs
+    if not has_terminal():
+        table.box, table.pad_edge = None, False
     if not has_terminal() or console.width < NARROW:  # there rich would leave no room for a column
         table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
     console.print(table, crop=False)
