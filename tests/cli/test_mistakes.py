@@ -45,6 +45,7 @@ TRAINING = [
     ("optimizr.momentum=0.5", "optimizer=sgd optimizer.momentum=0.5"),
     ("chekpoint.kep=3", "checkpoint.keep=3"),
     ("epoch=3", "epochs=3"),
+    ("train.pretrained=true", "model=resnet50d model.pretrained=true"),
     ("batchsize=32", "batch=32"),
     ("imgsz=16", "dataset.input_size=16"),
     ("image_size=16", "dataset.input_size=16"),
@@ -156,6 +157,12 @@ def test_a_mistake_in_a_line_of_training_is_answered_with_what_to_type(
     if proposal == "budget.hours":
         proposal = "budget.hours=5"
     assert_composes(proposal)
+
+
+def test_pretrained_weights_are_those_of_the_model_that_the_line_has(folder: Path) -> None:
+    answer = answered("train.py model=resnet18 train.pretrained=true", folder)
+    assert "Did you mean model.pretrained=true?" in answer
+    assert_composes("model=resnet18 model.pretrained=true")
 
 
 @pytest.mark.parametrize(("mistake", "meant"), NAMES)

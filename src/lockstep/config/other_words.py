@@ -5,12 +5,13 @@ The words are those of timm, Lightning, torchvision, Accelerate, torchrun and th
 
 import os
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, typed
-from lockstep.config.options import is_own
+from lockstep.config.options import is_own, is_timm_model
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.run_dir import MANIFEST, RunDir
 
@@ -142,6 +143,9 @@ def ours(name: str, value: str | None = None) -> str:
     Without a value they have `VALUE` in its place.
     """
     block, _, last = name.lower().replace("-", "_").rpartition(".")
+    chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("model=")]
+    if last == "pretrained" and any(map(is_timm_model, chosen)):
+        return "model.pretrained=true"  # the model is chosen already
     template = next((text for text, names in KEYS.items() if _plain(last) in _plain(names).split()), "")
     if not template and not block:
         template = _own(last)

@@ -248,11 +248,12 @@ class RunDir:
 def _is_summary(facts: Mapping[str, Any]) -> bool:
     """Whether the values of a parsed `summary.json` have their types."""
     tables = [facts.get(key) or {} for key in TABLES]
+    findings = [facts.get(key) or {} for key in ("verdict", "learning")]
     numbers = [facts.get(key) for key in NUMBERS]
     numbers += [number for table in tables if isinstance(table, Mapping) for number in table.values()]
     return (
         all(isinstance(facts.get(key, ""), str) for key in TEXTS)
-        and all(isinstance(table, Mapping) for table in (*tables, facts.get("verdict") or {}))
+        and all(isinstance(table, Mapping) for table in (*tables, *findings))
         and all(number is None or is_number(number) for number in numbers)
     )
 
