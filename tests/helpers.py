@@ -8,6 +8,7 @@ import importlib
 import itertools
 import json
 import os
+import pty
 import re
 import shutil
 import signal
@@ -259,6 +260,31 @@ def exit_as_rank(folder: Path) -> None:
             run_until(joined, RunDir(Path(path)), stop_at, stop_in if joined.rank == joined.size - 1 else None)
             done.write(b".")
     sys.exit(0)
+
+
+def on_a_terminal(*overrides: str) -> tuple[int, str]:
+    """`python train.py ...` with a pseudo-terminal of 100 columns for its output."""
+    main, end = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *overrides],
+        cwd=ROOT,
+        stdout=end,
+        stderr=end,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    )
+    os.close(end)
+    seen = b""
+    while True:
+        try:
+            read = os.read(main, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not read:
+            break
+        seen += read
+    os.close(main)
+    return process.wait(), seen.decode()
 
 
 def records(run: RunDir | Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Lines of training are composed here, as `train.py` composes them; lines of other
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,28 @@ TRAINING = [
     ("--output_dir here", "output_root=here"),
     ("optimizer.lr 0.01", "optimizer.lr=0.01"),
     ("epochs 3", "epochs=3"),
+    ("epochs = 3", "epochs=3"),
+    ("epochs =3", "epochs=3"),
+    ("epochs= 3", "epochs=3"),
+    ("model = linear", "model=linear"),
+    ("lr = 0.1", "optimizer.lr=0.1"),
+    ("epochs=1e3", "epochs=1000"),
+    ("batch=64.0", "batch=64"),
+    ("seed=1E2", "seed=100"),
+    ("modle=linear", "model=linear"),
+    ("optimzer=sgd", "optimizer=sgd"),
+    ("optimzer.lr=3", "optimizer.lr=3"),
+    ("trian.ema=0.4", "train.ema=0.4"),
+    ("lunacher.ranks=2", "launcher.ranks=2"),
+    ("optimizr.momentum=0.5", "optimizer=sgd optimizer.momentum=0.5"),
+    ("chekpoint.kep=3", "checkpoint.keep=3"),
+    ("epoch=3", "epochs=3"),
+    ("train.pretrained=true", "model=resnet50d model.pretrained=true"),
+    ("batchsize=32", "batch=32"),
+    ("imgsz=16", "dataset.input_size=16"),
+    ("image_size=16", "dataset.input_size=16"),
+    ("img-size=16", "dataset.input_size=16"),
+    ("project=elsewhere", "output_root=elsewhere"),
     ("lr 0.1", "optimizer.lr=0.1"),
     ("optimizer.lr=1e-3x", "optimizer.lr=1e-3"),
     ("batch=64x", "batch=64"),
@@ -55,7 +78,6 @@ NAMES = [
     ("model=resnt18", "model=resnet18"),
     ("optimizer=adamww", "optimizer=adamw"),
     ("dataset=cifar11", "dataset=cifar10"),
-    ("optimzer=sgd", "optimizer=sgd"),
     ("schedule=cosin", "schedule=cosine"),
     ("-m model=digitnet,resnet188", "-m model=digitnet,resnet18"),
 ]
@@ -74,6 +96,15 @@ COMMANDS = [
     ("lockstep clean . --keep all", "--keep 1", "lockstep clean . --keep 1"),
     ("lockstep runs . --sort scor", "--sort score", "lockstep runs . --sort score"),
     ("lockstep run .", "lockstep runs", "lockstep runs ."),
+    ("lockstep train resume=latst", "latest", "lockstep train resume=latest --cfg job"),
+    ("lockstep train init_from=outputs/latst", "outputs/latest", "lockstep train init_from=outputs/latest --cfg job"),
+    ("lockstep report latst", "latest", "lockstep report latest"),
+    ("lockstep report outptus/latest", "latest", "lockstep report outputs/latest"),
+    ("lockstep compare ruin", "run", "lockstep compare run"),
+    ("lockstep evaluate outputs", "such as outputs/latest", "lockstep evaluate outputs/latest"),
+    ("lockstep evaluate outputs/latst", "outputs/latest", "lockstep evaluate outputs/latest"),
+    ("lockstep predict photo.png latest", "lockstep predict latest photo.png", "lockstep predict latest photo.png"),
+    ("lockstep predict photo.png run", "lockstep predict run photo.png", "lockstep predict run photo.png"),
 ]
 
 
@@ -84,6 +115,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("first_hour")
     train_here(place / "run", "model=linear", "steps=2", "batch=50")
+    shutil.copytree(place / "run", place / "outputs" / "1-run")
+    (place / "outputs" / "latest").write_text("1-run\n")
     (place / "train.py").symlink_to(ROOT / "train.py")
     Image.new("L", (8, 8), 128).save(place / "photo.png")
     return place
@@ -124,6 +157,12 @@ def test_a_mistake_in_a_line_of_training_is_answered_with_what_to_type(
     if proposal == "budget.hours":
         proposal = "budget.hours=5"
     assert_composes(proposal)
+
+
+def test_pretrained_weights_are_those_of_the_model_that_the_line_has(folder: Path) -> None:
+    answer = answered("train.py model=resnet18 train.pretrained=true", folder)
+    assert "Did you mean model.pretrained=true?" in answer
+    assert_composes("model=resnet18 model.pretrained=true")
 
 
 @pytest.mark.parametrize(("mistake", "meant"), NAMES)

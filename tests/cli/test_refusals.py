@@ -175,8 +175,8 @@ LIMITS = [
     ("model=resnet18 +model.options.depth=[nan]", "model.options is {'depth': [nan]}, expected numbers of at most"),
     ("device=cpu strategy=ddp launcher.ranks=65000", "launcher.ranks is 65000, but this machine has "),
     (
-        "device=cpu strategy=ddp launcher.ranks=60 launcher.threads=1024",
-        "launcher.threads is 1024 and loader.workers is auto, which on 60 ranks are 61,440 threads, expected at most",
+        "device=cpu strategy=ddp launcher.ranks=8 launcher.threads=1024",
+        "launcher.threads is 1024 and loader.workers is auto, which on 8 ranks are 8,192 threads, expected at most",
     ),
     ("dataset=fake dataset.size=16384 dataset.examples=100000", "the images of dataset=fake need 100,663.3 GB, and"),
     (

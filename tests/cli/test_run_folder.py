@@ -5,10 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-import pty
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import ROOT, Done, forked, forks, records, result, train, train_afresh
+from helpers import FAKE, ROOT, Done, forked, forks, on_a_terminal, records, result, train, train_afresh
 
 ESCAPE = "\x1b"
 
@@ -153,29 +150,18 @@ def test_a_folder_that_is_named_again_goes_on_with_its_run(run: Path, root: Path
     assert [line["step"] for line in records(run) if "loss/train" in line] == [1, 2, 3, 4]
 
 
-def on_a_terminal(*overrides: str) -> tuple[int, str]:
-    """`python train.py ...` with a pseudo-terminal of 100 columns for its output."""
-    main, end = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *overrides],
-        cwd=ROOT,
-        stdout=end,
-        stderr=end,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
-    )
-    os.close(end)
-    seen = b""
-    while True:
-        try:
-            read = os.read(main, 65536)
-        except OSError:  # how Linux says that the other end is closed
-            break
-        if not read:
-            break
-        seen += read
-    os.close(main)
-    return process.wait(), seen.decode()
+def test_the_end_of_a_run_has_one_figure_for_the_wait_for_data(tmp_path: Path) -> None:
+    """Reading is as slow as training here, and the wait is in the time, and in the verdict if it says so."""
+    words = (*FAKE, "dataset.size=64", "dataset.examples=600", "loader=streaming", "loader.workers=0", "model=linear")
+    done = train(*words, "epochs=10", "logger=jsonl", f"output_root={tmp_path}")
+    assert done.code == 0, done.err
+    end = done.out[done.out.index("done in") :]
+    shares = re.findall(r"waiting for data (\d+) %|waits for images in (\d+) %", end)
+    assert 1 <= len(shares) <= 2
+    assert len({first or second for first, second in shares}) == 1
+    assert end.count("wait") == len(shares)
+    assert re.search(r"learning  .*always saying the largest class gets \d+\.\d\d %", end)
+    assert re.search(r"   speed  ", end)
 
 
 def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,26 +10,22 @@ import pytest
 
 from lockstep.api import compose
 from lockstep.cli.arguments import ONE_PROCESS, arguments
-from lockstep.cli.doctor import doctor
-from lockstep.cli.ladder import OF_RUNGS, ladder
+from lockstep.cli.ladder import OF_RUNGS
 from lockstep.cli.lr_find import OF_TEST, lr_find
-from lockstep.cli.prove import OF_RUNS, prove
-from lockstep.cli.show import show
-from lockstep.config.messages import RUN_FOLDERS, refuse_keys
+from lockstep.cli.prove import OF_RUNS
+from lockstep.config.messages import RUN_FOLDERS, without_keys
 from lockstep.core.errors import InputError
 
-# The commands that run a job: each with a function that takes the overrides, and the keys that it sets itself.
-OF_JOBS: dict[str, tuple[Callable[[list[str]], None], Collection[str]]] = {
-    "ladder": (
-        lambda words: ladder(words, ranks=None, repeats=1, only=None, scripts=[], form="table"),
-        {*OF_RUNGS, *RUN_FOLDERS},
-    ),
-    "prove": (lambda words: prove(words, steps=2, ranks=None), OF_RUNS),
-    "lr-find": (lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None), {*OF_TEST, *RUN_FOLDERS}),
-    "show": (lambda words: show(words, images=1, epochs=1, out=None), RUN_FOLDERS),
-    "doctor": (lambda words: doctor(words, multirun=False, everything=False, form="table"), ()),
-    "lockstep.compose": (compose, RUN_FOLDERS),
-    "doctor -m": (lambda words: doctor(words, multirun=True, everything=False, form="table"), ["hydra.run."]),
+# The keys that commands set themselves, and commands that compose a job.
+OF_KEYS: dict[str, Collection[str]] = {
+    "ladder": OF_RUNGS,
+    "prove": OF_RUNS,
+    "lr-find": OF_TEST,
+    "show": RUN_FOLDERS,
+}
+OF_JOBS: dict[str, Callable[[list[str]], object]] = {
+    "lr-find": lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None),
+    "lockstep.compose": compose,
 }
 
 
@@ -65,21 +60,31 @@ def test_inputs_and_overrides_are_taken_as_such(tmp_path: Path, monkeypatch: pyt
         assert arguments().out is None
 
 
-@pytest.mark.parametrize("command", OF_JOBS)
-def test_no_refusal_names_an_override_that_the_same_command_refuses(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", OF_KEYS)
+def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_sets_itself(
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    run, keys = OF_JOBS[command]
-    ignored = "hydra.run.dir" if command == "doctor -m" else "hydra.sweep.dir"
-    for key in {ignored, *(f"{key}dir" if key.endswith(".") else key for key in keys)}:
-        with pytest.raises(InputError) as refused:
-            run([f"{key}=X"])
-        sentence = f"{refused.value} {capsys.readouterr().out}".replace(f"{key}=X", "")
-        named = re.findall(r"([a-z_./]+)=", sentence)
-        assert (command == "ladder" and key in ("hydra.run.dir", "hydra.sweep.dir")) == (named == ["output_root"])
-        refuse_keys([f"{name}=X" for name in named], keys, f"refused after {key}")
-    assert not list(tmp_path.iterdir())
+    keys = [f"{key}dir" if key.endswith(".") else key for key in OF_KEYS[command] if key != "resume"]
+    words = ["model=linear", *(f"{key}=X" for key in keys), "seed=3"]
+    assert without_keys(words, OF_KEYS[command], "it does something") == ["model=linear", "seed=3"]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"it does something, so {' '.join(words[1:-1])} is left out"
+    assert without_keys(["model=linear"], OF_KEYS[command], "it does something") == ["model=linear"]
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("keys", [OF_RUNS, OF_TEST, OF_RUNGS])
+def test_a_run_that_is_resumed_is_not_left_out(keys: Collection[str]) -> None:
+    with pytest.raises(InputError, match=r"^resume=latest: it does something; leave it out"):
+        without_keys(["resume=latest"], keys, "it does something")
+
+
+def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = ["dataset.path=no/such", "dataset=folder", "epochs=2", f"hydra.run.dir={tmp_path}", "schedule=step"]
+    for run in (OF_JOBS["lr-find"], OF_JOBS["lockstep.compose"]):
+        with pytest.raises(InputError, match="no/such"):  # and not of the other words
+            run(line)
+    assert "epochs=2 schedule=step is left out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ONE_PROCESS)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import signal
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from helpers import forked, train
+from helpers import ROOT, forked, train
 from lockstep.config.commands import quoted_path
 from lockstep.config.completion import matches
 
@@ -64,3 +70,47 @@ def test_a_shell_is_answered(place: Path) -> None:
     assert "dataset.path=./photos" in paths
     for line, completed in (("lockstep e", ["evaluate", "export"]), ("lockstep evaluate ", [])):
         assert forked("lockstep", *query, cwd=place, COMP_LINE=line).out.split() == completed
+
+
+class Shell:
+    """An interactive bash in a folder, on a terminal of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        environment = {**os.environ, "PATH": path, "TERM": "dumb", "PS1": "$ ", "HOME": str(folder)}
+        self.process, self.terminal = pty.fork()
+        if self.process == 0:
+            os.chdir(folder)
+            os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
+
+    def typed(self, keys: str, expected: str) -> str:
+        """What the terminal shows after these keys, once it shows `expected`; or all that it showed in 60 seconds."""
+        os.write(self.terminal, keys.encode())
+        shown, deadline = "", time.monotonic() + 60
+        while expected not in shown and select.select([self.terminal], [], [], deadline - time.monotonic())[0]:
+            shown += os.read(self.terminal, 65536).decode(errors="replace")
+        return shown
+
+    def close(self) -> None:
+        os.kill(self.process, signal.SIGKILL)
+        os.waitpid(self.process, 0)
+        os.close(self.terminal)
+
+
+@pytest.mark.parametrize("program", ["python train.py", "lockstep train", "a new project"])
+def test_tab_completes_the_words_of_a_line_in_bash(program: str, tmp_path: Path) -> None:
+    folder = ROOT
+    if program == "a new project":
+        assert forked("lockstep", "new", "mine", cwd=tmp_path).code == 0
+        folder, program = tmp_path / "mine", "python train.py"
+    shell = Shell(folder)
+    try:
+        install = "python train.py" if program.startswith("python") else "lockstep"
+        shell.typed(f'eval "$({install} -sc install=bash)"; echo rea"dy"\n', "ready\r\n")
+        assert "egy" in shell.typed(f"{program} strat\t", "egy")
+        assert "hooks" in shell.typed("=allreduce_\t", "hooks")
+        keys = shell.typed(" optimizer.\t\t", "optimizer.weight_decay=")
+        assert "optimizer.weight_decay=" in keys
+        assert "_target_" not in keys
+    finally:
+        shell.close()

@@ -333,7 +333,7 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
     sink = Collector()
     telemetry = recorder(sink)
-    for _ in telemetry.watch(slowly()):
+    for _ in telemetry.watch(telemetry.times.loading(slowly())):
         now += 1
         count(telemetry, [1.0], [True])
         with telemetry.clock.pause("evaluation"):

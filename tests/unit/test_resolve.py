@@ -121,8 +121,8 @@ def test_the_threads_of_all_ranks_are_counted() -> None:
     with pytest.raises(InputError, match=r"which on 32 ranks are 2,112 threads, expected at most 1,024"):
         check_threads(resolved(*words, "loader=streaming", "loader.workers=50"))
     check_threads(resolved(*words, "loader=streaming", "loader.workers=16"))
-    with pytest.raises(InputError, match="this machine has 8 CPU cores, expected at most 64 ranks"):
-        check_threads(resolved("launcher=spawn", "launcher.ranks=65", "device=cpu"))
+    with pytest.raises(InputError, match="this machine has 8 CPU cores, expected at most 32 ranks"):
+        check_threads(resolved("launcher=spawn", "launcher.ranks=33", "device=cpu"))
 
 
 def plan(batch: int, **changed: int) -> Plan:

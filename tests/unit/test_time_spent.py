@@ -89,7 +89,7 @@ def test_waits_and_interruptions_are_timed_as_they_are() -> None:
     requested = time.perf_counter()
     for _ in times.loading(groups()):
         time.sleep(UNIT)  # augmenting
-        times.clock.add_wait(requested, time.perf_counter())
+        times.clock.add_arrival(requested, time.perf_counter())
         time.sleep(UNIT)  # a step
         with times.clock.pause("evaluation"):
             time.sleep(2 * UNIT)
@@ -105,14 +105,15 @@ def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause(
         step(times, nn.Linear(3, 4), micro_batches=1, reduction=0.0)
     times.clock.start()
     times.clock.began -= 10e4
-    times.clock.waited, times.loaded = 6e4, 5e4
+    times.clock.prepared, times.clock.waited = 6e4, 5e4
     times.clock.paused_for["evaluation"] = 10e4
     shares = times.shares(0.0)
     assert {part: shares.pop(part) for part in ("data", "augmentation", "evaluation", "checkpoint")} == pytest.approx(
         {"data": 0.25, "augmentation": 0.05, "evaluation": 0.5, "checkpoint": 0.0}, abs=1e-3
     )
     assert sum(shares.values()) == pytest.approx(0.2, abs=1e-3)
-    times.loaded = 7e4  # workers may read for longer than anybody waits
+    times.clock.add_load(7e4)  # workers may read for longer than anybody waits
+    times.clock.add_arrival(0.0, 0.0)
     assert times.shares(0.0)["data"] == pytest.approx(0.3, abs=1e-3)
 
 

@@ -9,6 +9,7 @@ from lockstep.config.commands import typed
 from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.launched import is_launched, launched
+from lockstep.core.run_dir import LATEST, RunDir
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
 EXPORTED = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # suffixes, and their format
@@ -50,6 +51,10 @@ def arguments() -> argparse.Namespace:
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
         commands.choices[options.command].unknown(rest)
+    run = next((word for word in getattr(options, "files", ()) if _is_run(word)), None)
+    if run is not None and not _is_run(options.path) and Path(options.path).suffix != ".safetensors":
+        files = [options.path if word == run else word for word in options.files]
+        raise InputError(f"expected the run first: {typed(['lockstep', options.command, run, *files])}")
     if getattr(options, "out", "") is None:
         _check_out_is_named(options)
     if options.command == "pack":
@@ -58,6 +63,10 @@ def arguments() -> argparse.Namespace:
         if not (named >= {"source", "target"} if options.check is None else not named):
             pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
+
+
+def _is_run(word: str) -> bool:
+    return Path(word).name == LATEST or RunDir(Path(word)).config.is_file()
 
 
 def _check_out_is_named(options: argparse.Namespace) -> None:

@@ -19,7 +19,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
 from lockstep.data.inspection import Finding, Level, inspect
 from lockstep.job import examination
-from lockstep.job.create import checked_job
+from lockstep.job.create import checked_job, with_fitting_batch
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.columns import clock
@@ -128,6 +128,7 @@ class Checkup:
         data = self.check([number], "data", lambda: inspect(job.dataset, self.look_s), str(job.dataset))
         if any(finding.check == "data" for finding in data):
             return root, findings
+        job = with_fitting_batch(job, resume)
         plan = self.check([number], "plan", lambda: examination.plan(job, resume))
         if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
             timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}

@@ -22,7 +22,7 @@ from lockstep.cli.compare import show_rows
 from lockstep.cli.ladder_table import MOST_RATE, WIDEST, is_measured, picture, row_of, show
 from lockstep.cli.prove_run import ending, running
 from lockstep.config.commands import override, typed
-from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
@@ -45,7 +45,7 @@ DEFAULT = ("experiment=mnist_tutorial",)
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"resume", *map(key_of, COMMON)}
+OF_RUNGS |= {"resume", *RUN_FOLDERS, *map(key_of, COMMON)}
 STOPPED = "the ladder was stopped; the same line goes on with the rungs that are left"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
@@ -127,9 +127,7 @@ def ladder(
         InputError: the job or an option is wrong, or the first rung does not run.
         Stopped: the ladder was stopped.
     """
-    words = tuple(overrides) or DEFAULT
-    refuse_keys(words, OF_RUNGS, by_rungs := "the rungs of a ladder set themselves")
-    refuse_keys(words, RUN_FOLDERS, by_rungs, "name the folder above all ladders with output_root=FOLDER")
+    words = (*without_keys(overrides, OF_RUNGS, "each rung sets strategy, launcher, loggers and folder"),) or DEFAULT
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0
@@ -147,7 +145,6 @@ def ladder(
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line)
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
     if not ledger.folder.exists():  # a ladder that cannot begin leaves no folder
-        job.dataset.prepare()
         check_plan(job)
     if form == "table":
         often = "once" if repeats == 1 else f"{repeats} times"

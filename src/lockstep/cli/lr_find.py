@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
-from lockstep.config.messages import refuse_keys
+from lockstep.config.messages import without_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
@@ -42,7 +42,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None:
         check_out(Path(out), ".svg")
-    refuse_keys(overrides, OF_TEST, "lr-find sets itself: --steps steps, at rising rates, on one device")
+    overrides = without_keys(overrides, OF_TEST, f"lr-find trains --steps={steps} steps at rising rates")
     job = job_of([*overrides, "launcher.ranks=1"])
     job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:

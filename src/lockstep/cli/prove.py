@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lockstep.cli.prove_run import Case, RunResult, run
 from lockstep.config import components, composition
-from lockstep.config.messages import RUN_FOLDERS, key_of, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, NumericalError
@@ -65,7 +65,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     """
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
-    refuse_keys(overrides, OF_RUNS, "prove sets itself: --steps steps in float64, in a folder that it removes")
+    overrides = without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(
         _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything

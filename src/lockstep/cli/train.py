@@ -37,7 +37,7 @@ def main(packages: Sequence[str] = ()) -> None:
         if not (completion.answered(sys.argv) or composition.showed_help()):
             check_flags(sys.argv[1:])
             check_launched()
-            with own_hydra():
+            with own_hydra(), completion.without_targets(sys.argv):
                 train()
 
 

@@ -9,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from lockstep.core.run_dir import pointed
+from lockstep.core.run_dir import LATEST, pointed
 
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")
@@ -47,8 +47,8 @@ def quoted_path(word: str) -> str:
     key, _, path = word.partition("=")
     if key not in (*RUNS, *FOLDERS) or not path:
         return word
-    if key in RUNS and Path(path).is_file():
-        path = str(pointed(Path(path), Path(), key))
+    if (key in RUNS and Path(path).is_file()) or (key, path) == ("init_from", LATEST):
+        path = str(pointed(Path(path), Path("outputs"), key))
         word = f"{key}={path}"
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word
 

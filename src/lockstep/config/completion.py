@@ -4,9 +4,11 @@ After `lockstep -sc install=bash`, the shell calls Hydra's `-sc query=bash` with
 """
 
 import glob
+import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 from lockstep.config.commands import RUNS
@@ -29,6 +31,18 @@ def answered(words: Sequence[str]) -> bool:
     if completions is not None:
         write(completions, shell)
     return completions is not None
+
+
+@contextmanager
+def without_targets(words: Sequence[str]) -> Iterator[None]:
+    """Leaves `_target_`, which an option sets, out of the completions that Hydra prints."""
+    shell = shell_asking(words)
+    if not shell:
+        yield
+        return
+    with redirect_stdout(io.StringIO()) as printed:
+        yield
+    write([word for word in printed.getvalue().split() if not word.endswith("_target_=")], shell)
 
 
 def write(completions: Sequence[str], shell: str) -> None:

@@ -18,7 +18,8 @@ from lockstep.config import other_words
 from lockstep.config.commands import override, parsed, program_name, program_words, typed
 from lockstep.config.options import options_of, options_with
 from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory
+from lockstep.core import log
+from lockstep.core.errors import InputError, LockstepError, StorageError, close_to, did_you_mean, out_of_memory
 from lockstep.core.fields import shown
 from lockstep.core.safe_write import FULL
 
@@ -37,14 +38,21 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].strip()
 
 
-def refuse_keys(overrides: Iterable[str], keys: Collection[str], who: str, remedy: str = "leave it out") -> None:
-    """Refuse the overrides whose keys a command sets itself; `who` says that it does so.
+def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
+    """The overrides without those whose keys a command sets itself, so that it takes the line that trained a run.
 
-    One of `keys` that ends with a dot is all keys that begin with it.
+    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
+
+    Raises:
+        InputError: one of them is `resume`, without which the others say another job.
     """
-    prefixes = tuple(key for key in keys if key.endswith("."))
-    if words := [word for word in overrides if key_of(word) in keys or key_of(word).startswith(prefixes)]:
-        raise InputError(f"{' '.join(words)} is what {who}; {remedy}")
+    words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
+    left_out = [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]
+    if resumes := [word for word in left_out if key_of(word) == "resume"]:
+        raise InputError(f"{resumes[0]}: {who}; leave it out, and type the overrides of the run")
+    if left_out:
+        log.note(f"{who}, so {typed(left_out)} is left out")
+    return [word for word in words if word not in left_out]
 
 
 def note(proposal: str) -> str:
@@ -114,9 +122,16 @@ def translate(error: BaseException) -> LockstepError | None:
 
 
 def _joined(word: str) -> str:
-    """The override for a key and the value that follows it on the command line as a word of its own; else empty."""
+    """The override for a key and the value that follows it on the command line after a space; else empty."""
     words = sys.argv[1:]
-    value = "".join(words[words.index(word) + 1 :][:1]) if word in words else ""
+    if word not in words:
+        return ""
+    at = words.index(word)
+    if at and words[at - 1].endswith("="):  # `epochs= 3`
+        word, at = words[at - 1].rstrip("="), at - 1
+    value = next((text for text in words[at + 1 : at + 3] if text != "="), "").lstrip(
+        "="
+    )  # `epochs = 3`, `epochs =3`
     if not re.fullmatch(r"[\w.+]+", word) or not value or "=" in value or value.startswith("-"):
         return ""
     known = "." in word or word in GROUPS or word in Job.__dataclass_fields__
@@ -195,7 +210,11 @@ def _no_such_file(path: str, options: list[str]) -> str:
 # OmegaConf's messages, and our sentences for them: what was found, what was expected, an override that fits.
 _MESSAGES = (
     (
-        r"Value '(-?\d+(?:\.\d+)?(?:e-?\d+)?)' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
+        r"Value '(-?\d+)\.0' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
+        "is not written as a whole number: {key}={0}",
+    ),
+    (
+        r"Value '(-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)' of type .*(?:could not be converted to Integer|Union\[.*str.*\]')",
         "is '{0}', expected a whole number: {key}=10, or in a search {key}=int(interval(1,10))",
     ),
     (r"Value '(.*)' of type .* could not be converted to Integer", "is '{0}', expected a whole number: {key}=10"),
@@ -250,24 +269,37 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
-    block, _, last = key.rpartition(".")
-    candidates = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
-    siblings = [name for name in candidates if name.rpartition(".")[0] == block and not name.endswith("._target_")]
-    # A key without its block (`lr`), or in a misspelt block: look for the same last part.
-    same_last_part = [name for name in candidates if name.rpartition(".")[2] == last][:3]
-    value = next((word.partition("=")[2] for word in sys.argv[1:] if "=" in word and key_of(word) == key), None)
-    if sentence_about := other_words.absent(key):
-        hint = f" Here {sentence_about}."
-    elif block and siblings and (option_names := options_with(block, last)):
-        choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
-        hint = f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
-    elif (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
-        hint = f" Did you mean {proposal}{note(proposal)}?"
-    elif block and siblings:
-        names = [name.rpartition(".")[2] for name in siblings]
-        hint = did_you_mean(last, names, prefix=f"{block}.") or f" {block} has {', '.join(names)}."
-    elif same_last_part:
-        hint = f" Did you mean {', '.join(map(repr, same_last_part))}?"
-    else:
-        hint = did_you_mean(key, candidates)
+    names = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
+    word = next((word for word in sys.argv[1:] if "=" in word and f"{key_of(word)}.".startswith(f"{key}.")), key)
+    whole = key if "." in key else key_of(word)  # of a misspelt block, Hydra names no more than the block
+    value = word.partition("=")[2] if "=" in word and key_of(word) == whole else None
+    hint = _hint(whole, value, names)
     return f"{key}: there is no such key in the config.{hint or f' `{program_name()} --cfg job` shows them all.'}"
+
+
+def _hint(key: str, value: str | None, names: list[str]) -> str:
+    """What the user probably meant by a `key` that is none of `names`; empty if nothing is near."""
+    block, _, last = key.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == block and not name.endswith("._target_")]
+    # A key without its block (`lr`), or in a misspelt block: look for the same last part.
+    same_last_part = [name for name in names if name.rpartition(".")[2] == last][:3]
+    if sentence_about := other_words.absent(key):
+        return f" Here {sentence_about}."
+    if block and (option_names := options_with(block, last)):
+        choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
+        return f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
+    if (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
+        return f" Did you mean {proposal}{note(proposal)}?"
+    if block and siblings:
+        near = close_to(last, [name.rpartition(".")[2] for name in siblings])
+        if not near:
+            return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
+        near = [f"{block}.{name}" for name in near]
+    elif same_last_part:
+        near = same_last_part
+    elif blocks := close_to(key.partition(".")[0], {name.partition(".")[0] for name in names}) if block else []:
+        return _hint(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
+    else:
+        near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
+    shown_names = [repr(name) if value is None else typed([f"{name}={value}"]) for name in near]
+    return f" Did you mean {' or '.join(shown_names)}?" if near else ""

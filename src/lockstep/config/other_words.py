@@ -4,12 +4,14 @@ The words are those of timm, Lightning, torchvision, Accelerate, torchrun and th
 """
 
 import os
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, typed
-from lockstep.config.options import is_own
+from lockstep.config.options import is_own, is_timm_model
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.run_dir import MANIFEST, RunDir
 
@@ -22,7 +24,7 @@ KEYS: Mapping[str, str] = {
     "seed={}": "random_seed manual_seed seed_everything",
     "device": "accelerator",
     "name={}": "experiment_name run_name exp_name job_name",
-    "output_root={}": "output_dir out_dir outdir output save_dir default_root_dir log_dir logdir",
+    "output_root={}": "project output_dir out_dir outdir output save_dir default_root_dir log_dir logdir",
     "resume={}": "resume_from_checkpoint resume_from resume_path ckpt_path checkpoint_path",
     "init_from={}": "weights initial_checkpoint pretrained_path finetune load_from",
     "repro=strict": "deterministic",
@@ -141,7 +143,10 @@ def ours(name: str, value: str | None = None) -> str:
     Without a value they have `VALUE` in its place.
     """
     block, _, last = name.lower().replace("-", "_").rpartition(".")
-    template = next((template for template, names in KEYS.items() if last in names.split()), "")
+    chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("model=")]
+    if last == "pretrained" and any(map(is_timm_model, chosen)):
+        return "model.pretrained=true"  # the model is chosen already
+    template = next((text for text, names in KEYS.items() if _plain(last) in _plain(names).split()), "")
     if not template and not block:
         template = _own(last)
     if template in GROUPS or template == "device":
@@ -156,10 +161,15 @@ def ours(name: str, value: str | None = None) -> str:
     return typed([*before, word if parsed(word) is not None else override(key, text)])
 
 
+def _plain(name: str) -> str:
+    """A word as people spell it: `batch-size`, `batch_size` and `BatchSize` are one."""
+    return re.sub("[-_]", "", name).lower()
+
+
 def absent(name: str) -> str:
     """The sentence about a key or flag of another program that has no counterpart here; empty if it is none."""
-    last = name.lower().replace("-", "_").rpartition(".")[2]
-    return next((sentence for words, sentence in ABSENT.items() if last in words.split()), "")
+    last = _plain(name.rpartition(".")[2])
+    return next((sentence for words, sentence in ABSENT.items() if last in _plain(words).split()), "")
 
 
 def ours_of(group: str, value: str) -> str:

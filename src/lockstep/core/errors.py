@@ -123,8 +123,8 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 }
 
 
-def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
-    """` Did you mean 'a', 'b'?` for the options closest to `word`, each with `prefix`; empty if none is close.
+def close_to(word: str, options: Iterable[str]) -> list[str]:
+    """The three options closest to `word`, the closest first; none if none is close.
 
     Options that begin with `word` come first, shorter ones before longer ones. Case and dashes make no difference.
     """
@@ -134,7 +134,12 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
     key = word.lower().replace("-", "_")
     completions = sorted((name for name in originals if name.startswith(key)), key=len) if len(key) >= 3 else []
     close = [*completions, *difflib.get_close_matches(key, originals, n=3, cutoff=0.65)]
-    close = [originals[name] for name in dict.fromkeys(close)][:3]
+    return [originals[name] for name in dict.fromkeys(close)][:3]
+
+
+def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
+    """` Did you mean 'a', 'b'?` for the options close to `word`, each with `prefix`; empty if none is close."""
+    close = close_to(word, options)
     return f" Did you mean {', '.join(repr(prefix + name) for name in close)}?" if close else ""
 
 

@@ -125,6 +125,11 @@ def show(text: str) -> None:
     console.print(wrapped(text, 2), soft_wrap=True)
 
 
+def note(text: str) -> None:
+    """Print a sentence about a result to standard error: the output itself may be read by a program."""
+    Terminal(highlight=False, stderr=True).print(Text(escaped(text, keep="")), soft_wrap=True)
+
+
 def wrapped(text: str, indent: int) -> Text:
     """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
     line = escaped(text, keep="")
@@ -137,9 +142,14 @@ def wrapped(text: str, indent: int) -> Text:
 
 
 def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one."""
+    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one.
+
+    A pipe gets columns without lines around them, which other programs would have to cut off.
+    """
     for column in table.columns:
         column.overflow = "fold"  # not an ellipsis, which hides what differs
+    if not has_terminal():
+        table.box, table.pad_edge = None, False
     if not has_terminal() or console.width < NARROW:  # there rich would leave no room for a column
         table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
     console.print(table, crop=False)

@@ -8,14 +8,14 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lockstep.core import safe_read, safe_write
-from lockstep.core.errors import InputError, Stopped, StorageError, as_known
+from lockstep.core.errors import InputError, Stopped, StorageError, as_known, close_to
 from lockstep.core.safe_read import UnreadableFile, is_number, read_name, read_text
 from lockstep.core.safe_write import write_atomic
 
@@ -248,11 +248,12 @@ class RunDir:
 def _is_summary(facts: Mapping[str, Any]) -> bool:
     """Whether the values of a parsed `summary.json` have their types."""
     tables = [facts.get(key) or {} for key in TABLES]
+    findings = [facts.get(key) or {} for key in ("verdict", "learning")]
     numbers = [facts.get(key) for key in NUMBERS]
     numbers += [number for table in tables if isinstance(table, Mapping) for number in table.values()]
     return (
         all(isinstance(facts.get(key, ""), str) for key in TEXTS)
-        and all(isinstance(table, Mapping) for table in (*tables, facts.get("verdict") or {}))
+        and all(isinstance(table, Mapping) for table in (*tables, *findings))
         and all(number is None or is_number(number) for number in numbers)
     )
 
@@ -293,14 +294,30 @@ def _is_output_root(root: Path, run_dir: RunDir) -> bool:
         return False
 
 
+def near_path(path: Path, words: Iterable[str] = ()) -> str:
+    """` Did you mean PATH?` for a path that does not exist, with what has a similar name; empty if nothing has.
+
+    `words` have a meaning in the place of a path, such as `latest`.
+    """
+    near = [] if path.exists() else close_to(str(path), words)
+    with suppress(OSError, ValueError, StopIteration):  # the path is too long, or nobody may list its folder
+        folder = next(parent for parent in path.parents if parent.is_dir() and not path.exists())
+        name, *rest = path.relative_to(folder).parts
+        paths = [Path(folder, entry, *rest) for entry in close_to(name, (entry.name for entry in folder.iterdir()))]
+        near += [str(path) for path in paths if path.exists()]
+    return f" Did you mean {' or '.join(near)}?" if near else ""
+
+
 def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best` of a sweep.
 
     `latest` without a folder is the newest run of `root`. `key` begins the error.
 
     Raises:
-        InputError: see `latest`.
+        InputError: the path does not exist, and another has a similar name; see also `latest`.
     """
+    if path.name != LATEST and not path.exists() and (near := near_path(path, [LATEST])):
+        raise InputError(f"{key}: {path} does not exist.{near}".removeprefix(f"{path}: "))
     if path.name == LATEST and not path.is_dir():
         root = root if path == Path(LATEST) else path.parent
         return relative(latest(root, key).path)

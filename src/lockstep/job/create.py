@@ -18,8 +18,9 @@ import torch
 
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.invocation import Invocation
-from lockstep.config.messages import RUN_FOLDERS, refuse_keys
+from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.schema import Job
+from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -74,8 +75,10 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     """
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
-    job = checked_job(resume, sweep=invocation.sweep and multiprocessing.parent_process() is None)
+    sweep = invocation.sweep and multiprocessing.parent_process() is None
+    job = checked_job(resume, sweep=sweep)
     resume.fetch_data(job.dataset)
+    job = with_fitting_batch(job, resume, sweep=sweep)
     plan = check_plan(job)
     if resume.checkpoint is None:
         job.model.prepare()
@@ -84,10 +87,12 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
 
 
 def job_of(overrides: Sequence[str]) -> ResolvedJob:
-    """The job of the words of a command that makes no run folder, resolved and checked without its data."""
-    refuse_keys(overrides, RUN_FOLDERS, "names the folder of a run, and no run is made here")
-    with composition.invoked(list(overrides)) as (values, invocation):
-        return checked_job(decide_resume(values, invocation))
+    """The job of the words of a command that makes no run folder, resolved and checked; its data is there."""
+    words = without_keys(overrides, RUN_FOLDERS, "no run folder is made")
+    with composition.invoked(words) as (values, invocation):
+        job = checked_job(resume := decide_resume(values, invocation))
+        resume.fetch_data(job.dataset)
+        return with_fitting_batch(job, resume)
 
 
 def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
@@ -101,6 +106,16 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
     check_job(resolved)
     return resolved
+
+
+def with_fitting_batch(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -> ResolvedJob:
+    """The job with its training split as its batch, if its batch is larger and nobody has typed it."""
+    examples = len(job.dataset.train())
+    has_typed = any(key_of(word) == "batch" and "auto" not in word for word in resume.overrides)
+    if has_typed or not 0 < examples < job.batch:
+        return job
+    log.note(f"batch is {examples}, all images of the training split; it would be {job.batch} with more images")
+    return checked_job(replace(resume, values={**resume.values, "batch": examples}), sweep=sweep)
 
 
 def check_plan(job: ResolvedJob) -> Plan:

@@ -206,7 +206,7 @@ def _named_folder(values: Mapping[str, Any]) -> Path:
     try:
         return pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
     except InputError as error:
-        raise InputError(f"{error} with resume=PATH") from error
+        raise InputError(f"{error}{'' if str(error).endswith('?') else ' with resume=PATH'}") from error
 
 
 def _named_checkpoint(values: Mapping[str, Any]) -> str | None:

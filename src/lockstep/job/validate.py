@@ -24,7 +24,7 @@ from lockstep.runtime.limits import cores
 from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
-RANKS, RANKS_A_CORE = 64, 4
+RANKS, RANKS_A_CORE = 8, 4
 THREADS, THREADS_A_CORE = 1024, 16
 FLOAT32 = 4  # bytes
 LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make

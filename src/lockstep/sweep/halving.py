@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lockstep.core import log
 from lockstep.core.errors import Stopped
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
@@ -104,9 +103,10 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
                 ledger.write(replace(record, state=State.pruned, objective=score_here, exit_code=0, error=""))
         judged = max(_judged_at(ledger, record, share) for record in racing)
         if judged >= rounds[number]:
-            log.show_warning(
-                f"rung {rung} was to end after {100 * share:.3g} % of the steps, and a job was first evaluated after "
-                f"{100 * judged:.3g} %; train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
+            pool.view.show(
+                f"warning: rung {rung} was to end after {100 * share:.3g} % of the steps, and a job was first "
+                f"evaluated after {100 * judged:.3g} %; "
+                f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
-        log.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
+        pool.view.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
         racing = best_first[:ahead]

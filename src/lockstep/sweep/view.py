@@ -71,7 +71,7 @@ class SweepView:
         self.records[record.number] = record
         self.running.append(record.number)
         if not self.live.is_started:
-            self._print(f"{self._name(record)}  {self.begun}")
+            self.show(f"{self._name(record)}  {self.begun}")
 
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
@@ -83,7 +83,7 @@ class SweepView:
         ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.over):>{len(total)}} of {total}"
-        self._print(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
+        self.show(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
         if is_failure and not (self.live.is_started and sys.stderr.isatty()):
@@ -128,7 +128,8 @@ class SweepView:
         words = " ".join(varied(record, self.swept)) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
 
-    def _print(self, text: str) -> None:
+    def show(self, text: str) -> None:
+        """Print a sentence above the live lines, which stay whole."""
         self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
 
 

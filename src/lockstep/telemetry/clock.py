@@ -14,7 +14,7 @@ EVALUATION_COST = 1 / 3
 
 
 class Seconds(NamedTuple):
-    """Seconds of training of this process, and the part of them in which the loop waited for data."""
+    """Seconds of training of this process, and the part of them in which the loop waited for the loader."""
 
     busy: float
     waited: float
@@ -35,11 +35,17 @@ class TrainingClock:
     def start(self) -> None:
         self.began = self.requested = time.perf_counter()
         self.waited = self.waited_before = self.paused = 0.0
+        self.loaded = self.prepared = 0.0
 
-    def add_wait(self, requested: float, received: float) -> None:
-        """Count the time from the request of a step's data to its arrival as waiting."""
+    def add_load(self, seconds: float) -> None:
+        """Count the seconds in which the loader read the images of the next steps."""
+        self.loaded += seconds
+
+    def add_arrival(self, requested: float, received: float) -> None:
+        """Count the time from the request of a step's data to its arrival: waiting for the loader, and augmenting."""
         self.requested, self.waited_before = requested, self.waited
-        self.waited += received - requested
+        self.prepared += received - requested
+        self.waited = min(self.loaded, self.prepared)
 
     @contextmanager
     def pause(self, purpose: str) -> Iterator[None]:

@@ -119,11 +119,11 @@ class Telemetry:
             self.tallies.append(Tally(number, self.world.device))
 
     def watch(self, shards: Iterator[S]) -> Iterator[S]:
-        """Pass the shards on, and time the wait for each."""
+        """Pass the shards on, and time the arrival of each."""
         self.clock.start()
         requested = self.stragglers.start()
         for shard in self.profile(shards):
-            self.clock.add_wait(requested, time.perf_counter())
+            self.clock.add_arrival(requested, time.perf_counter())
             self.step = shard.step
             if shard.step == self.times.next_step:
                 self.times.start()

@@ -132,7 +132,7 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
     times: Mapping[str, float | None] = facts.get("time") or {}
     sections: dict[str, Callable[[], Any]] = {
         "summary": lambda: [*_summary(facts, figures, state)],
-        "verdict": lambda: _verdict(facts.get("verdict")),
+        "findings": lambda: [*_findings(facts)],
         "time": lambda: [(name.replace("_", " "), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [*_hardware(facts, environment)],
@@ -198,7 +198,7 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "processes", str(environment.get("world_size", "not known"))
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
-    names = {"img_per_s": "images per second", "data_wait_pct": "waiting for data, %"}
+    names = {"img_per_s": "images per second"}  # the wait for data is a part of the time
     names |= {f"{part.lower()}_{key}": f"{part} {name}" for part in ("GPU", "CPU") for key, name in HARDWARE.items()}
     yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if is_number(facts.get(key)))
 
@@ -251,9 +251,11 @@ def _predictions(predictions: Predictions) -> dict[str, Any]:
     }
 
 
-def _verdict(verdict: Any) -> dict[str, str]:
-    """The verdict about a run; empty if there is none."""
-    return {key: str(verdict.get(key) or "") for key in ("sentence", "evidence", "override")} if verdict else {}
+def _findings(facts: Mapping[str, Any]) -> Iterator[dict[str, str]]:
+    """What is said about the learning and the speed of a run, as far as it is."""
+    for name, finding in (("learning", facts.get("learning")), ("speed", facts.get("verdict"))):
+        if finding:
+            yield {"name": name, **{key: str(finding.get(key) or "") for key in ("sentence", "evidence", "override")}}
 
 
 def _differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:

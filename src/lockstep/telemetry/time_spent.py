@@ -56,7 +56,6 @@ class TimeSpent:
         self.period = max(LEAST_PERIOD, period)
         self.next_step = None if model is None else self._following(first + WARM_UP)
         self.clock = TrainingClock()
-        self.loaded = 0.0
         self.timing = False
         self.marks: list[tuple[str, Stamp]] = []  # of the timed step: a part, and when it ended
         self.gradient: Stamp | None = None  # when the last gradient of the micro-batch was computed
@@ -72,7 +71,7 @@ class TimeSpent:
         """Pass the groups of batches of a loader on, and time the wait for each."""
         requested = time.perf_counter()
         for group in groups:
-            self.loaded += time.perf_counter() - requested
+            self.clock.add_load(time.perf_counter() - requested)
             yield group
             requested = time.perf_counter()
 
@@ -135,9 +134,9 @@ class TimeSpent:
     def _seconds(self, behind: float) -> dict[str, float]:
         total = self.clock.so_far()
         self._divide()
-        steps = max(0.0, total.busy - total.waited)
-        loaded = min(self.loaded, total.waited)
-        parts = {"data": loaded, "augmentation": total.waited - loaded, **self.clock.paused_for}
+        prepared = self.clock.prepared
+        steps = max(0.0, total.busy - prepared)
+        parts = {"data": total.waited, "augmentation": prepared - total.waited, **self.clock.paused_for}
         if len(self.divided) < LEAST_TIMED:
             return {**parts, "step": steps}
         timed = sum(self.of_steps.values())

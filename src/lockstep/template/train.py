@@ -2,5 +2,6 @@
 
 import lockstep
 
+# The shell completes the words of a program with the text `@hydra.main` in its file.
 if __name__ == "__main__":
     lockstep.main(extensions=["my_project"])

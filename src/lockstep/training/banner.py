@@ -32,6 +32,7 @@ from lockstep.training.resolved_job import ResolvedJob
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SIDE = 8  # of the small parameters over which an optimizer is tried
+PARTS = {"data": "waiting for data", "slowest_rank": "slowest rank"}  # names of parts of the time
 SHOWN = 0.01  # the smallest share of the time that is shown
 
 
@@ -239,7 +240,8 @@ def closing(
     seconds: float,
     figures: Mapping[str, Any],
     shares: Mapping[str, float],
-    verdict: str,
+    learning: str,
+    speed: str,
     raw_top1: float,
 ) -> None:
     """Show how the run went (`raw_top1`: the last of the raw weights), where its time went, and what to type next."""
@@ -250,14 +252,15 @@ def closing(
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     log.say_row(
         "",
-        f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s, "
-        f"{figures['data_wait_pct']:.0f} % waiting for data{gpu}",
+        f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
         indent=3,
     )
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
-    parts = (f"{name.replace('_', ' ')} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
+    parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
     log.say_row("time", ", ".join(parts), indent=16)
-    log.say_row("verdict", verdict, indent=16)
+    if learning:
+        log.say_row("learning", learning, indent=16)
+    log.say_row("speed", speed, indent=16)
     if progress.score is not None and raw_top1 > progress.score:
         remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"
         scores = f"{progress.score:.2f} % top-1 at the last step, and the raw weights {raw_top1:.2f} %"

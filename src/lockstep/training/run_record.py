@@ -26,14 +26,16 @@ from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.report import is_due, write_report
+from lockstep.telemetry.run_files import RunFiles
 from lockstep.telemetry.spending import rates
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
+from lockstep.training.learning import Scores, learning
 from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Evidence, checklist, verdict
+from lockstep.training.verdict import Evidence, Finding, checklist, verdict
 
 
 class NoRecord:
@@ -153,7 +155,7 @@ class RunRecord(NoRecord):
             },
             mfu=telemetry.mfu(telemetry.totals_of_run()["img_per_s"]),
         )
-        best = verdict(evidence)
+        best, learnt = verdict(evidence), self._learning(job, trainer)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
@@ -165,10 +167,12 @@ class RunRecord(NoRecord):
             **{key: round(value, 3) for key, value in figures.items()},
             time={part: round(share, 4) for part, share in shares.items() if share},
             verdict={**asdict(best), "sentence": str(best)},
+            learning=None if learnt is None else {**asdict(learnt), "sentence": str(learnt)},
             checklist=[asdict(item) for item in checklist(evidence)],
             **of_gpu,
         )
-        banner.closing(job, self.run_dir, progress, seconds, figures, shares, str(best), trainer.raw_top1)
+        lines = ("" if learnt is None else str(learnt), str(best))
+        banner.closing(job, self.run_dir, progress, seconds, figures, shares, *lines, trainer.raw_top1)
         append_verdict(self.run_dir, progress.step)
         report = typed(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):
@@ -177,6 +181,20 @@ class RunRecord(NoRecord):
             except Exception as error:  # a plotting library can raise anything, and the run is done
                 log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
         log.say_command("report", report)
+
+    def _learning(self, job: ResolvedJob, trainer: Trainer) -> Finding | None:
+        """What the scores say, also those of earlier parts of the run; None without an evaluation."""
+        if trainer.progress.best is None:
+            return None
+        files, labels = RunFiles(self.run_dir.path), trainer.loader.eval_labels
+        trained = files.series("acc/train_epoch_top1", "acc/train_top1")
+        scores = Scores(
+            top1=trainer.progress.best,
+            images=labels[labels >= 0].bincount().tolist(),
+            trained=trained[-1][1] if trained else None,
+            losses=files.series("loss/val"),
+        )
+        return learning(job, trainer.plan, scores)
 
 
 def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:

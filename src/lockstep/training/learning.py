@@ -1,0 +1,88 @@
+"""Whether a run has learnt anything yet, by its scores, and what to try next."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from lockstep.core.plan import Plan
+from lockstep.models import Timm
+from lockstep.training.fingerprint import describe, train_longer
+from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.verdict import Finding
+
+CONFIDENCE = 0.95
+NARROW = 1.0  # percentage points; a narrower interval is not shown
+FEW_IMAGES, SMALLEST = 1000, 32  # to train on from random weights; the side that published networks need at least
+# The validation loss still falls if the last quarter of the evaluations takes off this share of it. It has risen if
+# it ends this many times above its lowest value.
+FALLS, RISEN = 0.05, 1.2
+LEAST = 4  # evaluations that show a trend
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What is known of the scores of a run at its end.
+
+    Fields:
+        top1: the best one, percent of the validation images.
+        images: the number of validation images of each class.
+        trained: percent of the training images right in the last epoch, as they were augmented; None if not known.
+        losses: the step and the validation loss of each evaluation that was logged.
+    """
+
+    top1: float
+    images: Sequence[int]
+    trained: float | None
+    losses: Sequence[tuple[int, float]]
+
+
+def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Finding:
+    """Compare the score with that of always saying the largest class, and look where the validation loss goes."""
+    total, largest = sum(scores.images), 100 * max(scores.images) / sum(scores.images)
+    low, high = (100 * bound for bound in wilson(round(scores.top1 * total / 100), total))
+    interval = f" ({low:.0f} to {high:.0f} % with {total:,} images)" * (high - low >= NARROW)
+    in_training = "" if scores.trained is None else f", {scores.trained:.2f} % in training"
+    constant = f"always saying the largest class gets {largest:.2f} %"
+    reached = f"{scores.top1:.2f} % top-1{interval}{in_training}; {constant}"
+    has_learnt, trend = low > largest, _trend(scores.losses)
+    override = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
+    if trend.startswith("the validation loss still falls") or not (has_learnt or trend):
+        override = override or train_longer(job, plan)
+    return Finding(
+        sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
+        evidence=f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)",
+        override=override,
+        another_run="pretrained" in (override or ""),
+    )
+
+
+def wilson(right: int, total: int) -> tuple[float, float]:
+    """The interval for the share of `right` in `total` examples (Wilson 1927)."""
+    share, z = right / total, NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre, width = share + z * z / (2 * total), z * math.sqrt(share * (1 - share) / total + (z / (2 * total)) ** 2)
+    return (max(0.0, (centre - width) / (1 + z * z / total)), min(1.0, (centre + width) / (1 + z * z / total)))
+
+
+def _trend(losses: Sequence[tuple[int, float]]) -> str:
+    """Where the validation loss goes, in words; empty if it stands still, or too few evaluations show it."""
+    if len(losses) < LEAST:
+        return ""
+    (step, lowest), (_, last) = min(losses, key=lambda entry: entry[1]), losses[-1]
+    if last > RISEN * lowest:
+        return f"the validation loss has risen since step {step:,}, so it overfits: more augmentation or fewer epochs"
+    if last == lowest < (1 - FALLS) * losses[-1 - len(losses) // 4][1]:
+        return "the validation loss still falls"
+    return ""
+
+
+def _published_weights(job: ResolvedJob) -> str | None:
+    """The override that starts from published weights; None if this job cannot simply have them."""
+    if min(job.dataset.input_shape[1:]) < SMALLEST:
+        return None
+    if isinstance(job.model, Timm):
+        import timm
+
+        return "model.pretrained=true" if timm.is_model_pretrained(job.model.name) else None
+    is_default = describe(job.model).endswith("()")  # another model would not take its keys
+    return "model=resnet18 model.pretrained=true" if is_default else None

@@ -1,0 +1,93 @@
+"""What the line `learning` says of the scores of a run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from scipy.stats import binomtest
+
+from helpers import built, resolved
+from lockstep.core.plan import Plan
+from lockstep.data.datasets import Folder
+from lockstep.training.learning import LEAST, Scores, learning, wilson
+from lockstep.training.resolved_job import ResolvedJob
+
+PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
+SCORES = Scores(top1=90.0, images=[50, 50], trained=None, losses=())
+
+
+def of_photos(*words: str, size: int = 64) -> ResolvedJob:
+    return replace(resolved("device=cpu", *words), dataset=Folder(path="photos", decode_size=size, input_size=size))
+
+
+@pytest.mark.parametrize("total", [1, 2, 17, 20, 1000])
+def test_the_interval_of_a_share_is_wilsons(total: int) -> None:
+    for right in {0, 1, total // 2, total - 1, total}:
+        interval = binomtest(right, total).proportion_ci(method="wilson")
+        assert wilson(right, total) == pytest.approx((interval.low, interval.high), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("right", "images", "learnt"),
+    [(10, [10, 7], False), (17, [10, 7], True), (14, [10, 10], False), (15, [10, 10], True), (5, [5], False)],
+)
+def test_a_model_has_learnt_if_its_interval_is_above_the_largest_class(
+    right: int, images: list[int], *, learnt: bool
+) -> None:
+    scores = replace(SCORES, top1=100 * right / sum(images), images=images)
+    line = str(learning(of_photos(), PLAN, scores))
+    assert line.startswith("nothing shown yet: ") != learnt
+    assert f"always saying the largest class gets {100 * max(images) / sum(images):.2f} %" in line
+
+
+def test_the_interval_is_shown_where_few_images_make_it_wide() -> None:
+    twenty = learning(of_photos(), PLAN, replace(SCORES, top1=70.0, images=[10, 10]))
+    assert "70.00 % top-1 (48 to 85 % with 20 images);" in str(twenty)
+    many = learning(of_photos(), PLAN, replace(SCORES, top1=70.0, images=[20_000, 20_000]))
+    assert "70.00 % top-1; " in str(many)
+    assert ", 99.50 % in training; " in str(learning(of_photos(), PLAN, replace(SCORES, trained=99.5)))
+
+
+@pytest.mark.parametrize(
+    ("losses", "says", "override"),
+    [
+        ([1.0, 0.8, 0.6, 0.4], "the validation loss still falls", "epochs=40"),
+        ([1.0, 0.5, 0.5, 0.8], "the validation loss has risen since step 2, so it overfits", None),
+        ([1.0, 0.5, 0.50, 0.495], "", None),
+        ([1.0, 0.8, 0.6], "", None),
+    ],
+)
+def test_the_trend_is_that_of_the_validation_loss(losses: list[float], says: str, override: str | None) -> None:
+    scores = replace(SCORES, losses=[*enumerate(losses, start=1)])
+    finding = learning(resolved("device=cpu"), replace(PLAN, examples=1442), scores)
+    assert (says in finding.sentence, finding.override) == (True, override)
+    assert bool(says) == (len(losses) >= LEAST and "the validation loss" in finding.sentence)
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "override"),
+    [
+        (["model=linear"], 64, "model=resnet18 model.pretrained=true"),
+        (["model=resnet34"], 64, "model=resnet18 model.pretrained=true"),
+        (["model=resnet34", "model.stem=cifar"], 64, None),
+        (["model=resnet18"], 64, "model.pretrained=true"),
+        (["model=resnet18"], 16, None),
+        (["model=test_byobnet"], 64, "model.pretrained=true"),
+        (["model=resnet18", "model.pretrained=true"], 64, None),
+    ],
+)
+def test_few_photos_are_answered_with_published_weights_of_a_model_that_the_line_takes(
+    words: list[str], size: int, override: str | None
+) -> None:
+    finding = learning(of_photos(*words, size=size), PLAN, SCORES)
+    assert finding.override == override
+    if override is not None:
+        assert finding.another_run
+        built(*words, *override.split())
+
+
+def test_a_job_that_has_shown_nothing_is_trained_longer() -> None:
+    nothing = replace(SCORES, top1=50.0)
+    assert learning(of_photos(size=16), PLAN, nothing).override == "epochs=40"
+    assert learning(of_photos("steps=50", size=16), PLAN, nothing).override == "steps=100"
