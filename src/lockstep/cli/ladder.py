@@ -242,6 +242,7 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     else:
         if rung.script is not None:
             write_atomic(RunDir.at(folder).summary, json.dumps({"status": "completed", **(figures or {})}))
+        shutil.rmtree(RunDir(folder).checkpoints, ignore_errors=True)  # of many rungs they would fill a disk
         ledger.end(record, State.done, objective=RunDir(folder).read_summary().get("objective"))
     return ledger.read(record)
 
