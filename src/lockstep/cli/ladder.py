@@ -71,7 +71,6 @@ class Rung:
 
     @property
     def change(self) -> str:
-        """What changed, in a line."""
         return typed(
             ["python", self.script]
             if self.script
