@@ -18,7 +18,7 @@ from lockstep.inference.evaluation import check_data
 from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages
 from lockstep.inference.export import export as write_export
 from lockstep.inference.images import files_in
-from lockstep.inference.load import load, named_weights, run_of
+from lockstep.inference.load import find_weights, load, run_of, say_which
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
@@ -37,12 +37,13 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         StorageError: the file cannot be written.
     """
     check_packages(kind)
-    file = named_weights(path)
+    file = find_weights(path)
     target = Path(out) if out is not None else file.with_suffix(FORMATS[kind].suffix)
     check_out(target)
     if (usual := EXPORTED.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --format {kind} writes another kind of file: --format {usual}")
     predictor = load(file, device="cpu", precision=FP32())
+    say_which(file, predictor.card)
     stored, origin = _images(predictor, file, images)
     if max(predictor.card.input_shape[1:]) < max(stored.shape[2:]):  # else the exported model enlarges the images
         stored = predictor.cropped(stored)

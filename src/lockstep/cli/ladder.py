@@ -56,9 +56,6 @@ class Rung:
     """A way to train the job: a strategy of Lockstep, or a script.
 
     Fields:
-        name: its name in the table.
-        words: its overrides.
-        launcher: what starts Lockstep.
         script: the user's own script, which is run instead.
         code: the content of the script.
     """
@@ -71,7 +68,6 @@ class Rung:
 
     @property
     def change(self) -> str:
-        """What changed, in a line."""
         return typed(
             ["python", self.script]
             if self.script

@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.load import load, named_weights
+from lockstep.inference.load import find_weights, load, say_which
 from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
@@ -37,7 +37,8 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
     if out is not None:
         check_out(Path(out))
-    predictor = load(named_weights(path), device=device)
+    predictor = load(file := find_weights(path), device=device)
+    say_which(file, predictor.card)
     problems: list[str] = []
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:

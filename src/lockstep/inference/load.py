@@ -81,15 +81,12 @@ def find_weights(path: str | Path) -> Path:
     return checkpoint.weights_file(folder, KEY)
 
 
-def named_weights(path: str | Path) -> Path:
-    """`find_weights`, and a line on standard error that says which run has them, because `latest` moves."""
-    file = find_weights(path)
-    card, run = checkpoint.read_card(file), run_of(file)
+def say_which(file: Path, card: ModelCard) -> None:
+    """Say on standard error which run the weights of a file are from, because `latest` moves."""
+    run, data = run_of(file), str(card.trained_on.get("_target_")).rpartition(".")[2]
     name = card.model.get("name") or str(card.model.get("_target_")).rpartition(".")[2]
-    data = str(card.trained_on.get("_target_")).rpartition(".")[2]
     score = f", {card.top1:.2f} % top-1 at step {card.step}" if card.top1 is not None else ""
     log.note(f"{relative(file if run is None else run.path)}: {name}, trained on {data}{score}")
-    return file
 
 
 def run_of(file: Path) -> RunDir | None:

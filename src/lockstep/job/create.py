@@ -148,7 +148,6 @@ class Preparation:
     """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
 
     Fields:
-        run_dir: the run folder.
         described: whether the folder had any of these files before.
         before: the old content of these files, the summary and the ranks' error files; None without such a file. The
             size of each log, to which a job that was refused by a rank has added lines.
