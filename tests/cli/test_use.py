@@ -223,7 +223,16 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     files = str(place / "photos" / "val")
     table = used(place, "predict", "latest", files)
     assert table.code == 0, table.err
-    assert {line.split("  ")[0]: line.split("  ")[1].split()[0] for line in table.out.splitlines()} == evaluated
+    *predicted, last = table.out.splitlines()
+    assert {line.split("  ")[0]: line.split("  ")[1].split()[0] for line in predicted} == evaluated
+    assert len({len(line) for line in predicted}) == 1, "in columns"
+    counts = [f"{list(evaluated.values()).count(name)} {name}" for name in dict.fromkeys(evaluated.values())]
+    assert last.startswith(f"{len(evaluated)} images: ")
+    assert sorted(last.partition(": ")[2].split(", ")) == sorted(counts)
+    assert table.err.startswith("outputs/pets: "), "`latest` moves, so its run is named"
+    pattern = used(place, "predict", "latest", f"{files}/*/*", "--out", "predicted.txt")
+    assert (pattern.code, pattern.out) == (0, "wrote predicted.txt\n")
+    assert (place / "predicted.txt").read_text() == table.out
     lines = rows(used(place, "predict", "latest", files, "--format", "csv", "--top", "1").out)
     assert {line["file"]: line["class"] for line in lines} == evaluated
     predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
@@ -243,14 +252,14 @@ def test_names_of_somebody_elses_weights_and_files_forge_no_row(place: Path, tmp
     (tmp_path / "more" / "no\nimage.png").write_bytes(b"no")
     words = ("predict", "sent.safetensors", "photos", "more", "--device", "cpu")
     table, lines, records = (used(tmp_path, *words, "--format", form) for form in ("table", "csv", "json"))
-    assert len(table.out.splitlines()) == 3
+    assert len(table.out.splitlines()) == 3 + 1, "and the line with their number"
     cells = [list(line.values()) for line in rows(lines.out)]
     assert len(cells) == len(lines.out.splitlines()) - 1 == 6
     assert {cell[0] for cell in cells} == {f"photos/{file.name.encode('unicode_escape').decode()}" for file in files}
     assert {cell[3] for cell in cells} == {r"'=1+1\nforged,1,0,dog,1", r"dog\x1b[2K\rforged\u2028"}
     assert {name["name"] for record in json.loads(records.out) for name in record["classes"]} == set(names)
     for done in (table, lines, records):
-        assert (done.code, len(done.err.splitlines())) == (2, 1), done.err  # the file that is no image
+        assert (done.code, len(done.err.splitlines())) == (2, 2), done.err  # the run, and the file that is no image
         assert all(line.isprintable() for line in (done.out + done.err).split("\n"))
 
 
@@ -260,9 +269,9 @@ def test_a_file_that_is_no_image_is_said_and_the_others_are_printed(place: Path,
     photo(tmp_path / "good\x1b[31m.png", 1, 60)
     done = used(place, "predict", "latest", str(tmp_path), str(tmp_path / "empty"), "nowhere.png")
     assert done.code == 2
-    assert done.out.count("\n") == 1
+    assert done.out.endswith("\n1 image: 1 cat\n")
     assert "good\\x1b[31m.png  " in done.out
-    sentences = done.err.splitlines()
+    _, *sentences = done.err.splitlines()
     assert len(sentences) == 3
     assert all(sentence.startswith("lockstep: ") for sentence in sentences)
     assert "nowhere.png: there is no such file or folder" in done.err

@@ -41,8 +41,6 @@ POLL_S, CONNECT_S = 0.1, 5.0
 
 
 class RayLauncher(pool.PoolLauncher):
-    """Hydra's interface to Ray."""
-
     begun = "submitted"
 
     def __init__(self, address: str | None, retries: int, **settings: Any) -> None:

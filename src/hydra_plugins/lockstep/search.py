@@ -85,8 +85,6 @@ class GridSweeper(Sweeper):
 
 
 class OptunaSweeper(GridSweeper):
-    """Hydra's interface to a study of Optuna."""
-
     def __init__(self, params: Mapping[str, Any], n_trials: int, n_jobs: int, **study: Any) -> None:
         super().__init__(params)
         self.n_trials, self.n_jobs, self.study = n_trials, n_jobs, study

@@ -81,15 +81,12 @@ class Checkpointer:
     """Writes a run's checkpoints in a thread of main's process; other ranks only take part in collectives.
 
     Args:
-        run_dir: the folder of the job.
         fingerprint: the values that a resumed run must also have.
         keep: how many of the newest checkpoints stay.
         keep_best: how many of the best checkpoints, by validation top-1, stay in addition.
-        writes: whether this rank writes.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint after it is on the disk.
         card: the description for the files of weights; None leaves it out.
-        run: the name of the run in its checkpoints.
     """
 
     run_dir: RunDir

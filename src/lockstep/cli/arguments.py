@@ -55,7 +55,7 @@ def arguments() -> argparse.Namespace:
     if run is not None and not _is_run(options.path) and Path(options.path).suffix != ".safetensors":
         files = [options.path if word == run else word for word in options.files]
         raise InputError(f"expected the run first: {typed(['lockstep', options.command, run, *files])}")
-    if getattr(options, "out", "") is None:
+    if hasattr(options, "rest") and getattr(options, "out", "") is None:
         _check_out_is_named(options)
     if options.command == "pack":
         packing = ("source", "target", "size", "skip", "val_share")
@@ -135,11 +135,12 @@ def _predict(commands: Any) -> None:
         "files are printed anyway.",
     )
     _model(predict)
-    predict.add_argument("files", nargs="+", metavar="FILE", help="an image, or a folder with images")
+    predict.add_argument("files", nargs="+", metavar="FILE", help="an image, a folder of images, or a pattern")
     predict.add_argument(
         "--format", dest="form", choices=("table", "csv", "json"), default="table", help="output format [table]"
     )
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
+    predict.add_argument("--out", metavar="FILE", help="the file to write instead of printing")
 
 
 def _export(commands: Any) -> None:
@@ -302,7 +303,7 @@ def _pack(commands: Any) -> Parser:
     )
     pack.add_argument("source", nargs="?", metavar="SOURCE", help="the folder that holds train/ and val/")
     pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to create")
-    pack.add_argument("--size", type=int, help="side of a stored image, as dataset.decode_size [256]")
+    pack.add_argument("--size", type=int, help="side of a stored image, from which random crops are cut [256]")
     pack.add_argument("--skip", type=int, metavar="N", help="how many broken images may be left out [0]")
     share = "the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share"
     pack.add_argument("--val-share", type=float, metavar="SHARE", help=share)

@@ -27,10 +27,12 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
     """
     if keep < 1:
         raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
-    size = checkpoints = runs = 0
+    size = checkpoints = runs = more = 0
     for run_dir in _runs(folders):
         is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
         done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
+        if done is not None and not (everything or is_best):
+            more += removable(run_dir, keep, everything=True).size - (0 if yes else done.size)
         if done is not None and done.go:
             size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
@@ -43,6 +45,8 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
         command = typed(["lockstep", "clean", *folders, *options, "--yes"])
         log.show_command(f"{summary} can go; nothing is removed yet:", command)
+    if more:
+        log.show(f"--all frees {amount(more / GB)} more: the checkpoints of completed runs, whose weights stay")
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:

@@ -2,7 +2,7 @@
 
 from lockstep.core import log
 from lockstep.core.errors import check_installed
-from lockstep.inference.load import load
+from lockstep.inference.load import find_weights, load, say_which
 from lockstep.runtime.signals import listen
 
 
@@ -15,7 +15,9 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     check_installed("uvicorn", "lockstep demo", extra="demo")
     from lockstep.inference.demo import DemoServer
 
-    server = DemoServer(load(path, device=device), port)
+    predictor = load(file := find_weights(path), device=device)
+    say_which(file, predictor.card)
+    server = DemoServer(predictor, port)
     listen(server.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
     with server.socket:
         log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")

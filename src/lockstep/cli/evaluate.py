@@ -21,7 +21,7 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.data.datasets.files import with_sizes
 from lockstep.data.datasets.splits import interpolated
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
-from lockstep.inference.load import find_weights, load, run_of
+from lockstep.inference.load import find_weights, load, run_of, say_which
 from lockstep.inference.predictor import Predictor
 from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
@@ -40,6 +40,7 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     file = find_weights(path)
     run = run_of(file)
     predictor = load(file, device=device)
+    say_which(file, predictor.card)
     folder = Path(out) if out is not None else run.path if run is not None else Path()
     if not folder.is_dir():
         raise InputError(f"--out is {folder}, expected a folder that exists")

@@ -1,6 +1,7 @@
 """`lockstep export`: a trained model as one file for other programs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from lockstep.inference.evaluation import check_data
 from lockstep.inference.export import FORMATS, SHARE, TOLERANCE, check_packages
 from lockstep.inference.export import export as write_export
 from lockstep.inference.images import files_in
-from lockstep.inference.load import find_weights, load, run_of
+from lockstep.inference.load import find_weights, load, run_of, say_which
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
@@ -42,10 +43,14 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     if (usual := EXPORTED.get(target.suffix, kind)) != kind:
         raise InputError(f"--out is {target}, and --format {kind} writes another kind of file: --format {usual}")
     predictor = load(file, device="cpu", precision=FP32())
+    say_which(file, predictor.card)
     stored, origin = _images(predictor, file, images)
+    if max(predictor.card.input_shape[1:]) < max(stored.shape[2:]):  # else the exported model enlarges the images
+        stored = predictor.cropped(stored)
+        predictor = replace(predictor, pipeline=replace(predictor.pipeline, eval_crop=1.0))
     with progress("exporting"):
         difference = write_export(predictor, stored, target, kind=kind, floats=pixels == "float")
-    shape = "x".join(map(str, predictor.card.image_shape))
+    shape = "x".join(map(str, stored.shape[1:]))
     inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
     log.show(
         f"wrote {target}: {inputs} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "

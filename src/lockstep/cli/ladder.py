@@ -56,9 +56,6 @@ class Rung:
     """A way to train the job: a strategy of Lockstep, or a script.
 
     Fields:
-        name: its name in the table.
-        words: its overrides.
-        launcher: what starts Lockstep.
         script: the user's own script, which is run instead.
         code: the content of the script.
     """
@@ -71,7 +68,6 @@ class Rung:
 
     @property
     def change(self) -> str:
-        """What changed, in a line."""
         return typed(
             ["python", self.script]
             if self.script
@@ -242,6 +238,7 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     else:
         if rung.script is not None:
             write_atomic(RunDir.at(folder).summary, json.dumps({"status": "completed", **(figures or {})}))
+        shutil.rmtree(RunDir(folder).checkpoints, ignore_errors=True)  # of many rungs they would fill a disk
         ledger.end(record, State.done, objective=RunDir(folder).read_summary().get("objective"))
     return ledger.read(record)
 

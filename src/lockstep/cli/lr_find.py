@@ -4,6 +4,7 @@ Smith 2017, "Cyclical Learning Rates for Training Neural Networks".
 """
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,10 @@ PICTURE = "lr-find.svg"
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
 EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
 OF_TEST = {"steps", "epochs", "schedule", "schedule.", "launcher.ranks", "resume"}  # what the test sets itself
+SETTLED = 10  # steps after which an average no longer rests on the first few losses
+# A fall counts from this many times the median second difference of the averages: in simulations of 40 to 200 steps
+# without a trend, 95 % of the largest falls stay below 10.8 to 13.5 times.
+CLEAR = 14.0
 SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
@@ -33,7 +38,7 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     """Train with rising learning rates, write the picture to `out` or beside the runs, and print a suggestion.
 
     Raises:
-        InputError: the job or the rates are wrong, or the loss falls at no rate.
+        InputError: the job or the rates are wrong, or the loss is not finite from the start.
         StorageError: the picture cannot be written.
     """
     if not 2 <= steps <= MOST_STEPS:
@@ -44,20 +49,24 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
         check_out(Path(out), ".svg")
     overrides = without_keys(overrides, OF_TEST, f"lr-find trains --steps={steps} steps at rising rates")
     job = job_of([*overrides, "launcher.ranks=1"])
-    job = replace(job, steps=steps, resume=None, schedule=components.build_option("schedule", "constant"))
+    # Room for short batches at the ends of epochs, which are left out.
+    job = replace(job, steps=2 * steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:
-        test = range_test(build_parts(job), low, high, advance)
+        test = range_test(build_parts(job), steps, low, high, advance)
     file = Path(job.output_root) / PICTURE if out is None else Path(out)
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(file, picture(test))
-    lowest, tried = test.lowest, len(test.rates)
+    write_atomic(file, picture(test, job.optimizer.lr))
+    lowest, tried, own = test.lowest, len(test.rates), f"{job.optimizer.lr:.3g}"
     early = f" of {steps}, since the next one's loss was more than {EXPLODED:g} times the lowest" * (tried < steps)
     log.show(
         f"{tried} steps{early}, from {test.rates[0]:.2g} to {test.rates[-1]:.2g}: the loss is lowest, "
         f"{test.losses[lowest]:.4g}, at {test.rates[lowest]:.2g}"
     )
-    log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {job.optimizer.lr:g})")
+    if test.suggestion is None:
+        log.show(f"no suggestion: no fall is larger than the noise; more --steps may show one (this job has {own})")
+    else:
+        log.show(f"a tenth of that: optimizer.lr={test.suggestion:g} (this job has {own})")
     log.show(f"wrote {relative(file)}")
 
 
@@ -79,47 +88,57 @@ class RangeTest:
         return min(range(len(self.losses)), key=self.losses.__getitem__)
 
     @property
-    def suggestion(self) -> float:
-        """A learning rate to train with, of two digits."""
-        return float(f"{SHARE * self.rates[self.lowest]:.1e}")
+    def suggestion(self) -> float | None:
+        """A learning rate to train with, of two digits; None if it was not tried, or no fall exceeds the noise."""
+        tenth, averages = float(f"{SHARE * self.rates[self.lowest]:.1e}"), self.losses[SETTLED:]
+        before = averages[: max(0, self.lowest - SETTLED)]
+        if not before or len(averages) < 3 or tenth < self.rates[0]:
+            return None
+        curvature = [abs(a - 2 * b + c) for a, b, c in zip(averages, averages[1:], averages[2:], strict=False)]
+        is_clear = max(before) - self.losses[self.lowest] > CLEAR * statistics.median(curvature)
+        return tenth if is_clear else None
 
 
-def range_test(parts: Parts, low: float, high: float, advance: Callable[[int], None]) -> RangeTest:
-    """Train a job in parts to the end of its plan, while its rate rises from `low` to `high` by a constant factor.
+def range_test(parts: Parts, steps: int, low: float, high: float, advance: Callable[[int], None]) -> RangeTest:
+    """Take steps on whole batches, while the rate rises from `low` to `high` by a constant factor.
 
     Ends early if the loss explodes or is not finite. `advance` is called after each step, with 1.
 
     Raises:
-        InputError: the loss falls at no rate, so there is no suggestion.
+        InputError: the loss is not finite from the start.
     """
-    total = parts.plan.total_steps
     test, average = RangeTest(rates=[], losses=[]), 0.0
     parts.model.train()
     for shard in parts.pipeline.train(parts.loader.train(after=0)):
-        rate = low * (high / low) ** ((shard.step - 1) / max(1, total - 1))
+        if shard.count < parts.plan.batch:  # the loss of a few images says little
+            continue
+        if (step := len(test.rates) + 1) > steps:
+            break
+        rate = low * (high / low) ** ((step - 1) / max(1, steps - 1))
         parts.set_learning_rate(shard.step)
         set_learning_rate(parts.optimizer, rate)
         average = SMOOTHING * average + (1 - SMOOTHING) * parts.loss_of_step(shard)
-        smoothed = average / (1 - SMOOTHING**shard.step)
+        smoothed = average / (1 - SMOOTHING**step)
         if not math.isfinite(smoothed) or (test.losses and smoothed > EXPLODED * min(test.losses)):
             break
         test.rates.append(rate)
         test.losses.append(smoothed)
         advance(1)
-    if len(test.losses) < 2 or test.lowest == 0:
-        raise InputError(
-            f"lr-find: the loss falls at no rate from {low:g} to {high:g}; use a lower --low, or more --steps"
-        )
+    if len(test.losses) < 2:
+        raise InputError(f"lr-find: the loss explodes at {low:g} already; use a lower --low")
     return test
 
 
-def picture(test: RangeTest) -> bytes:
-    """The loss over the rate as SVG, with a line at the suggestion."""
+def picture(test: RangeTest, rate: float) -> bytes:
+    """The loss over the rate as SVG, with its lowest point, the job's own `rate` and the suggestion."""
 
     def draw(axes: Any) -> None:
         axes.plot(test.rates, test.losses)
         axes.set(xlabel="learning rate", ylabel="loss, averaged", xscale="log")
-        axes.axvline(test.suggestion, color="red", linestyle="--", label=f"{test.suggestion:g}")
-        axes.legend(title="suggestion")
+        axes.plot(test.rates[test.lowest], test.losses[test.lowest], "o", label="lowest")
+        axes.axvline(rate, color="grey", linestyle=":", label=f"this job: {rate:.3g}")
+        if test.suggestion is not None:
+            axes.axvline(test.suggestion, color="red", linestyle="--", label=f"suggestion: {test.suggestion:g}")
+        axes.legend()
 
     return svg(draw, 6.4, 4.0)

@@ -23,6 +23,7 @@ WORDS = {
     "dataset.skip=N": "--skip N",
     "dataset.val_folder: ": "",
     "name the one of the validation split with dataset.val_folder=NAME": "make it",
+    "name the one of the validation split with dataset.val_folder=": "link it there as ",
     "use dataset.train_folder=. dataset.val_share=0.1": "move them into train/ and add --val-share 0.1",
     "use dataset.path=": "link the class folders in ",
     " dataset.train_folder=": " as train: ",
@@ -76,6 +77,7 @@ def pack(
     gigabytes = images * math.prod(folder.image_shape) / 1e9
     words = typed(["dataset=packed", override("dataset.path", target)])
     log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
+    log.say(f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run")
 
 
 def check_packed(target: str) -> None:

@@ -1,44 +1,56 @@
 """`lockstep predict`: the classes that a model predicts for image files."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from rich.cells import cell_len
+from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from lockstep.cli.csv_row import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
+from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.load import load
+from lockstep.inference.load import find_weights, load, say_which
 from lockstep.inference.predictor import Prediction, Predictor
 from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
 
 AT_ONCE = 32  # images in one batch of the model
+MOST = 24  # columns for the name of a class
 Results = Iterator[tuple[Path, Prediction]]
 
 
-def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None) -> None:
-    """Print the `top` classes of each image in `files`, which are images and folders of images.
+def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None, out: str | None) -> None:
+    """Print the `top` classes of each image in `files`, images and folders of images, or write them to `out`.
 
     Raises:
         InputError: the weights cannot be loaded. Or some files are not images: it is raised after the classes of the
             other files are printed, with a sentence for each.
+        StorageError: `out` cannot be written.
     """
     if top < 1:
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
-    predictor = load(path, device=device)
+    if out is not None:
+        check_out(Path(out))
+    predictor = load(file := find_weights(path), device=device)
+    say_which(file, predictor.card)
     problems: list[str] = []
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:
         results = _predictions(predictor, paths, problems, advance)
         lines = {"csv": _csv, "json": _json}[form](results, top) if form != "table" else _table(paths, results, top)
-        for line in lines:
-            log.console.print(line, soft_wrap=True)
+        if out is None:
+            for line in lines:
+                log.console.print(line, soft_wrap=True)
+        else:
+            write_atomic(Path(out), "".join(f"{line}\n" for line in lines))
+    if out is not None:
+        log.show(f"wrote {out}")
     if problems:
         raise InputError(*problems)
 
@@ -78,15 +90,20 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
 
 
 def _table(paths: Sequence[Path], results: Results, top: int) -> Iterator[str]:
-    """Lines with the classes of each image, aligned on a terminal."""
-    width = max((cell_len(_shown(path)) for path in paths), default=0) if log.has_terminal() else 0
+    """Lines with the classes of each image, in columns, and a line with the number of images of each class."""
+    width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
     for path, prediction in results:
-        classes = ", ".join(f"{name} {100 * probability:.1f} %" for _, name, probability in prediction.top(top))
-        classes = escaped(classes, keep="")
-        line = f"{_shown(path)}{' ' * (width - cell_len(_shown(path)))}  {classes}"
+        name_width = min(MOST, max(map(cell_len, prediction.names)))
+        cells = [(escaped(name, keep=""), 100 * share) for _, name, share in prediction.top(top)]
+        classes = "  ".join(f"{set_cell_size(name, name_width)} {share:5.1f} %" for name, share in cells)
+        counts[cells[0][0]] += 1
+        line = f"{set_cell_size(_shown(path), width)}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
         yield from [line] if fits else [_shown(path), f"  {classes}"]
+    if number := counts.total():
+        of_classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
+        yield f"{number:,} image{'s' * (number != 1)}: {of_classes}"
 
 
 def _shown(path: Path) -> str:

@@ -38,11 +38,8 @@ class Case:
     """One run.
 
     Fields:
-        name: the name of the run in the table.
-        overrides: the overrides of the run, besides the common ones.
         reference: the name of the earlier run with which it is compared.
         exact: whether the two runs must agree to the bit.
-        killed: whether the run is killed halfway and resumed.
     """
 
     name: str
@@ -57,8 +54,6 @@ class RunResult:
     """The results of a run.
 
     Fields:
-        losses: the training loss of each step.
-        weights: the final weights.
         samples: (epoch, step, index, hash of pixels) of each example.
     """
 

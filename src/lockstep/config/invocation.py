@@ -24,7 +24,6 @@ class ConfigFiles:
     Fields:
         name: the name of the primary config.
         folder: the folder of `--config-dir`; empty without this option.
-        searchpath: the overrides of `hydra.searchpath`.
     """
 
     name: str = "config"
@@ -58,7 +57,6 @@ class Invocation:
     Fields:
         overrides: the overrides of the job's keys.
         command: the whole command, quoted for a shell.
-        sweep: whether the job is part of a sweep.
         folder: the run folder, if the sweep or the command names it.
         hydra: Hydra's own config as YAML.
         configs: the config files that the command names.

@@ -285,6 +285,8 @@ def _hint(key: str, value: str | None, names: list[str]) -> str:
     same_last_part = [name for name in names if name.rpartition(".")[2] == last][:3]
     if sentence_about := other_words.absent(key):
         return f" Here {sentence_about}."
+    if key == "dataset.path" and (suggestion := other_words.suggest_overrides("dataset", value or "")):
+        return suggestion
     if block and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         return f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."

@@ -294,17 +294,22 @@ def _is_output_root(root: Path, run_dir: RunDir) -> bool:
         return False
 
 
-def near_path(path: Path, words: Iterable[str] = ()) -> str:
-    """` Did you mean PATH?` for a path that does not exist, with what has a similar name; empty if nothing has.
-
-    `words` have a meaning in the place of a path, such as `latest`.
-    """
-    near = [] if path.exists() else close_to(str(path), words)
+def near_paths(path: Path) -> list[Path]:
+    """What has a name similar to that of a path that does not exist, or of a folder in it."""
     with suppress(OSError, ValueError, StopIteration):  # the path is too long, or nobody may list its folder
         folder = next(parent for parent in path.parents if parent.is_dir() and not path.exists())
         name, *rest = path.relative_to(folder).parts
         paths = [Path(folder, entry, *rest) for entry in close_to(name, (entry.name for entry in folder.iterdir()))]
-        near += [str(path) for path in paths if path.exists()]
+        return [path for path in paths if path.exists()]
+    return []
+
+
+def near_path(path: Path, words: Iterable[str] = ()) -> str:
+    """` Did you mean PATH?` for a path that does not exist, with `near_paths`; empty if there are none.
+
+    `words` have a meaning in the place of a path, such as `latest`.
+    """
+    near = [] if path.exists() else [*close_to(str(path), words), *map(str, near_paths(path))]
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 

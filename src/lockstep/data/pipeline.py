@@ -30,10 +30,8 @@ class Pipeline:
         eval_crop: the central share of a stored image's side that is evaluated.
         scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
         dtype, memory_format: of the model's input in training.
-        seed: the seed of the run.
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         mix: mixup and CutMix; None is neither.
-        interpolation: how images are resized to the model's input.
     """
 
     augment: Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]

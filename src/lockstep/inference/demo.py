@@ -61,7 +61,6 @@ class DemoServer(uvicorn.Server):
     """The server of the page for one model.
 
     Args:
-        predictor: the model.
         port: the port to listen on; 0 is any free port.
 
     Raises:

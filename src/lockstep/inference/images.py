@@ -1,5 +1,6 @@
 """Turns a path, bytes, a Pillow image or an array into an image as the data set would store it."""
 
+import glob
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
@@ -65,11 +66,15 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
 
 
 def files_in(path: Path) -> list[Path]:
-    """The image files below a folder, sorted; for a path that is no folder, only this path.
+    """The image files below a folder, sorted; those of a pattern that a shell has not expanded; else only this path.
 
     Raises:
-        InputError: it is a folder without images.
+        InputError: it is a folder without images, or a pattern without files.
     """
+    if not path.exists() and glob.has_magic(str(path)):
+        if names := sorted(glob.glob(str(path))):  # noqa: PTH207, the pattern may begin at the root
+            return [file for name in names for file in files_in(Path(name))]
+        raise InputError(f"no file has a name like {path}")
     if not path.is_dir():
         return [path]
     images = sorted(path / image for image in image_files(path, Counter()))

@@ -13,7 +13,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, is_sound
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import RunDir, pointed
+from lockstep.core.run_dir import LATEST, RunDir, pointed, relative
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor
@@ -65,12 +65,28 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
 
 
 def find_weights(path: str | Path) -> Path:
-    """The file of weights for a path: the path itself, or a file in a run folder, a checkpoint, or the newest run.
+    """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
+
+    For `latest` it is that of the newest run, or, if this one has none, the newest file of a run or a sweep's job.
 
     Raises:
         InputError: there are no weights.
     """
-    return checkpoint.weights_file(pointed(Path(path), Path("outputs"), KEY), KEY)
+    path = Path(path)
+    folder = pointed(path, Path("outputs"), KEY)
+    if path.name == LATEST and not path.is_dir() and not (folder / checkpoint.MODEL).is_file():
+        root = Path("outputs") if path == Path(LATEST) else path.parent
+        files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{checkpoint.MODEL}"))
+        folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / checkpoint.MODEL).parent
+    return checkpoint.weights_file(folder, KEY)
+
+
+def say_which(file: Path, card: ModelCard) -> None:
+    """Say on standard error which run the weights of a file are from, because `latest` moves."""
+    run, data = run_of(file), str(card.trained_on.get("_target_")).rpartition(".")[2]
+    name = card.model.get("name") or str(card.model.get("_target_")).rpartition(".")[2]
+    score = f", {card.top1:.2f} % top-1 at step {card.step}" if card.top1 is not None else ""
+    log.note(f"{relative(file if run is None else run.path)}: {name}, trained on {data}{score}")
 
 
 def run_of(file: Path) -> RunDir | None:

@@ -1,7 +1,7 @@
 """A trained model and everything that it needs for use. Evaluation, prediction, export and the demo use it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,11 @@ class Predictor:
     def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
         return stored_images(images, self.card.image_shape, self.card.interpolation)
+
+    def cropped(self, stored: Tensor) -> Tensor:
+        """The pixels that the model sees of stored images: uint8 (B, C, h, w), cropped to the centre and resized."""
+        pixels = replace(self.pipeline, scale=torch.ones(()), shift=torch.zeros(())).eval(stored)
+        return pixels.round().clamp(0, 255).to(torch.uint8)
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """The input of `model` for these images, float (B, C, h, w) on the device: cropped, normalised, resized.

@@ -120,6 +120,9 @@ def with_fitting_batch(job: ResolvedJob, resume: Resume, *, sweep: bool = False)
 
 def check_plan(job: ResolvedJob) -> Plan:
     """The plan of a job whose data is there, and which fits it and the memory."""
+    if job.dataset.classes < 2:
+        named = "".join(f", {name}," for name in job.dataset.class_names)
+        raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     for step in (1, plan.total_steps):
@@ -145,7 +148,6 @@ class Preparation:
     """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
 
     Fields:
-        run_dir: the run folder.
         described: whether the folder had any of these files before.
         before: the old content of these files, the summary and the ranks' error files; None without such a file. The
             size of each log, to which a job that was refused by a rank has added lines.

@@ -30,11 +30,6 @@ class Lock:
     def take(self, path: Path, *, user: str = "job", remedy: str = "hydra.run.dir=FOLDER") -> None:
         """Lock the file at `path`, and write into it who holds the lock. No effect if this object already holds it.
 
-        Args:
-            path: a file in the folder to lock.
-            user: what uses the folder.
-            remedy: the override that names another folder.
-
         Raises:
             InputError: another job holds the lock, or the file cannot be written.
             StorageError: the disk is full.

@@ -27,7 +27,6 @@ class Task:
 
     Args:
         folder: the run folder. The command's output goes to a log there.
-        command: the words of the command.
     """
 
     def __init__(self, folder: str, command: Sequence[str]) -> None:

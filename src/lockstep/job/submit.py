@@ -31,7 +31,6 @@ class Submission:
     """A job to submit.
 
     Fields:
-        launcher: the settings for SLURM.
         name: the name of the job in SLURM's lists.
         command: the command for each machine, without the run folder.
         folder: the run folder; None for a new one below `root`.

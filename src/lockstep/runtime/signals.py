@@ -61,14 +61,12 @@ class StopRequest:
     """The stop that signals have requested, and when to act on it. The object itself is the signal handler.
 
     Fields:
-        requested: whether to stop.
         force: whether to stop without saving, because of a second SIGINT. One Ctrl-C can arrive twice (from the
             terminal, and from a parent process that forwards it), so a second SIGINT only counts `AGAIN_S` seconds
             after the first.
         immediate: whether a stop interrupts the main thread, because no work there must be finished.
         begun: whether a step was finished, so that there is a state to save.
         saved: how far an earlier process has saved the run; see `not_begun`.
-        leaving: whether the state is being saved.
         reason: why the run itself asked for the stop; empty for a signal.
         rung_end: the share of its steps at which the job stops, after an evaluation.
     """

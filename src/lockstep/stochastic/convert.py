@@ -45,7 +45,6 @@ class ForwardDraws:
     """The random draws of a model's training forward pass.
 
     Fields:
-        seed, device: those of the run.
         keys: the keys of all keyed draws.
         unknown: the names of modules whose draws are not keyed.
     """

@@ -38,7 +38,6 @@ class OwnedOptimizer(ShardedOptimizer):
 
     Args:
         whole: the optimizer over all parameters, before its first step. It is reduced to this rank's parameters.
-        owners: the rank of each parameter.
     """
 
     def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:

@@ -57,9 +57,7 @@ def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor
     """Run the rounds: after each, the best one of `factor` jobs goes on.
 
     Args:
-        pool: runs the jobs.
         records: those of the line; jobs that were done or failed before take part with their scores.
-        tasks: the jobs that are not done, by number.
         factor: how many times fewer jobs each round has.
 
     Raises:

@@ -36,7 +36,6 @@ class Task:
     """A job to run.
 
     Fields:
-        record: its record.
         needs: the devices that it takes.
         function: does the job, and returns its score.
         command: the words that do the same in a fresh interpreter, without its folder.
@@ -54,9 +53,7 @@ class Pool:
     """The jobs of one call that wait and that run.
 
     Args:
-        ledger: where each job keeps its record.
         devices: the devices to share out.
-        view: shows the jobs.
         most: the most jobs at once; None is as many as fit.
         start: starts the process of a task on its share of the devices.
         wait: waits for the sentinels of processes, for some seconds at most.

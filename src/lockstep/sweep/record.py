@@ -43,8 +43,6 @@ class Record:
 
     Fields:
         number: the number of the job in its sweep, from 0.
-        overrides: its overrides; a sweep has one job with them.
-        folder: the name of its run folder.
         state: how far it is.
         host, pid, born: the process that runs the job, or ran it last; `born` is the kernel's start time of it.
         started, ended: seconds since 1970.

@@ -33,7 +33,6 @@ class Run:
         score: the objective of a run that is done.
         error: why it has none.
         settings: its config as the user gave it: the option of each group, and the value of each key.
-        typed: the overrides of its command, by their keys.
         direction: which score of its sweep is better; None for a run alone.
         rung: how far it came in a successive halving; empty without one.
     """

@@ -26,7 +26,6 @@ class Search:
     """The trials of a study as jobs. Those with the same values are one job, which runs once in a sweep.
 
     Fields:
-        study: Optuna's.
         space: what it may choose, by key.
         fixed: the overrides of every job.
         ledger: that of the sweep, which the study shares its folder with.
@@ -37,8 +36,6 @@ class Search:
         retries: whether jobs that failed in earlier calls run again.
         prunes: whether the study ends jobs before their end.
         identify: what a job is, by its overrides.
-        open: the trials that have no end yet, by their jobs.
-        of_this_call: the jobs of this call.
     """
 
     study: optuna.Study

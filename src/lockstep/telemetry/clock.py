@@ -73,8 +73,6 @@ class TimeLeft:
     """Estimates the time that a run still takes.
 
     Fields:
-        plan: the plan of the run.
-        clock: has timed this process so far.
         first: the step from which this process goes on.
         evaluated: the examples of an evaluation.
         warm: the step after the first window of this process, and the seconds of training up to it. Later steps are

@@ -109,7 +109,6 @@ class Gpus:
 
     Args:
         uuids: the UUIDs of the GPUs, by local rank, as NVML spells them (`GPU-...`, `MIG-...`).
-        path: the path of `gpu.jsonl`.
 
     Raises:
         pynvml.NVMLError: NVML is not there, or does not know one of them.

@@ -36,7 +36,6 @@ class Telemetry:
     Every rank has one, because the sums are collective. Only main's has observers and a visible display.
 
     Args:
-        observer: receives the events and figures of the run.
         display: shows progress to the user.
         samples: records the examples that this rank trained on, or nothing.
         times: adds up where the time goes.

@@ -86,10 +86,8 @@ class TensorBoard(Observer):
     TensorBoard hides the steps of earlier files that the resumed run does again (`purge_step`).
 
     Args:
-        folder: the run folder.
         after: where the run resumes from, `RunInfo.after`.
         facts: the hyper-parameters. TensorBoard shows those of the first start.
-        layout: the charts, as in `LAYOUT`.
         texts: texts about the run, by title. Each start of the run adds them, at its first step.
         pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
         model: the model whose weights are shown as histograms; None shows none.

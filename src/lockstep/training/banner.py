@@ -33,6 +33,7 @@ from lockstep.training.resolved_job import ResolvedJob
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SIDE = 8  # of the small parameters over which an optimizer is tried
 PARTS = {"data": "waiting for data", "slowest_rank": "slowest rank"}  # names of parts of the time
+NAMED = 5  # the most classes that are shown by name
 SHOWN = 0.01  # the smallest share of the time that is shown
 
 
@@ -216,7 +217,7 @@ def banner(
             filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
         ),
         "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
-        f"{len(data.val):,} to evaluate, {job.dataset.classes} class{'es' * (job.dataset.classes != 1)}, {shape}"
+        f"{len(data.val):,} to evaluate, {_classes(job, data)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
         "ranks": _ranks(job, world),
@@ -231,6 +232,15 @@ def banner(
         rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
+
+
+def _classes(job: ResolvedJob, data: TrainingData) -> str:
+    """The classes: a few by name, each with its images to train on and to evaluate, or how many they are."""
+    number, names = job.dataset.classes, job.dataset.class_names
+    if not names or number > NAMED:
+        return f"{number} classes"
+    counts = [split.labels.bincount(minlength=number).tolist() for split in (data.train, data.val)]
+    return ", ".join(f"{name} {train}+{val}" for name, train, val in zip(names, *counts, strict=True))
 
 
 def closing(

@@ -30,7 +30,6 @@ class TrainingData:
     """The data that a run is trained on and evaluated with.
 
     Fields:
-        train, val: the splits.
         plan: the plan of the run over these splits.
         fingerprint: the facts on which a checkpoint and a run that resumes from it must agree.
         loader_reason: why this loader was chosen, for the banner.

@@ -61,7 +61,6 @@ class Recording:
         frozen: whether `train.freeze_until` froze layers in the recorded step.
         inputs: the inputs of each micro-batch, which a replay reads.
         rates: the learning rate of each parameter group, float32 scalars, which a replay reads.
-        graph: the recorded kernels.
         outputs: the loss and the logits of each micro-batch, which a replay writes.
         grad_norm: the L2 norm of the gradient, which a replay writes.
     """

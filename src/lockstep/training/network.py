@@ -50,7 +50,6 @@ class Progress:
     """How far a run has come.
 
     Fields:
-        step: the last finished step.
         score: top-1 in percent of the evaluation after that step; None if there was no evaluation.
         best, best_step: the best score so far, and its step.
         window: the counts since the last log point, of the step that was saved last.

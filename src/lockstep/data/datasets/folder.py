@@ -17,6 +17,7 @@ from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
+from lockstep.core.run_dir import near_paths
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Listing, as_names, held_out, in_order
@@ -32,6 +33,7 @@ SUFFIXES = frozenset(
 # Made by storage servers (thumbnails, deleted files) and by macOS in archives.
 SYSTEM_FOLDERS = frozenset(["@eaDir", "__MACOSX", "#recycle", "@Recycle", "#snapshot", "$RECYCLE.BIN"])
 HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder above"
+VAL = ("val", "test")  # parts of the names of folders that hold a validation split
 KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
 
 
@@ -52,10 +54,10 @@ class Folder(FileSource):
         scan_split(train)  # raises if there is no such folder
         if self.val_share is None:
             if not val.is_dir():
-                raise InputError(
-                    f"dataset.val_folder: there is no folder {val}; name the one of the validation split with "
-                    f"dataset.val_folder=NAME, or hold out a share of {train} with dataset.val_share=0.1"
-                )
+                others = (name for part in VAL for name in _subfolders(Path(self.path)) if part in name.lower())
+                remedy = f"name the one of the validation split with dataset.val_folder={next(others, 'NAME')}"
+                share = f"hold out a share of {train} with dataset.val_share=0.1"
+                raise InputError(f"dataset.val_folder: there is no folder {val}; {remedy}, or {share}")
             return list_split(train, train), list_split(val, train)
         if val.exists():
             self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
@@ -82,9 +84,9 @@ def list_split(folder: Path, train: Path) -> Listing:
     for name, spellings in class_folders.items():
         if name not in names:
             first = folder / spellings[0]
-            raise InputError(
-                f"dataset.path: {first} is a class that {train} does not have; remove it, or add it there"
-            )
+            other = next((other for other in names if other.casefold() == name.casefold()), None)
+            remedy = "remove it, or add it there" if other is None else f"rename it to {other}, as it is there"
+            raise InputError(f"dataset.path: {first} is a class that {train} does not have; {remedy}")
         images = [f"{of}/{image}" for of in spellings for image in sorted(image_files(folder / of, left_out))]
         if not images:
             raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({', '.join(sorted(SUFFIXES))})")
@@ -114,7 +116,8 @@ def scan_split(folder: Path) -> tuple[dict[str, list[str]], Counter[str]]:
     entries = _entries(folder)
     names = {entry.name for entry in entries if entry.is_dir() and kind_of(entry.name) != HIDDEN}
     if not names:
-        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class")
+        remedy = f"; move its images into folders of their classes, such as {folder / 'cats'}" * _has_images(folder)
+        raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class{remedy}")
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         folders.setdefault(class_name(name), []).append(name)
@@ -137,20 +140,35 @@ def _innermost(folder: Path) -> Path:
     return folder
 
 
+def _has_images(folder: Path) -> bool:
+    return folder.is_dir() and any(kind_of(entry.name) in SUFFIXES for entry in _entries(folder))
+
+
 def _expected(folder: Path) -> str:
     """The end of the error for a missing split: the expected folders, and the override that helps."""
-    expected = "expected one subfolder per class in it"
+    expected, asked = "expected one subfolder per class in it", folder.parent
+    given = asked
+    if not given.exists():
+        if not (near := [path for path in near_paths(given) if path.is_dir()]):
+            return f"{expected}; name another with dataset.path=FOLDER"
+        given, folder = near[0], near[0] / folder.name
+        if folder.is_dir():
+            return f"{expected}; did you mean {typed([override('dataset.path', given)])}?"
+    if _has_images(given) and not _subfolders(given):
+        if not any(_has_images(path) for path in given.parent.iterdir() if path != given):  # they are in no class
+            return f"{expected}; move the images into folders of their classes, such as {folder / 'cats'}"
+        folder = given.parent / folder.name
     top = _innermost(folder.parents[folder.name == folder.parent.name])
     words, share = [override("dataset.path", top)], "dataset.val_share=0.1"
     splits = [name for name in _subfolders(top) if _subfolders(top / name)]
     if train := next((name for name in splits if "train" in name.lower()), ""):
         splits.remove(train)
-        val = next((name for part in ("val", "test") for name in splits if part in name.lower()), "")
+        val = next((name for part in VAL for name in splits if part in name.lower()), "")
         for key, name in (("train_folder", train), ("val_folder", val)):
             inner = _innermost(top / name).relative_to(top)
             words.append(override(f"dataset.{key}", inner) if name else share)
         return f"{expected}; use {typed(words)}"
-    words = [*words[top == folder.parent :], "dataset.train_folder=.", share]
+    words = [*words[top == asked :], "dataset.train_folder=.", share]
     classes = f", or, if the folders in {top} are the classes, use {typed(words)}" * bool(_subfolders(top))
     return f"{expected}; name another with dataset.path=FOLDER{classes}"
 

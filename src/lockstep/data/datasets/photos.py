@@ -38,11 +38,7 @@ class PhotoFormat:
     """A format that Pillow reads only with another package, or from some version on: the extra `photos`.
 
     Fields:
-        name: its usual name.
-        pillow: its name in Pillow.
-        suffixes: the suffixes of its files.
         brands: the words at the start of a file that name its format.
-        package: the requirement for pip.
     """
 
     name: str

@@ -75,7 +75,6 @@ class Crop:
     Fields:
         boxes: takes the random numbers of n examples and the sizes of their images, int64 (n, 2) as height and
             width; returns int64 (n, 4) as top, left, height and width.
-        seed: the seed of the random numbers.
         size: the (height, width) that a box is resized to.
     """
 

@@ -82,7 +82,6 @@ def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -
     Args:
         model: images per second that the model trains on.
         reader: images per second that one worker reads.
-        most: the upper limit.
         own_cores: whether training leaves the cores to the workers. Otherwise reading slows training down: the
             seconds that an image needs in both add up, spread over all cores.
     """

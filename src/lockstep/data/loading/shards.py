@@ -36,7 +36,6 @@ class Shard:
             its epoch (see `balanced_order`).
         count: the number of examples in the global batch.
         number: the number of this piece, from 0.
-        pieces: the number of pieces.
         mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
             false for a piece without examples.
         labels: those of the piece's own examples.

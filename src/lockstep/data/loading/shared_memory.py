@@ -61,7 +61,6 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     """Decode every image of a split, uint8 (N, C, H, W); also returns the broken ones. Collective.
 
     Args:
-        split: image files.
         world: the ranks of each machine share the memory.
         threads: the most threads of this rank; it uses fewer if more do not help (`useful_threads`).
 

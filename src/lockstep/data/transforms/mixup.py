@@ -20,7 +20,6 @@ class Mix:
     """Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019), with a separate share for each sample.
 
     Fields:
-        classes: the number of classes of the data set.
         mixup, cutmix: alpha of the Beta(alpha, alpha) from which the share of the sample's own image is drawn;
             0 is off. With both on, each sample gets one of them, with probability 1/2.
     """
