@@ -30,7 +30,7 @@ COMPOSED_ONLY = ("pretrained", "compile")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("advice")
-    lines = ["image,label"]
+    lines = ["path,label"]
     for number in range(64):
         name = f"{'train' if number < 54 else 'val'}/{'mug' if number % 2 else 'lamp'}/{number}.jpg"
         path = folder / "photos" / name
@@ -43,9 +43,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def advice_of(job: tuple[str, ...], folder: str, place: Path) -> Iterator[str]:
     """Every override that a run, its checklist, `doctor` and `lr-find` offer for a job."""
-    done = train(*job, f"hydra.run.dir={folder}", cwd=place)
+    done = train(*job, f"hydra.run.dir=run-{folder}", cwd=place)
     assert done.code == 0, done.err
-    summary = json.loads((place / folder / "summary.json").read_text())
+    summary = json.loads((place / f"run-{folder}" / "summary.json").read_text())
     findings = [summary["learning"], summary["verdict"], *summary["checklist"]]
     yield from (finding["override"] for finding in findings if finding["override"])
     longer = re.search(r"train longer .* ((?:epochs|steps)=\d+)", done.out)
@@ -54,9 +54,9 @@ def advice_of(job: tuple[str, ...], folder: str, place: Path) -> Iterator[str]:
     doctor = forked("lockstep", "doctor", *job, "--json", cwd=place)
     assert doctor.code == 0, doctor.err
     texts = [finding["text"] for finding in json.loads(doctor.out)["findings"]]
-    found = forked("lockstep", "lr-find", *job, "--steps=30", "--out=found.svg", cwd=place)
-    assert found.code == 0, found.err
-    for text in [*texts, found.out]:
+    rates = forked("lockstep", "lr-find", *job, "--steps=30", "--out=found.svg", cwd=place)
+    assert rates.code == 0, rates.err
+    for text in [*texts, rates.out]:
         yield from re.findall(r"\b[a-z_]+(?:\.[a-z_]+)*=[\w.]*\w", text)
 
 

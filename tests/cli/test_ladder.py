@@ -57,7 +57,7 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     records = Ledger(folder).records()
     assert [record.state for record in records] == [State.done] * 4
     assert "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2\n" in out
-    rows = [line.split() for line in out[out.index(" rung ") :].splitlines()]
+    rows = [line.split() for line in out[out.index("\nrung ") + 1 :].splitlines()]
     assert (rows[1][:2], rows[1][-2:]) == (["one", "device"], ["same", "0"])
     assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "5"])
     assert (folder / module.PICTURE).read_bytes().startswith(b"<?xml")
