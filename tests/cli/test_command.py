@@ -37,7 +37,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("epoch=3", "Did you mean 'epochs'?"),
+        ("epoch=3", "Did you mean epochs=3?"),
         ("epochs", "'epochs' cannot be read, expected KEY=VALUE"),
         ("model=resnet5od", "Did you mean 'resnet50d'"),
         ("--config-name=nope", "there is no config named 'nope'"),
@@ -58,7 +58,7 @@ def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overr
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
+        ("epoch=3", "epoch: there is no such key in the config. Did you mean epochs=3?"),
         ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
     ],
 )

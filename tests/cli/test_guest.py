@@ -206,4 +206,4 @@ def test_the_plugins_are_there_for_an_app_that_names_them(app: Path) -> None:
     words = ["-m", "model=small,large", "hydra/launcher=pool", f"hydra.sweep.dir={app}/sweep"]
     done = subprocess.run([sys.executable, "app.py", *words], cwd=app, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("  done") == 2
+    assert done.stdout.count("  done  in ") == 2

@@ -57,7 +57,7 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     records = Ledger(folder).records()
     assert [record.state for record in records] == [State.done] * 4
     assert "  DDP                   strategy=ddp launcher=spawn launcher.ranks=2\n" in out
-    rows = [line.split() for line in out[out.index(" rung ") :].splitlines()]
+    rows = [line.split() for line in out[out.index("\nrung ") + 1 :].splitlines()]
     assert (rows[1][:2], rows[1][-2:]) == (["one", "device"], ["same", "0"])
     assert (rows[4][:2], rows[4][-2:]) == (["mine", "120"], ["12.50", "5"])
     assert (folder / module.PICTURE).read_bytes().startswith(b"<?xml")
@@ -341,9 +341,9 @@ def finished(folder: Path, rate: float, losses: dict[int, float], **facts: objec
 def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = row_of(
-        "one device", [finished(tmp_path / "a", 100, {1: 4.0, 2: 2.0})], None, devices=None, lines=0, reason=""
-    )
+    once = [finished(tmp_path / "a", 100, {1: 4.0, 2: 2.0})]
+    first = row_of("one device", once, None, devices=None, lines=0, reason="")
+    assert (first["speed_up"], first["efficiency"]) == (None, None), "one turn has no spread"
     turns = [
         finished(tmp_path / name, rate, {1: 4.0, 2: 3.0}, time={"communication": 0.25}, gpu_memory=3e9)
         for name, rate in (("b", 300), ("c", 320), ("d", 380))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers import Done, built, forked, losses, train, train_here
+from helpers import Done, built, forked, losses, resolved, train, train_here
 from lockstep.config.own_hydra import own_hydra
 from lockstep.core.world import World
 from lockstep.training import dry_run, micro_batch_search
@@ -110,7 +110,7 @@ def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatc
 
 def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     """As many bytes as fit beside a step of all examples, and more than that."""
-    job, alone = built("batch=64", "model.width=8"), World.solo()
+    job, alone = resolved("batch=64", "model.width=8", "device=cpu"), World.solo()
     free = micro_batch_search.available_memory() / micro_batch_search.GB
     assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
     assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=2 * free) is None

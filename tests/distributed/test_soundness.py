@@ -26,6 +26,7 @@ from lockstep.job import process_group
 from lockstep.precision import BF16
 from lockstep.telemetry import straggler
 from lockstep.training import run_record
+from lockstep.training.train_step import TrainStep
 from lockstep.training.trainer import Trainer
 
 pytestmark = pytest.mark.slow
@@ -46,12 +47,12 @@ COMMON = (
 AT = 8
 
 
-def nan_input_on_one_rank(trainer: Trainer, shard: Shard) -> None:
+def nan_input_on_one_rank(trainer: TrainStep, shard: Shard) -> None:
     if shard.step == AT and trainer.world.rank == 1:
         shard.images.fill_(float("nan"))
 
 
-def nan_weight_behind_a_log_point(trainer: Trainer, shard: Shard) -> None:
+def nan_weight_behind_a_log_point(trainer: TrainStep, shard: Shard) -> None:
     # Step 10 is logged and saved: its own loss is still sound, its weights are not.
     if shard.step == 10:
         trainer.network.model.register_full_backward_hook(poison)
@@ -61,27 +62,27 @@ def poison(module: torch.nn.Module, *_: object) -> None:
     next(module.parameters()).data.view(-1)[0] = float("inf")
 
 
-def absurd_loss(trainer: Trainer, shard: Shard) -> None:
+def absurd_loss(trainer: TrainStep, shard: Shard) -> None:
     if shard.step == AT:
         list(trainer.network.model.parameters())[-2].data.mul_(1e6)
 
 
-def flipped_bit(trainer: Trainer, shard: Shard) -> None:
+def flipped_bit(trainer: TrainStep, shard: Shard) -> None:
     if shard.step == AT and trainer.world.rank == 1:
         word = next(trainer.network.model.parameters()).data.view(torch.int32).view(-1)
         word[3] ^= 1 << 12
 
 
-def slow_rank(trainer: Trainer, shard: Shard) -> None:
+def slow_rank(trainer: TrainStep, shard: Shard) -> None:
     if trainer.world.rank == 1:
         time.sleep(0.3)
 
 
-def nothing(trainer: Trainer, shard: Shard) -> None:
+def nothing(trainer: TrainStep, shard: Shard) -> None:
     """No fault."""
 
 
-FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
+FAULTS: dict[str, Callable[[TrainStep, Shard], None]] = {
     fault.__name__: fault
     for fault in (
         nan_input_on_one_rank,
@@ -97,9 +98,9 @@ FAULTS: dict[str, Callable[[Trainer, Shard], None]] = {
 @contextmanager
 def injected(name: str) -> Iterator[None]:
     """Every step of the trainers in this process begins with the fault, and keeping a bad one takes main a while."""
-    whole, write = Trainer.step, run_record.write_incident
+    whole, write = TrainStep.__call__, run_record.write_incident
 
-    def step(self: Trainer, shard: Shard) -> dict[str, Any]:
+    def step(self: TrainStep, shard: Shard) -> dict[str, Any]:
         FAULTS[name](self, shard)
         return whole(self, shard)
 
@@ -107,11 +108,11 @@ def injected(name: str) -> Iterator[None]:
         time.sleep(0.5)
         write(error, trainer, weights, run)
 
-    Trainer.step, run_record.write_incident = step, write_slowly
+    TrainStep.__call__, run_record.write_incident = step, write_slowly  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Trainer.step, run_record.write_incident = whole, write
+        TrainStep.__call__, run_record.write_incident = whole, write  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -166,13 +167,13 @@ def test_steps_that_a_loss_scaler_skips_are_no_fault_until_it_has_nothing_left_t
     # A scaler on the CPU, which fp16 itself is refused on: it halves from 4.
     scaled = torch.amp.GradScaler("cpu", init_scale=4.0)
     monkeypatch.setattr(BF16, "scaler", lambda self, device: scaled)
-    whole = Trainer.step
+    whole = TrainStep.__call__
 
-    def step(self: Trainer, shard: Shard) -> dict[str, Any]:
+    def step(self: TrainStep, shard: Shard) -> dict[str, Any]:
         shard.images.mul_(float("nan") if AT <= shard.step < AT + bad else 1.0)
         return whole(self, shard)
 
-    monkeypatch.setattr(Trainer, "step", step)
+    monkeypatch.setattr(TrainStep, "__call__", step)
     job = (NARROW, "batch=100", "steps=20", "precision=bf16", "optimizer=sgd", "telemetry.interval=5")
     if tolerated:
         run = train_here(tmp_path / "run", *job)

@@ -463,3 +463,36 @@ def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_se
     assert state_of(replace(record, host="elsewhere")) == State.running
     assert state_of(replace(record, pid=os.getpid(), born=born(os.getpid()))) == State.running
     assert state_of(replace(record, state=State.done)) == State.done
+
+
+@pytest.mark.parametrize(
+    ("keys", "compared"),
+    [
+        ({"path": ("photos", "other")}, False),
+        ({"val_share": (0.1, 0.2)}, False),
+        ({"val_folder": ("val", "test")}, False),
+        ({"input_size": (32, 64)}, True),
+        ({"decode_size": (64, 256)}, True),
+    ],
+    ids=str,
+)
+def test_scores_are_compared_where_they_are_of_the_same_images(
+    keys: dict[str, tuple[Any, Any]], compared: bool, tmp_path: Path
+) -> None:
+    for number, score in enumerate((90.0, 80.0)):
+        node = {"_target_": "lockstep.data.datasets.Folder", "path": "photos", "input_size": 64}
+        node |= {key: values[number] for key, values in keys.items()}
+        folder = run(tmp_path / str(number), score=score)
+        config = yaml_io.load(RunDir(folder).composed)
+        RunDir(folder).composed.write_text(yaml_io.dump({**config, "dataset": node}))
+    first, second = groups(read_runs(tmp_path))
+    assert (first["difference"], second["difference"]) == (0.0, -10.0 if compared else 0.0)
+
+
+def test_the_rungs_of_a_ladder_are_no_rivals_of_runs(tmp_path: Path, capsys: CAPSYS) -> None:
+    run(tmp_path / "alone", score=90.0)
+    sweep(tmp_path / "ladders" / "one", {("rung=ddp", "repeat=0"): 99.0, ("rung=dp", "repeat=0"): 98.0})
+    compare([str(tmp_path)], by=[], sort=None, form="json")
+    assert [row["score"] for row in json.loads(capsys.readouterr().out)] == [90.0]
+    compare([str(tmp_path / "ladders")], by=[], sort=None, form="json")
+    assert len(json.loads(capsys.readouterr().out)) >= 1

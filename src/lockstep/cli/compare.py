@@ -28,6 +28,7 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
+    runs = [run for run in runs if "rung" not in run.typed] or runs  # rungs of a ladder are compared by its table
     left_out = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
     two = len(runs) == len(paths) == 2 and not by and not left_out
     if not two:

@@ -13,11 +13,11 @@ from lockstep.telemetry.charts import COLOURS, cut, svg
 from lockstep.telemetry.run_files import RunFiles
 
 NOTE = (
-    "img/s: the median of the turns, and half of their range; x: times as fast as the first rung; eff: that for each "
-    "GPU; comm: the share of the time in which gradients are exchanged; GB: the most memory of main's GPU, or of all "
-    "ranks on a CPU, which a run of a second does not know; diff: the largest relative difference of a logged loss "
-    "from the first rung's, in the job's number format (`lockstep prove` compares in float64); code: the lines that "
-    "a user writes"
+    "img/s: the median of the turns, and half of their range; x: times as fast as the first rung, from two turns on; "
+    "eff: that for each GPU; comm: the share of the time in which gradients are exchanged; GB: the most memory of "
+    "main's GPU, or of all ranks on a CPU, which a run of a second does not know; diff: the largest relative "
+    "difference of a logged loss from the first rung's, in the job's number format (`lockstep prove` compares in "
+    "float64); code: the lines that a user writes"
 )
 
 MOST_RATE = 1e9  # images per second that can be true
@@ -38,7 +38,8 @@ def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int
     losses = dict(RunFiles(runs[0].path).series("loss/train")) if runs else {}
     rates = [summary["img_per_s"] for summary in summaries]
     rate = statistics.median(rates) if rates else None
-    faster = None if rate is None else rate / (first or {"img_per_s": rate})["img_per_s"]
+    # One turn has no spread, which may be as large as the ratio.
+    faster = None if rate is None or len(rates) < 2 else rate / (first or {"img_per_s": rate})["img_per_s"]
     # Of a CPU, the memory of all ranks; a run of a second does not know it.
     memory = [s["gpu_memory"] / 1e9 if "gpu_memory" in s else s.get("cpu_mem_gb") for s in summaries]
     return {
@@ -102,8 +103,9 @@ def picture(rows: Sequence[Row]) -> bytes:
 
     def draw(axes: Any) -> None:
         rates, spreads = ([row[key] or 0.0 for row in climbed] for key in ("img_per_s", "spread"))
+        labels = ["" if row["speed_up"] is None else f"{row['speed_up']:.2f}x" for row in climbed]
         bars = axes.barh([cut(row["rung"], 24) for row in climbed], rates, xerr=spreads, color=COLOURS[0])
-        axes.bar_label(bars, [f"{row['speed_up']:.2f}x" for row in climbed], padding=4)
+        axes.bar_label(bars, labels, padding=4)
         axes.set_xlabel("images per second")
         axes.grid(visible=False, axis="y")
 

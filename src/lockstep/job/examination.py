@@ -125,9 +125,11 @@ def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
         even = next((size for size in usable() if size % pieces == 0), None)
         text += "; devices wait for others" + f", which batch={even} avoids" * (even is not None)
     yield Finding("batch", text, Level.warning if uneven else Level.ok)
-    if 0 < last < pieces:
-        full = next((size for size in usable() if not 0 < steps.examples % size < pieces), None)
-        text = f"the last batch of an epoch has {last} images for {pieces} micro-batches"
+    if 0 < last < (least := max(2, pieces)):
+        full = next((size for size in usable() if not 0 < steps.examples % size < least), None)
+        text = "the last batch of an epoch has one image, which counts as much as a whole batch"
+        if last < pieces:
+            text = f"the last batch of an epoch has {last} images for {pieces} micro-batches"
         text += f"; batch={full} leaves more" * (full is not None)
         yield Finding("batch", text, Level.warning)
     if getattr(job.model, "pretrained", False) and resume.checkpoint is None:
@@ -212,7 +214,7 @@ def _time(job: ResolvedJob, world: World) -> Finding:
     train = replace(job.train, micro_batches=1)
     trial = replace(steps, batch=micro, micro_batches=1, total_steps=STEPS + 1)
     micro = next(batches_without_single(trial, job.strategy, 1), micro)
-    parts = build_parts(replace(job, batch=micro, steps=STEPS + 1, loader=Streaming(workers=0), train=train))
+    parts = build_parts(replace(job, batch=micro, steps=2 * STEPS + 2, loader=Streaming(workers=0), train=train))
     reading, updating = _seconds_of_step(parts)
     image = reading / micro / cores()  # seconds to read one with all cores
     # On the CPU, the ranks of a machine share its cores. On a GPU, images are read while it computes.
@@ -239,15 +241,17 @@ def _time(job: ResolvedJob, world: World) -> Finding:
 
 
 def _seconds_of_step(parts: Parts) -> tuple[float, float]:
-    """The medians: seconds to read a batch in one thread, and of a step on it."""
+    """The medians for whole batches: seconds to read one in one thread, and of a step on it."""
     groups = parts.loader.train(after=0)
     reading: list[float] = []
     updating: list[float] = []
     parts.model.train()
     ended = time.perf_counter() + TRIAL_S
     while (began := time.perf_counter()) < ended or len(updating) < 2:
-        if (group := next(groups, None)) is None:
+        if (group := next(groups, None)) is None or len(updating) > STEPS:
             break
+        if len(group.indices) < parts.plan.batch:  # the end of an epoch
+            continue
         read = time.perf_counter()
         for shard in parts.pipeline.train([group]):
             parts.loss_of_step(shard)  # returns the loss, so it waits for the device

@@ -16,6 +16,9 @@ SEED = "seed"
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
 
+# Keys of data sets that change how an image looks, and not which images there are.
+OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "size")
+
 # What may differ between two runs, the likeliest cause of another score first.
 CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
 # What changes only the order in which numbers are added.
@@ -46,14 +49,24 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
     scores = {values: _scores(group) for values, group in members.items()}
-    best = max(scores.values(), key=lambda group: direction.gain(statistics.mean(group)) if group else -math.inf)
+    by_data: dict[frozenset[tuple[str, str]], list[list[float]]] = {}
+    for values, group in members.items():
+        by_data.setdefault(_validated_on(group), []).append(scores[values])
     rows = []
     for values, group in members.items():
+        rivals = by_data[_validated_on(group)]  # scores on other images are no better and no worse
+        best = max(rivals, key=lambda found: direction.gain(statistics.mean(found)) if found else -math.inf)
         count = Counter(run.state for run in group if run.state != State.done)
         not_done = ", ".join(f"{number} {state}" for state, number in count.items())
         settings = dict(zip(keys, values, strict=True))
         rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
     return ordered(rows, "score", descending=direction is Direction.maximize)
+
+
+def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
+    """What decides which images runs are evaluated on: the data set, and its keys that do not only change pixels."""
+    pairs = {pair for run in runs for pair in run.settings.items()}
+    return frozenset((k, v) for k, v in pairs if _is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
 
 
 def direction_of(runs: Sequence[Run]) -> Direction:

@@ -180,7 +180,8 @@ def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int
         others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
     if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
         others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
-    others[f"batch={2 * job.batch}"] = replace(job, batch=2 * job.batch)
+    if 2 * job.batch <= len(job.dataset.train()):  # a larger batch than the split is refused
+        others[f"batch={2 * job.batch}"] = replace(job, batch=2 * job.batch)
     return others
 
 

@@ -146,18 +146,18 @@ def _has_images(folder: Path) -> bool:
 
 def _expected(folder: Path) -> str:
     """The end of the error for a missing split: the expected folders, and the override that helps."""
-    expected, asked = "expected one subfolder per class in it", folder.parent
-    given = asked
-    if not given.exists():
-        if not (near := [path for path in near_paths(given) if path.is_dir()]):
+    expected, named = "expected one subfolder per class in it", folder.parent
+    place = named
+    if not place.exists():
+        if not (near := [path for path in near_paths(place) if path.is_dir()]):
             return f"{expected}; name another with dataset.path=FOLDER"
-        given, folder = near[0], near[0] / folder.name
+        place, folder = near[0], near[0] / folder.name
         if folder.is_dir():
-            return f"{expected}; did you mean {typed([override('dataset.path', given)])}?"
-    if _has_images(given) and not _subfolders(given):
-        if not any(_has_images(path) for path in given.parent.iterdir() if path != given):  # they are in no class
+            return f"{expected}; did you mean {typed([override('dataset.path', place)])}?"
+    if _has_images(place) and not _subfolders(place):
+        if not any(_has_images(path) for path in place.parent.iterdir() if path != place):  # they are in no class
             return f"{expected}; move the images into folders of their classes, such as {folder / 'cats'}"
-        folder = given.parent / folder.name
+        folder = place.parent / folder.name
     top = _innermost(folder.parents[folder.name == folder.parent.name])
     words, share = [override("dataset.path", top)], "dataset.val_share=0.1"
     splits = [name for name in _subfolders(top) if _subfolders(top / name)]
@@ -168,7 +168,7 @@ def _expected(folder: Path) -> str:
             inner = _innermost(top / name).relative_to(top)
             words.append(override(f"dataset.{key}", inner) if name else share)
         return f"{expected}; use {typed(words)}"
-    words = [*words[top == asked :], "dataset.train_folder=.", share]
+    words = [*words[top == named :], "dataset.train_folder=.", share]
     classes = f", or, if the folders in {top} are the classes, use {typed(words)}" * bool(_subfolders(top))
     return f"{expected}; name another with dataset.path=FOLDER{classes}"
 
