@@ -27,7 +27,8 @@ from lockstep.config import composition, messages, schema
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.run_dir import RunDir, latest
+from lockstep.core.named_paths import latest
+from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume

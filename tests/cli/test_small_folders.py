@@ -137,7 +137,7 @@ def test_a_folder_in_another_form_is_answered_with_a_line_that_works(name: str, 
         ),
     ],
 )
-def test_what_no_line_mends_is_said_with_what_to_do(places: tuple[str, ...], says: str, tmp_path: Path) -> None:
+def test_what_no_line_fixes_is_said_with_what_to_do(places: tuple[str, ...], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
         Folder(path=str(layout(tmp_path, "given", *places))).list_files()
 

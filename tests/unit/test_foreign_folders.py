@@ -15,7 +15,8 @@ import pytest
 from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.log import LogFile
-from lockstep.core.run_dir import RunDir, pointed
+from lockstep.core.named_paths import pointed
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_name
 from lockstep.core.safe_write import append, make_folder, replacing, write_atomic
 from lockstep.runtime.watchdog import dump_stacks_on_signal

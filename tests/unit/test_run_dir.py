@@ -20,7 +20,8 @@ from helpers import composed, run_dir
 from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
-from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, latest, pointed, slug
+from lockstep.core.named_paths import latest, pointed
+from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.create import Preparation
 from lockstep.job.resume import decide_resume

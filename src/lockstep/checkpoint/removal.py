@@ -34,11 +34,13 @@ class Removable:
         stay: the checkpoints that stay.
         go: the paths that can be removed.
         size: the total size of `go` in bytes.
+        more: the total size of `stay`, if the run is completed and its best weights are exported; else 0.
     """
 
     stay: tuple[Path, ...]
     go: tuple[Path, ...]
     size: int
+    more: int
 
 
 def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Removable:
@@ -49,13 +51,14 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     """
     checkpoints = candidates(run_dir.checkpoints)
     stay: list[Path] = []
-    if not (everything and run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)):
+    is_finished = run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)
+    if not (everything and is_finished):
         whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
     go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
-    return Removable(tuple(stay), tuple(go), sum(map(_size, go)))
+    return Removable(tuple(stay), tuple(go), sum(map(_size, go)), sum(map(_size, stay)) if is_finished else 0)
 
 
 def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:

@@ -15,7 +15,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
-from lockstep.core.run_dir import BEST, LATEST, MANIFEST, near_path
+from lockstep.core.named_paths import near_path
+from lockstep.core.run_dir import BEST, LATEST, MANIFEST
 from lockstep.core.safe_read import UnreadableFile, opened
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
@@ -83,7 +84,8 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
         fix = _conversion(path) if key == "init_from" else "; init_from= takes weights of other programs"
         fix *= path.is_file() and not set(WEIGHTS).isdisjoint(path.suffixes)
         names = (name for name in (BEST, LATEST) if (path / name).is_file())
-        fix += next((f", such as {path / name}" for name in names), "") or re.sub("^ ", ". ", near_path(path))
+        near = near_path(path)
+        fix += next((f", such as {path / name}" for name in names), f".{near}" * bool(near))
         raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder{fix}")
     return file
 

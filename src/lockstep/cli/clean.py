@@ -31,8 +31,8 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
     for run_dir in _runs(folders):
         is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
         done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
-        if done is not None and not (everything or is_best):
-            more += removable(run_dir, keep, everything=True).size - (0 if yes else done.size)
+        if done is not None and not is_best:
+            more += done.more
         if done is not None and done.go:
             size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "

@@ -43,7 +43,10 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:
         results = _predictions(predictor, paths, problems, advance)
-        lines = {"csv": _csv, "json": _json}[form](results, top) if form != "table" else _table(paths, results, top)
+        if form == "table":
+            lines = _table(paths, results, top, predictor.names)
+        else:
+            lines = {"csv": _csv, "json": _json}[form](results, top)
         if out is None:
             for line in lines:
                 log.console.print(line, soft_wrap=True)
@@ -89,11 +92,11 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return error
 
 
-def _table(paths: Sequence[Path], results: Results, top: int) -> Iterator[str]:
+def _table(paths: Sequence[Path], results: Results, top: int, names: Sequence[str]) -> Iterator[str]:
     """Lines with the classes of each image, in columns, and a line with the number of images of each class."""
     width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
+    name_width = min(MOST, max(map(cell_len, names)))
     for path, prediction in results:
-        name_width = min(MOST, max(map(cell_len, prediction.names)))
         cells = [(escaped(name, keep=""), 100 * share) for _, name, share in prediction.top(top)]
         classes = "  ".join(f"{set_cell_size(name, name_width)} {share:5.1f} %" for name, share in cells)
         counts[cells[0][0]] += 1

@@ -9,7 +9,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from lockstep.core.run_dir import LATEST, pointed
+from lockstep.core.named_paths import pointed
+from lockstep.core.run_dir import LATEST
 
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")

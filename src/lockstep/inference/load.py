@@ -12,8 +12,9 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, is_sound
 from lockstep.core.model_card import ModelCard
+from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import LATEST, RunDir, pointed, relative
+from lockstep.core.run_dir import LATEST, RunDir, relative
 from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.inference.predictor import Predictor

@@ -2,7 +2,7 @@
 
 `decide_resume` reads the run folder, once for each command; it imports no torch, which takes seconds.
 `check_resumable` compares the checkpoint with the job when the data is known. Two other modules have reasons of their
-own: `lockstep.core.run_dir` says what is wrong with `latest`, and `lockstep.checkpoint.reading` with a checkpoint.
+own: `lockstep.core.named_paths` says what is wrong with `latest`, `lockstep.checkpoint.reading` with a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
+from lockstep.core.named_paths import pointed
 from lockstep.core.plan import Plan
-from lockstep.core.run_dir import MANIFEST, RunDir, pointed
+from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
 from lockstep.telemetry.run_files import RunFiles
 

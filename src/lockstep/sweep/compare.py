@@ -49,13 +49,11 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
     scores = {values: _scores(group) for values, group in members.items()}
-    by_data: dict[frozenset[tuple[str, str]], list[list[float]]] = {}
-    for values, group in members.items():
-        by_data.setdefault(_validated_on(group), []).append(scores[values])
+    images = {values: _validated_on(group) for values, group in members.items()}
     rows = []
     for values, group in members.items():
-        rivals = by_data[_validated_on(group)]  # scores on other images are no better and no worse
-        best = max(rivals, key=lambda found: direction.gain(statistics.mean(found)) if found else -math.inf)
+        rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
+        best = max(rivals, key=lambda rival: direction.gain(statistics.mean(rival)) if rival else -math.inf)
         count = Counter(run.state for run in group if run.state != State.done)
         not_done = ", ".join(f"{number} {state}" for state, number in count.items())
         settings = dict(zip(keys, values, strict=True))

@@ -10,7 +10,8 @@ from pathlib import Path
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.run_dir import RunDir, pointed
+from lockstep.core.named_paths import pointed
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.sweep.ledger import Ledger, record_of
 from lockstep.sweep.record import Direction, Record, State, born

@@ -134,9 +134,8 @@ class TimeSpent:
     def _seconds(self, behind: float) -> dict[str, float]:
         total = self.clock.so_far()
         self._divide()
-        prepared = self.clock.prepared
-        steps = max(0.0, total.busy - prepared)
-        parts = {"data": total.waited, "augmentation": prepared - total.waited, **self.clock.paused_for}
+        steps = max(0.0, total.busy - self.clock.prepared)
+        parts = {"data": total.waited, "augmentation": self.clock.prepared - total.waited, **self.clock.paused_for}
         if len(self.divided) < LEAST_TIMED:
             return {**parts, "step": steps}
         timed = sum(self.of_steps.values())

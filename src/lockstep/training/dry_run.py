@@ -22,6 +22,7 @@ from lockstep.precision import BF16, FP32
 from lockstep.runtime import host
 from lockstep.strategy import Single
 from lockstep.training.build_model import build_loss, build_network, without_start
+from lockstep.training.fingerprint import larger_batch
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_step import TrainStep
 
@@ -48,11 +49,8 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
 
     It has all memory that a run needs. It is the step of one rank, because a trial is no collective.
     """
-    job, world, shape = (
-        replace(without_start(job), strategy=Single()),
-        World.solo(world.device),
-        job.dataset.input_shape,
-    )
+    job, world = replace(without_start(job), strategy=Single()), World.solo(world.device)
+    shape = job.dataset.input_shape
     examples = max(2, examples)  # batch norm on one rank has no variance of one
     rarely = {"log_every": LAST, "eval_every": LAST, "save_every": LAST}
     plan = Plan(examples=examples, batch=examples, total_steps=LAST, micro_batches=1, **rarely)
@@ -180,8 +178,8 @@ def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int
         others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
     if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
         others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
-    if 2 * job.batch <= len(job.dataset.train()):  # a larger batch than the split is refused
-        others[f"batch={2 * job.batch}"] = replace(job, batch=2 * job.batch)
+    if (larger := larger_batch(job.batch, len(job.dataset.train()))) is not None:
+        others[larger] = replace(job, batch=2 * job.batch)
     return others
 
 

@@ -67,6 +67,11 @@ def train_longer(job: ResolvedJob, plan: Plan | None = None, step: int = 0) -> s
     return f"epochs={min(LONGEST, 2 * max(job.epochs, done))}"
 
 
+def larger_batch(batch: int, examples: int) -> str | None:
+    """The override for a batch of twice the size; None if the training split has too few examples for it."""
+    return f"batch={2 * batch}" if 2 * batch <= examples else None
+
+
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
     return {

@@ -17,6 +17,7 @@ FEW_IMAGES, SMALLEST = 1000, 32  # to train on from random weights; the side tha
 # The validation loss still falls if the last quarter of the evaluations takes off this share of it. It has risen if
 # it ends this many times above its lowest value.
 FALLS, RISEN = 0.05, 1.2
+STILL_FALLS = "the validation loss still falls"
 LEAST = 4  # evaluations that show a trend
 
 
@@ -46,14 +47,13 @@ def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Finding:
     constant = f"always saying the largest class gets {largest:.2f} %"
     reached = f"{scores.top1:.2f} % top-1{interval}{in_training}; {constant}"
     has_learnt, trend = low > largest, _trend(scores.losses)
-    override = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
-    if trend.startswith("the validation loss still falls") or not (has_learnt or trend):
-        override = override or train_longer(job, plan)
+    weights = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
+    longer = train_longer(job, plan) if trend == STILL_FALLS or not (has_learnt or trend) else None
     return Finding(
         sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
         evidence=f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)",
-        override=override,
-        another_run="pretrained" in (override or ""),
+        override=weights or longer,
+        another_run=weights is not None,
     )
 
 
@@ -72,7 +72,7 @@ def _trend(losses: Sequence[tuple[int, float]]) -> str:
     if last > RISEN * lowest:
         return f"the validation loss has risen since step {step:,}, so it overfits: more augmentation or fewer epochs"
     if last == lowest < (1 - FALLS) * losses[-1 - len(losses) // 4][1]:
-        return "the validation loss still falls"
+        return STILL_FALLS
     return ""
 
 

@@ -18,6 +18,7 @@ from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host, limits
 from lockstep.telemetry.flops import peak_flops
 from lockstep.training.dry_run import has_convolutions, takes_channels_last
+from lockstep.training.fingerprint import larger_batch
 from lockstep.training.resolved_job import ResolvedJob
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
@@ -195,7 +196,7 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
     ):
         share = evidence.share(part) - evidence.spread.get(part, 0.0)  # what is certain of it
         if share >= NOTABLE:
-            larger = larger_batch(evidence.plan)
+            larger = larger_batch(evidence.plan.batch, evidence.plan.examples)
             yield Finding(
                 sentence=f"{sentence} in {100 * share:.0f} % of the time; a larger batch does so less often",
                 evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
@@ -203,11 +204,6 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
                 override=larger,
                 another_run=larger is not None,
             )
-
-
-def larger_batch(plan: Plan) -> str | None:
-    """The override for a batch of twice the size; None if the training split has too few examples for it."""
-    return f"batch={2 * plan.batch}" if 2 * plan.batch <= plan.examples else None
 
 
 def _work(evidence: Evidence) -> Iterator[Finding]:
@@ -272,7 +268,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
     data = next(data_findings(evidence), None)
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
-    larger, examples = larger_batch(evidence.plan), evidence.plan.examples
+    larger, examples = larger_batch(evidence.plan.batch, evidence.plan.examples), evidence.plan.examples
     obstacle = f"twice the batch is more than the {examples:,} examples of the training split" * (larger is None)
     yield point("a larger batch", False, f"{NOT_TRIED}; it is another run", larger, obstacle)
     obstacle = "the model has no batch norm" * (not has_batchnorm(evidence.model))

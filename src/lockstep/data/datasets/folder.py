@@ -17,7 +17,7 @@ from lockstep.config.commands import override, typed
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
-from lockstep.core.run_dir import near_paths
+from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Listing, as_names, held_out, in_order
