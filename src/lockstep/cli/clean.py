@@ -46,7 +46,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         command = typed(["lockstep", "clean", *folders, *options, "--yes"])
         log.show_command(f"{summary} can go; nothing is removed yet:", command)
     if more:
-        log.show(f"--all frees {amount(more / GB)} more: the checkpoints of completed runs, whose weights stay")
+        log.show(f"--all frees {amount(more / GB)} more: the checkpoints of completed runs; their weights stay")
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
