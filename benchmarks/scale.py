@@ -37,8 +37,8 @@ from lockstep.data.loading.sampler import shard_indices
 from lockstep.job import process_group
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.metrics import Telemetry
-from lockstep.telemetry.sinks import NoSamples
+from lockstep.telemetry.meter import Telemetry
+from lockstep.telemetry.sinks import NullSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training.consensus import StopConsensus
@@ -134,7 +134,7 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         plan=plan(world.size),
         observer=Observer(),
         display=Display(),
-        samples=NoSamples(),
+        samples=NullSamples(),
         times=TimeSpent(None, world.device, reduces=False, period=20),
         step=0,
         flops=0,

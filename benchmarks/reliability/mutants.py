@@ -159,7 +159,7 @@ data/transforms/randaugment.py: the sign of an operation follows from the operat
 stochastic/keys.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
 - key(seed, FORWARD_BATCH, micro.step)
 + key(seed, FORWARD_BATCH, micro.epoch)
-telemetry/metrics.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
+telemetry/meter.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
 - sums[-of_epoch:].sum(0)
 + sums[-1:].sum(0)
 telemetry/straggler.py: the wait for the slowest rank is that for the mean one [straggler]

@@ -13,7 +13,7 @@ from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import NumericalError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import sinks
-from lockstep.telemetry.metrics import Telemetry
+from lockstep.telemetry.meter import Telemetry
 
 DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
 

@@ -23,8 +23,9 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.columns import figures
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.metrics import Telemetry
-from lockstep.telemetry.sinks import NoSamples
+from lockstep.telemetry.meter import Telemetry
+from lockstep.telemetry.sinks import NullSamples
+from lockstep.telemetry.spending import rates
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import Window, WindowState
 from thread_ranks import ThreadRanks
@@ -95,7 +96,7 @@ def recorder(
         plan=PLAN,
         observer=sink,
         display=Watched(),
-        samples=NoSamples(),
+        samples=NullSamples(),
         times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
         step=step,
         window=window,
@@ -167,7 +168,7 @@ def test_a_million_small_losses_are_summed_without_loss() -> None:
 @given(st.lists(st.floats(-1e6, 1e6, width=32), min_size=2, max_size=200), st.data())
 def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[float], data: st.DataObject) -> None:
     at = data.draw(st.integers(1, len(losses) - 1))
-    whole, first = recorder(Collector()), recorder(Collector())
+    whole, first = recorder(Collector()), recorder(sink := Collector())
     whole.step = first.step = 1
     for loss in losses:
         count(whole, [loss], [loss > 0, True])
@@ -179,6 +180,7 @@ def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[f
     expected, actual = ended(whole, 2), ended(resumed, 2)
     assert (actual.first, actual.loss, actual.top1) == (expected.first, expected.loss, expected.top1)
     assert actual.examples == expected.examples - 2 * at
+    assert sink.flushed == 1, "the files have every step of the checkpoint"
 
 
 @given(st.lists(st.floats(0, 1e6, width=32), min_size=3, max_size=40), st.data())
@@ -311,14 +313,14 @@ def test_the_time_of_a_step_is_that_of_the_steps_since_the_resume(monkeypatch: p
     first.step = 6
     count(first, [1.0] * 60, [True] * 60)
     resumed = recorder(sink, step=6, window=first.open_window())
-    for shard in resumed.watch(iter([Step(7), Step(8)])):
+    for shard in resumed.watch([Step(7), Step(8)], iter):
         now += 2
         count(resumed, [1.0] * 10, [True] * 10)
         assert resumed.step == shard.step
     ended(resumed, 8)
     ((_, figures),) = sink.lines
     assert (figures["perf/step_ms"], figures["perf/img_per_s"]) == (2000, 5)
-    assert resumed.totals_of_run()["img_per_s"] == 5
+    assert rates(resumed.trained())["img_per_s"] == 5
 
 
 def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,10 +335,10 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
     sink = Collector()
     telemetry = recorder(sink)
-    for _ in telemetry.watch(telemetry.times.loading(slowly())):
+    for _ in telemetry.watch(slowly(), iter):
         now += 1
         count(telemetry, [1.0], [True])
-        with telemetry.clock.pause("evaluation"):
+        with telemetry.pause("evaluation"):
             now += 10
     window = ended(telemetry, 2)
     assert (window.waited, window.seconds) == (6, 8)
@@ -344,13 +346,13 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
     assert figures["perf/data_wait_pct"] == 75
     assert figures["perf/step_ms"] == 4000
     assert figures["perf/img_per_s"] == 0.25
-    totals = telemetry.totals_of_run()
+    totals = rates(telemetry.trained())
     assert (totals["img_per_s"], totals["data_wait_pct"]) == (0.25, 75)
 
 
 def test_the_steps_that_pass_are_shown_and_known() -> None:
     telemetry = recorder(Collector())
-    assert [shard.step for shard in telemetry.watch(iter([Step(4), Step(5)]))] == [4, 5]
+    assert [shard.step for shard in telemetry.watch([Step(4), Step(5)], iter)] == [4, 5]
     assert telemetry.step == 5
     assert isinstance(telemetry.display, Watched)
     assert telemetry.display.steps == [4, 5]
@@ -386,7 +388,7 @@ def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:
 
 
 def test_a_run_without_a_window_has_no_rate() -> None:
-    assert recorder(Collector()).totals_of_run() == {"img_per_s": 0, "data_wait_pct": 0}
+    assert rates(recorder(Collector()).trained()) == {"img_per_s": 0, "data_wait_pct": 0}
 
 
 def test_rate_and_share_are_of_the_seconds_of_training() -> None:

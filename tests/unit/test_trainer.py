@@ -55,18 +55,14 @@ class Silent:
         self.events: list[Any] = []
         self.figures: dict[int, Any] = {}
         self.ended: list[Any] = []
-        self.stragglers = self.times = self.clock = self.observer = self
         self.busy = 0.0
         self.is_overdue = False
 
-    def watch(self, shards: Iterator[Any]) -> Iterator[Any]:
-        return shards
+    def watch(self, groups: Iterator[Any], prepare: Any) -> Any:
+        return prepare(groups)
 
     def record(self, loss: Tensor, logits: Tensor, micro: Any, images: Tensor) -> None:
         assert not any(tensor.requires_grad for tensor in (loss, logits)), "a graph would live until the log point"
-
-    def loading(self, groups: Iterator[Any]) -> Iterator[Any]:
-        return groups
 
     def reduced(self) -> None:
         """Time nothing."""
@@ -95,9 +91,6 @@ class Silent:
 
     def open_window(self) -> None:
         """There is none."""
-
-    def flush(self) -> None:
-        """There are no files."""
 
     def overdue(self) -> bool:
         return self.is_overdue
@@ -419,9 +412,6 @@ class Ordered(Silent):
     def open_window(self) -> str:  # type: ignore[override]
         return "the counts of this step"
 
-    def flush(self) -> None:
-        self.events.append("flush")
-
     def save(self, *, progress: dict[str, Any], **state: Any) -> None:
         self.events.append(("save", progress["window"]))
 
@@ -432,7 +422,7 @@ class Ordered(Silent):
 def test_a_stop_saves_what_was_counted_and_leaves_when_all_of_it_is_written() -> None:
     trainer = trainer_of(network(), World.solo(), every=dict.fromkeys(RARELY, 9), stop=StopAfter(2))
     trainer.telemetry = trainer.checkpointer = Ordered()  # type: ignore[assignment]
-    order = ["flush", ("save", "the counts of this step"), "wait"]
+    order = [("save", "the counts of this step"), "wait"]
     assert fitted(trainer) == (order, 2, "stopped at step 2 of 4 and saved")
 
 

@@ -21,26 +21,17 @@ OPERATORS = 30  # rows of the table
 ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 
 
-class NoProfile:
-    """Passes shards on. `gpu_time` is the split of a GPU's time, where a profile has found it."""
-
-    def __init__(self) -> None:
-        self.gpu_time: dict[str, float] = {}
-
-    def __call__(self, shards: Iterator[S]) -> Iterator[S]:
-        return shards
-
-
-class StepProfile(NoProfile):
+class Profile:
     """Passes shards on, and profiles `STEPS` steps of this process, as one rank sees them.
 
     Writes `trace.json.gz` and `operators.txt` to `folder`. Of `total` steps, if they are few, the middle is profiled.
+    `gpu_time` is the split of a GPU's time (`gpu_shares`), once it is known.
     """
 
     def __init__(self, folder: Path, total: int, *, on_gpu: bool) -> None:
         self.folder, self.on_gpu = folder, on_gpu
-        super().__init__()
         self.first = min(AFTER, total // 2) + 1
+        self.gpu_time: dict[str, float] = {}
 
     def __call__(self, shards: Iterator[S]) -> Iterator[S]:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
@@ -69,6 +60,16 @@ class StepProfile(NoProfile):
             with gzip.open(trace, "rt") as file:  # just written
                 self.gpu_time = gpu_shares(json.load(file)["traceEvents"])
         log.say_row("profile", f"{STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
+
+
+class NullProfile(Profile):
+    """Passes shards on."""
+
+    def __init__(self) -> None:
+        self.gpu_time = {}
+
+    def __call__(self, shards: Iterator[S]) -> Iterator[S]:
+        return shards
 
 
 def gpu_shares(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:

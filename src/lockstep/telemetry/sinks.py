@@ -192,13 +192,7 @@ class PredictionsFile(Observer):
         predictions.write(self.path)
 
 
-class NoSamples:
-    def record(self, micro: MicroBatch, images: Tensor) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Samples(NoSamples):
+class Samples:
     """Records which examples a rank trained on, with a hash of the image that the network got.
 
     Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch.
@@ -213,6 +207,14 @@ class Samples(NoSamples):
 
     def close(self) -> None:
         self.sink.close()
+
+
+class NullSamples(Samples):
+    def __init__(self) -> None: ...
+
+    def record(self, micro: MicroBatch, images: Tensor) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def fingerprints(images: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ class Stragglers:
         self.requested = time.perf_counter()
         return self.requested
 
-    def forward_done(self) -> None:
+    def forward_done(self) -> float:
+        """Note the end of a forward pass; returns the busy time of the step so far."""
         self.busy = time.perf_counter() - self.requested
+        return self.busy
 
     def next_step(self) -> float:
         """Note the end of a step, after which the next step's shard is requested; returns the time."""

@@ -6,7 +6,7 @@ A window that has ended is read when its sums have come from the device.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 import torch
 from torch import Tensor
@@ -192,20 +192,16 @@ class PendingNumbers:
         return numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class EndedWindow:
-    """The figures of a window that need no wait for the device, and the pending numbers for the others.
+class EndedWindow(NamedTuple):
+    """A window whose sums are still on their way from the device.
 
     Fields:
-        window: the steps of the window, which are not added up yet.
-        epoch: the epoch of the last step, which adds the sums of the window to its own.
-        last: the last step of the window.
-        steps: the number of its steps that this process has done.
-        now: what the clock showed at its end.
-        scalars: the figures of the last step that are Python numbers.
+        window: its steps, which are not added up yet.
+        epoch: the epoch of its last step, which adds the sums of the window to its own.
+        last: its last step.
+        now: the clock at its end.
         sums: over all ranks, the summed loss, hits and examples of the window, and the same three of its steps in
-            `epoch`; then the figures of the last step that were on the device, in the order of `on_device`.
-        on_device: the names of these figures.
+            `epoch`; then the further figures of the last step, which have these `names`.
         checksums: the checksum of each rank's weights; None if there is nothing to compare.
         tallies: what this rank has counted.
     """
@@ -213,26 +209,8 @@ class EndedWindow:
     window: Span
     epoch: Span
     last: int
-    steps: int
     now: Seconds
-    scalars: Mapping[str, float]
+    names: list[str]
     sums: PendingNumbers
-    on_device: list[str]
     checksums: PendingNumbers | None
     tallies: list[Tally]
-
-    def read(self) -> Window:
-        """The window. Adds its sums to its epoch, so call it once. Waits for the device."""
-        numbers = self.sums.read()
-        self.window.add(*numbers[:3])
-        self.epoch.add(*numbers[3:6])
-        return self.window.window(
-            self.last,
-            self.now,
-            scalars={**self.scalars, **dict(zip(self.on_device, numbers[6:], strict=True))},
-            checksums=[] if self.checksums is None else self.checksums.read(),
-        )
-
-    def first_bad_step(self, limit: float) -> int:
-        """The first step of this rank whose loss is not finite or above `limit`; the last one if there is none."""
-        return min((step for tally in self.tallies for step in tally.bad_steps(limit)), default=self.last)

@@ -20,9 +20,9 @@ from lockstep.telemetry.clock import TimeLeft
 from lockstep.telemetry.display import display
 from lockstep.telemetry.gpu import watched_gpus
 from lockstep.telemetry.hardware import Monitor, parts_of
-from lockstep.telemetry.metrics import Telemetry
-from lockstep.telemetry.profile import StepProfile
-from lockstep.telemetry.sinks import NoSamples, Samples
+from lockstep.telemetry.meter import Telemetry
+from lockstep.telemetry.profile import Profile
+from lockstep.telemetry.sinks import NullSamples, Samples
 from lockstep.telemetry.spending import Spending
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
@@ -91,7 +91,7 @@ def build_observers(
         return telemetry, None
     if job.telemetry.profile:
         on_gpu = world.device.type == "cuda"
-        telemetry.profile = StepProfile(run_dir.logs / "profile", plan.total_steps - progress.step, on_gpu=on_gpu)
+        telemetry.profile = Profile(run_dir.logs / "profile", plan.total_steps - progress.step, on_gpu=on_gpu)
     processes = [os.getpid(), *world.local_peer_pids.values()]
     monitor = Monitor(
         parts=parts_of(gpus=gpus if job.telemetry.gpu else [], path=run_dir.gpu, processes=processes),
@@ -147,10 +147,10 @@ def _observer(
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 
-def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> NoSamples:
+def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples:
     """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
     if not job.telemetry.samples:
-        return NoSamples()
+        return NullSamples()
     ranks = itertools.count(world.rank, world.size)
     files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
     for path in files[1:]:

@@ -153,7 +153,7 @@ class RunRecord(NoRecord):
                 **hardware,
                 "idle_cores": (host.idle_seconds() - self.idle_before) / (time.monotonic() - self.began),
             },
-            mfu=telemetry.mfu(telemetry.totals_of_run()["img_per_s"]),
+            mfu=telemetry.mfu(rates(telemetry.trained())["img_per_s"]),
         )
         best, learnt = verdict(evidence), self._learning(job, trainer)
         self.run_dir.write_summary(

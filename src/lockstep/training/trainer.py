@@ -13,7 +13,7 @@ from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.pipeline import Pipeline
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.telemetry.metrics import Telemetry
+from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
 from lockstep.training.consensus import StopConsensus
 from lockstep.training.evaluate import evaluate
@@ -46,7 +46,7 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.network = self.step.world, self.step.plan, self.step.network
-        self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.times.reduced
+        self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.reduced
         self.step.between = self.between_micro_batches
         self.consensus = StopConsensus(self.world)
 
@@ -59,8 +59,8 @@ class Trainer:
         """
         try:
             self.make_up_evaluation()
-            groups = self.telemetry.times.loading(self.loader.train(after=self.progress.step))
-            for shard in self.telemetry.watch(self.pipeline.train(groups)):
+            groups = self.loader.train(after=self.progress.step)
+            for shard in self.telemetry.watch(groups, self.pipeline.train):
                 scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
                 step = self.progress.step = shard.step
                 self.stop.step_done()
@@ -72,7 +72,7 @@ class Trainer:
                 if self.plan.due("eval", step):
                     improved, ends_rung = self.evaluate(step), self.ends_rung(step)
                 stop, overdue = self.consensus.agree(
-                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
+                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.busy
                 )
                 if (stop or ends_rung) and step < self.plan.total_steps:
                     raise StopNow
@@ -117,7 +117,7 @@ class Trainer:
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         self.check(self.telemetry.write_windows())
-        with self.telemetry.clock.pause("evaluation"):
+        with self.telemetry.pause("evaluation"):
             ema = self.network.ema
             model = self._evaluate(self.network.model, decides=ema is None)
             scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
@@ -209,12 +209,11 @@ class Trainer:
             NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
         self.check(self.telemetry.write_windows())
-        with self.telemetry.clock.pause("checkpoint"):
+        with self.telemetry.pause("checkpoint"):
             if not self.plan.due("log", self.progress.step):  # a log point has compared them
                 check_replicas(self.network.model, self.world, self.progress.step)
             check_finite(self.network.model, self.world, self.progress.step, self.network.infinite)
             self.progress.window = self.telemetry.open_window()
-            self.telemetry.observer.flush()  # the files must have every step of the checkpoint
             self.checkpointer.save(
                 model=self.network.model,
                 ema=self.network.ema,

@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
@@ -17,13 +17,13 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
-from lockstep.telemetry.profile import NoProfile
-from lockstep.telemetry.sinks import NoSamples
-from lockstep.telemetry.spending import rates
+from lockstep.telemetry.profile import NullProfile, Profile
+from lockstep.telemetry.sinks import Samples
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import EndedWindow, EpochState, PendingNumbers, Span, Tally, Window, WindowState
 
+G = TypeVar("G")
 S = TypeVar("S", bound=Stepped)
 
 # Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
@@ -37,7 +37,7 @@ class Telemetry:
 
     Args:
         display: shows progress to the user.
-        samples: records the examples that this rank trained on, or nothing.
+        samples: records the examples that this rank trained on.
         times: adds up where the time goes.
         step: the last step that is already done.
         window: the window that was open at the checkpoint (`open_window`); None if there was none.
@@ -45,6 +45,10 @@ class Telemetry:
         peak: floating-point operations per second of all devices; 0 if unknown.
         loss_limit: a mean loss above it counts as diverged.
         comparable: whether all ranks do the same work in a step, so that a slow one can be named.
+
+    `busy` are the seconds from the request of the last step's data to the end of its forward pass, where other ranks
+    wait for it. `reduced` notes that the gradients of a step are computed and reduced; `pause` is a context for what
+    interrupts training.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class Telemetry:
         plan: Plan,
         observer: Observer,
         display: Display,
-        samples: NoSamples,
+        samples: Samples,
         times: TimeSpent,
         step: int,
         window: WindowState | None = None,
@@ -76,11 +80,16 @@ class Telemetry:
         self.late = world.device.type == "cuda"
         self.ended: deque[EndedWindow] = deque()
         self.times, self.clock = times, times.clock
-        self.profile = NoProfile()
-        self.examples = 0
+        self.reduced, self.pause = times.reduced, times.clock.pause  # as they are: a step has no call more
+        self.profile: Profile = NullProfile()
+        self.examples, self.busy = 0, 0.0
 
     def open_window(self) -> WindowState:
-        """What every rank has counted since the last log point, for main's checkpoint. Collective."""
+        """What every rank has counted since the last log point, for main's checkpoint. Collective.
+
+        The files of the observers then have every step before it.
+        """
+        self.observer.flush()
         self._count()
         gathered = self.world.gather_to_main([tally.state() for tally in self.tallies])
         epoch = self.epoch
@@ -117,11 +126,11 @@ class Telemetry:
         if not self.tallies or self.tallies[-1].epoch != number:
             self.tallies.append(Tally(number, self.world.device))
 
-    def watch(self, shards: Iterator[S]) -> Iterator[S]:
-        """Pass the shards on, and time the arrival of each."""
+    def watch(self, groups: Iterable[G], prepare: Callable[[Iterator[G]], Iterator[S]]) -> Iterator[S]:
+        """Pass on the shards that `prepare` makes of a loader's groups of batches, and time the arrival of each."""
         self.clock.start()
         requested = self.stragglers.start()
-        for shard in self.profile(shards):
+        for shard in self.profile(prepare(self.times.loading(groups))):
             self.clock.add_arrival(requested, time.perf_counter())
             self.step = shard.step
             if shard.step == self.times.next_step:
@@ -139,7 +148,7 @@ class Telemetry:
         if logits.is_cuda:
             logits = logits.clone()  # a CUDA graph overwrites its output when it runs again
         if self.world.size > 1:
-            self.stragglers.forward_done()
+            self.busy = self.stragglers.forward_done()
         number = len(self.uncounted)
         many = number * logits.numel() >= UNCOUNTED or number >= UNCOUNTED_MICRO_BATCHES
         if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step
@@ -178,19 +187,16 @@ class Telemetry:
         (ranks,), and are returned with the window.
         """
         self._count()
-        on_device = {name: value for name, value in scalars.items() if isinstance(value, Tensor)}
         sums = [self.world.sum(self._sums())]
-        if on_device:
-            sums.append(torch.stack([value.detach().double() for value in on_device.values()]))
+        if scalars:
+            sums.append(torch.stack([self._on_device(value) for value in scalars.values()]))
         ended = EndedWindow(
             window=self.window,
             epoch=self.epoch,
             last=step,
-            steps=step - max(self.window.first - 1, self.resumed),
             now=self.clock.so_far(),
-            scalars={name: float(value) for name, value in scalars.items() if name not in on_device},
+            names=list(scalars),
             sums=PendingNumbers(torch.cat(sums)),
-            on_device=list(on_device),
             checksums=None if checksums is None else PendingNumbers(checksums),
             tallies=self.tallies,
         )
@@ -199,16 +205,30 @@ class Telemetry:
         self.tallies = [Tally(self.tallies[-1].epoch, self.world.device)]
         return self.write_windows(leave=int(self.late))
 
+    def _on_device(self, value: float | Tensor) -> Tensor:
+        """A figure as float64 () on the device, without waiting for it."""
+        if isinstance(value, Tensor):
+            return value.detach().double()
+        return torch.full((), value, dtype=torch.float64, device=self.world.device)
+
     def write_windows(self, leave: int = 0) -> list[Window]:
         """Write the figures of the ended windows, but not of the last `leave`; returns them. Waits for the device."""
         return [self._write(self.ended.popleft()) for _ in range(len(self.ended) - leave)]
 
     def _write(self, ended: EndedWindow) -> Window:
-        window = ended.read()
-        if not ended.window.loss <= self.loss_limit * max(1, ended.window.examples):
-            window = replace(window, first_bad_step=self._first_bad_step(ended))
+        numbers = ended.sums.read()
+        ended.window.add(*numbers[:3])
+        ended.epoch.add(*numbers[3:6])
+        sound = ended.window.loss <= self.loss_limit * max(1, ended.window.examples)  # a NaN is not
+        window = ended.window.window(
+            ended.last,
+            ended.now,
+            first_bad_step=None if sound else self._first_bad_step(ended),
+            scalars=dict(zip(ended.names, numbers[6:], strict=True)),
+            checksums=[] if ended.checksums is None else ended.checksums.read(),
+        )
         self.examples += window.examples
-        figures = window.figures(ended.steps)
+        figures = window.figures(ended.last - max(ended.window.first - 1, self.resumed))
         if self.peak:
             figures["perf/mfu_pct"] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
@@ -239,7 +259,8 @@ class Telemetry:
     def _first_bad_step(self, ended: EndedWindow) -> int:
         """The first step with a diverged loss on any rank; the last one if only the mean is diverged. Collective."""
         first = torch.zeros(self.world.size, dtype=torch.int64, device=self.world.device)
-        first[self.world.rank] = ended.first_bad_step(self.loss_limit)
+        bad = (step for tally in ended.tallies for step in tally.bad_steps(self.loss_limit))
+        first[self.world.rank] = min(bad, default=ended.last)
         return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:
@@ -268,10 +289,6 @@ class Telemetry:
         """The images and seconds of this process up to its last log point, for `spending.rates`."""
         busy, waited = self.window.began
         return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
-
-    def totals_of_run(self) -> dict[str, float]:
-        """Images per second, and percent of the time waiting for data, over this process's part of the run."""
-        return rates(self.trained())
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""
