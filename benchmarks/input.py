@@ -35,14 +35,14 @@ from torchvision.io import ImageReadMode, decode_jpeg, read_file
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
+from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.files import ArraySplit, Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.published import CIFAR10
-from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.precision import FP32
 from measure import Figures, Rows, in_turns, parser, show, write
 
@@ -88,7 +88,7 @@ def theirs(data: Dataset[Any], batch: int, workers: int) -> Callable[[], float]:
 
 
 def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> Callable[[], float]:
-    """A loader and the pipeline of this project, for one epoch of a run."""
+    """The loader and the transforms of this project, for one epoch of a run."""
     steps = -(-len(split) // batch)
     every = {"log_every": steps, "eval_every": steps, "save_every": steps}
     plan = Plan(examples=len(split), batch=batch, total_steps=steps, micro_batches=1, **every)
@@ -104,9 +104,9 @@ def ours(source: Source, split: Split, kind: Any, augment: Any, batch: int) -> C
         eval_feed=feed,
         stride=kind.stride(batch, 3 * source.input_shape[1] * source.input_shape[2], HERE),
     )
-    pipeline = Pipeline.of(source, augment, device=HERE.device, precision=FP32(), seed=0)
+    transforms = DeviceTransforms.of(source, augment, device=HERE.device, precision=FP32(), seed=0)
     workers = getattr(kind, "workers", 0)
-    return partial(per_second, lambda: pipeline.train(loader.train(after=0)), len(split), clock_of(workers))
+    return partial(per_second, lambda: transforms.train(loader.train(after=0)), len(split), clock_of(workers))
 
 
 def decoded_first(source: Source, split: Split, augment: Any, batch: int) -> float:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lockstep.core.data_protocols import Split
 from lockstep.core.world import World
-from lockstep.data import packing
+from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed
 from lockstep.data.loading.loaders import Streaming
@@ -43,7 +43,7 @@ def build(root: Path, size: int) -> tuple[Folder, Packed]:
             pixels = generator.integers(0, 256, (size, size, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(root / split / "noise" / f"{number}.jpg", quality=90)
     folder = Folder(path=str(root), decode_size=size)
-    packing.pack(folder, root / "packed", threads=2, advanced=lambda n: None)
+    packed.pack(folder, root / "packed", threads=2, advanced=lambda n: None)
     return folder, Packed(path=str(root / "packed"))
 
 

@@ -154,7 +154,7 @@ def short_of_training() -> Iterator[None]:
 
     A command then ends with an exception instead of ending this process.
     """
-    from lockstep.data.datasets.published import Published
+    from lockstep.data.datasets.builtin import Published
     from lockstep.launcher import Inline
     from lockstep.runtime import host, program
 
@@ -164,7 +164,7 @@ def short_of_training() -> Iterator[None]:
     program.leave = sys.exit  # type: ignore[assignment]
     program.finish = lambda: sys.exit(0)
     host.available_memory = lambda: ROOM
-    Published._fetch = offline  # type: ignore[method-assign]
+    Published.fetch = offline  # type: ignore[method-assign]
     Inline.launch = lambda self, entry, run_dir: None  # type: ignore[method-assign]
     yield
 

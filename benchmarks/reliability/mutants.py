@@ -55,10 +55,10 @@ data/loading/sampler.py: every epoch has the order of the first one [sampler]
 stochastic/keys.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
 - micro.indices[: len(micro.labels)], FORWARD)
 + torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)
-data/pipeline.py: augmentation depends on an example's place in what is read together [pipeline]
+data/transforms/device.py: augmentation depends on an example's place in what is read together [transforms]
 - SampleRNG(self.seed, epoch, indices)
 + SampleRNG(self.seed, epoch, torch.arange(len(indices), device=indices.device))
-data/pipeline.py: cutout is at the same place in every epoch [pipeline]
+data/transforms/device.py: cutout is at the same place in every epoch [transforms]
 - keys = sample_keys(self.seed, epoch, indices, CUTOUT)
 + keys = sample_keys(self.seed, 0, indices, CUTOUT)
 strategy/sync_batchnorm.py: every rank's mean counts alike, however few examples it has [batchnorm]
@@ -216,7 +216,7 @@ training/freezing.py: a model without batch norm is never frozen [trainer]
 data/loading/sampler.py: a balanced epoch comes class by class [balanced]
 -     return chosen[torch.argsort(draw(key(seed, ORDER, epoch), chosen), stable=True)]
 +     return chosen
-data/pipeline.py: images are mixed in the short format [pipeline]
+data/transforms/device.py: images are mixed in the short format [transforms]
 - return pixels if self.mix else pixels.to(self.dtype)
 + return pixels.to(self.dtype)
 training/build_model.py: layers that are frozen until a step are frozen for good [experiment]

@@ -21,7 +21,8 @@ from helpers import forked
 from lockstep.cli.doctor import Checkup, doctor
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.data import inspection, packing
+from lockstep.data import inspection
+from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.inspection import Level
 from lockstep.job import examination
@@ -140,7 +141,7 @@ def as_csv(photos: Path) -> tuple[str, ...]:
 
 
 def as_packed(photos: Path) -> tuple[str, ...]:
-    packing.pack(Folder(path=str(photos), decode_size=16), photos / "packed", threads=1, advanced=lambda images: None)
+    packed.pack(Folder(path=str(photos), decode_size=16), photos / "packed", threads=1, advanced=lambda images: None)
     return "dataset=packed", f"dataset.path={photos / 'packed'}"
 
 

@@ -48,7 +48,7 @@ def test_the_average_of_whole_batches_is_judged() -> None:
     parts: Any = SimpleNamespace(
         plan=SimpleNamespace(batch=8),
         model=nn.Identity(),
-        pipeline=SimpleNamespace(train=lambda groups: groups),
+        transforms=SimpleNamespace(train=lambda groups: groups),
         loader=SimpleNamespace(train=lambda after: shards),
         optimizer=optimizer,
         set_learning_rate=lambda step: None,

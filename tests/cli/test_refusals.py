@@ -604,7 +604,7 @@ def offline(self: object) -> None:
 
 
 def test_missing_data_without_a_network_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.data.datasets.published.MNIST._fetch", offline)
+    monkeypatch.setattr("lockstep.data.datasets.builtin.MNIST.fetch", offline)
     message = refusal(tmp_path / "runs", "dataset=mnist", f"data_root={tmp_path / 'data'}")
     assert "data_root: MNIST" in message
     assert "cannot be downloaded (Error downloading train-images-idx3-ubyte.gz); put train" in message

@@ -34,9 +34,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained_images(parts: Parts) -> list[dict[int, torch.Tensor]]:
     """By epoch: the pixels (C, H, W) that training gets for each example, the first time in the epoch."""
     epochs: list[dict[int, torch.Tensor]] = [{} for _ in range(EPOCHS)]
-    for shard in islice(parts.pipeline.train(parts.loader.train(after=0)), EPOCHS * parts.plan.steps_per_epoch):
-        images, _ = parts.pipeline.mixed(shard)
-        for image, index in zip(stored_pixels(images, parts.pipeline), shard.indices.tolist(), strict=False):
+    for shard in islice(parts.transforms.train(parts.loader.train(after=0)), EPOCHS * parts.plan.steps_per_epoch):
+        images, _ = parts.transforms.mixed(shard)
+        for image, index in zip(stored_pixels(images, parts.transforms), shard.indices.tolist(), strict=False):
             epochs[shard.epoch].setdefault(index % parts.plan.examples, image)
     return epochs
 
@@ -63,7 +63,7 @@ def test_the_pixels_are_those_of_training(words: tuple[str, ...], photos: Path, 
     parts = build_parts(resolved(*DIGITS, *words, f"epochs={EPOCHS}", "steps=null"))
     trained = trained_images(parts)
     side = parts.job.dataset.input_shape[1]
-    zoom, lines = -(-CELL // side), 2 if parts.pipeline.mix else 1
+    zoom, lines = -(-CELL // side), 2 if parts.transforms.mix else 1
     chosen = parts.loader.global_batch(1).indices[:IMAGES] % parts.plan.examples
     for row, example in enumerate(chosen.tolist()):
         for epoch in range(EPOCHS):

@@ -1,6 +1,6 @@
 """Every run sees the same data: one global sequence of samples and pixels, and each evaluation example once.
 
-The first part cuts the real loader and pipeline into ranks in this process, since the data path has no
+The first part cuts the real loader and preprocessing into ranks in this process, since the data path has no
 collectives; the second trains and evaluates in real ranks.
 """
 
@@ -25,14 +25,12 @@ from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.files import crops_files
+from lockstep.data.datasets.files import Crop, crops_files
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.splits import Crop
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
-from lockstep.data.transforms.mixup import Mix
+from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.job import process_group
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
@@ -92,7 +90,7 @@ def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> L
     """(step, epoch, index, hash of the pixels) of every example behind a step, in global order."""
     split = data.split
     form = {"device": torch.device("cpu"), "precision": FP32()}
-    pipeline = Pipeline.of(data.source, data.augment, seed=3, mix=data.mix, **form)
+    transforms = DeviceTransforms.of(data.source, data.augment, seed=3, mix=data.mix, **form)
     log: Log = []
     for rank in range(ranks):
         here = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
@@ -109,9 +107,9 @@ def sequence(data: Data, ranks: int, kind: Any, parts: int, after: int = 0) -> L
             partners=data.mix is not None,
             stride=parts,
         )
-        for shard in pipeline.train(loader.train(after=after)):
+        for shard in transforms.train(loader.train(after=after)):
             for micro, _ in shard.micro_batches(parts):
-                hashes = fingerprints(pipeline.mixed(micro)[0]).tolist()
+                hashes = fingerprints(transforms.mixed(micro)[0]).tolist()
                 examples = zip(micro.indices.tolist(), hashes, strict=False)
                 log += [(micro.step, micro.epoch, index, seen) for index, seen in examples]
     return sorted(log, key=lambda line: line[0])  # stable: within a step, the ranks in order
@@ -192,7 +190,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
                 train_feed=Resident().feed(train, here),
                 eval_feed=Resident().feed(val, here),
             ),
-            pipeline=Pipeline.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
+            transforms=DeviceTransforms.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
             precision=FP64(),
             world=here,
             scores=further,

@@ -23,7 +23,7 @@ from lockstep.core import rng
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.sharding import whole
 from lockstep.core.world import World
-from lockstep.data.datasets.splits import ArraySplit
+from lockstep.data.datasets.files import ArraySplit
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.randaugment import randaugment

@@ -44,7 +44,7 @@ WRITES_FILES: dict[str, str] = {
     "lockstep.core.safe_write": "defines how",
     "lockstep.core.terminal": "the null device",
     "lockstep.checkpoint.writing": "files of a new folder, which gets its name when it is complete",
-    "lockstep.data.packing": "files of a new folder with a random name",
+    "lockstep.data.datasets.packed": "files of a new folder with a random name",
     "lockstep.cli.new": "files of a new folder with a random name",
 }
 

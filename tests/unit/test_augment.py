@@ -22,7 +22,6 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATIONS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import (
     CropFlip,
     NoAugment,
@@ -32,6 +31,7 @@ from lockstep.data.transforms.augment import (
     crops_together,
     resized_crops,
 )
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.precision import FP32
 
 pytestmark = pytest.mark.numerics
@@ -200,7 +200,7 @@ def test_stripes_too_fine_for_the_model_are_grey_in_training_as_in_evaluation(
     source = Folder(path="nowhere", decode_size=256, input_size=32, crop=1)
     stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(128).expand(8, 3, 256, 256)
     form: Any = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, "interpolation": interpolation}
-    path = Pipeline.of(source, augment, mean=[0.0] * 3, std=[1.0] * 3, **form)
+    path = DeviceTransforms.of(source, augment, mean=[0.0] * 3, std=[1.0] * 3, **form)
     seen, evaluated = path.augmented(stripes, 0, torch.arange(8)), path.eval(stripes)
     torch.testing.assert_close(seen, evaluated.expand_as(seen), atol=0.1, rtol=0)
     torch.testing.assert_close(seen, torch.full_like(seen, 0.5), atol=0.1, rtol=0)

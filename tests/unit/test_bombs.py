@@ -25,7 +25,7 @@ from helpers import decoded
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV, HF, Folder, WebDataset
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.data.datasets.splits import FileSplit
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.webdataset import stored_files
 from lockstep.inference.images import stored_image
 

@@ -8,7 +8,6 @@ import http.server
 import json
 import os
 import pickle
-import re
 import shutil
 import struct
 import tarfile
@@ -16,10 +15,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from email.message import Message
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError, URLError
 
 import numpy as np
 import pytest
@@ -28,8 +25,7 @@ from torchvision import datasets
 
 from helpers import ROOT, forks, result
 from lockstep.core.errors import InputError
-from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
+from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
 
 REAL = ROOT.parent / "shared" / "data"
 NAMES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
@@ -136,7 +132,7 @@ def test_a_label_that_is_no_class_is_refused(tmp_path: Path) -> None:
     ids=["fewer labels", "other images"],
 )
 def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, changed: dict[str, np.ndarray]) -> None:
-    with pytest.raises(InputError, match="expected as many of each, and images of 1x28x28"):
+    with pytest.raises(InputError, match=r"has images \(12, .*, expected one for each label, \(\d+, 1, 28, 28\)"):
         MNIST(root=str(write_mnist(tmp_path, **changed))).train()
 
 
@@ -163,13 +159,6 @@ def test_mnist_is_read_packed_or_not_and_is_not_unpacked(tmp_path: Path, suffix:
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_files_of_fashion_mnist_are_not_taken_for_those_of_mnist(tmp_path: Path) -> None:
-    boots = np.array([9, 0, 0, 3, 0, 2, 7, 2, 5, 5, 0, 9], dtype=np.uint8)
-    write_mnist(tmp_path, train_labels_idx1=boots)
-    with pytest.raises(InputError, match=r"are those of dataset=fashion_mnist; put train-images-idx3-ubyte\.gz"):
-        MNIST(root=str(tmp_path)).train()
-
-
 @pytest.mark.parametrize(
     "content",
     [gzip.compress(bytes(5000))[:-9], b"\x1f\x8b\x08 no gzip", b"no idx"],
@@ -178,7 +167,7 @@ def test_the_files_of_fashion_mnist_are_not_taken_for_those_of_mnist(tmp_path: P
 def test_a_damaged_file_is_named(tmp_path: Path, content: bytes) -> None:
     (write_mnist(tmp_path) / "MNIST" / "raw" / "train-images-idx3-ubyte").unlink()
     (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte.gz").write_bytes(content)
-    with pytest.raises(InputError, match=r"data_root: MNIST cannot be read from .*train-images-idx3-ubyte\.gz is"):
+    with pytest.raises(InputError, match=r"data_root: MNIST cannot be read from .*put train-images-idx3-ubyte\.gz"):
         MNIST(root=str(tmp_path)).train()
 
 
@@ -346,30 +335,5 @@ def test_a_data_set_that_cannot_be_downloaded_is_an_error_that_names_the_folder(
     monkeypatch.setattr(datasets.MNIST, "mirrors", ["file:///nowhere/"])
     with pytest.raises(InputError) as caught:
         MNIST(root=str(tmp_path / "data")).prepare()
-    assert str(caught.value) == (
-        f"data_root: MNIST cannot be read from {tmp_path / 'data'} (there is no train-images-idx3-ubyte) and cannot "
-        "be downloaded (No such file or directory: '/nowhere/train-images-idx3-ubyte.gz'); "
-        f"{MNIST(root=str(tmp_path / 'data')).remedy}, or name another folder with data_root=FOLDER"
-    )
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"),
-    [
-        (RuntimeError("Error downloading a.gz:\nTried https://x/, got:\n<urlopen error timed out>\n"), "timed out"),
-        (URLError(OSError(-3, "Temporary failure in name resolution")), "Temporary failure in name resolution"),
-        (OSError(30, "Read-only file system", "data"), "Read-only file system: 'data'"),
-        (RuntimeError("File not found or corrupted."), "File not found or corrupted."),
-        (HTTPError("https://x/", 404, "Not Found", Message(), None), "HTTP Error 404: Not Found"),
-        (TimeoutError(), "TimeoutError"),
-    ],
-)
-def test_why_a_download_failed_is_told_without_the_words_of_libraries(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str
-) -> None:
-    def fetch(self: object) -> None:
-        raise error
-
-    monkeypatch.setattr(MNIST, "_fetch", fetch)
-    with pytest.raises(InputError, match=re.escape(f" and cannot be downloaded ({reason}); put train-images-idx3")):
-        MNIST(root=str(tmp_path / "data")).prepare()
+    assert "/data (there is no train-images-idx3-ubyte) and cannot be downloaded (" in str(caught.value)
+    assert not (tmp_path / "data").exists()

@@ -19,8 +19,7 @@ from torchvision.datasets import ImageFolder
 from helpers import built
 from lockstep.checkpoint import difference
 from lockstep.core.errors import InputError
-from lockstep.data import packing
-from lockstep.data.datasets import CSV, HF, WebDataset
+from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
 from lockstep.data.datasets.packed import Packed
@@ -64,7 +63,7 @@ def as_folder(root: Path, names: list[str]) -> Folder:
 
 
 def as_packed(root: Path, names: list[str]) -> Packed:
-    packing.pack(as_folder(root / "source", names), root / "packed", threads=1, advanced=lambda images: None)
+    packed.pack(as_folder(root / "source", names), root / "packed", threads=1, advanced=lambda images: None)
     return Packed(path=str(root / "packed"))
 
 

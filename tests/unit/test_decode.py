@@ -15,7 +15,7 @@ from torchvision.transforms.v2 import functional as T
 
 from helpers import decoded
 from lockstep.data.datasets.decode import Box, ImageFile, Stored
-from lockstep.data.datasets.splits import Crop, FileSplit
+from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
 
 

@@ -19,8 +19,8 @@ from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder, listing
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.evaluation import Evaluation
 from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores, build_scores
@@ -80,7 +80,7 @@ def scores(
             eval_feed=chosen.feed(val, world),
             skip=val.skip,
         ),
-        pipeline=Pipeline.of(source, CropFlip(), device=world.device, precision=format_, seed=0),
+        transforms=DeviceTransforms.of(source, CropFlip(), device=world.device, precision=format_, seed=0),
         precision=format_,
         world=world,
         views=views,

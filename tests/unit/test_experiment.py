@@ -23,7 +23,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import IGNORE_INDEX
-from lockstep.data.transforms.mixup import Mix
+from lockstep.data.transforms.device import Mix
 from lockstep.models.whitenet import whitening_filters
 from lockstep.runtime.signals import StopRequest
 from lockstep.training.build_data import build_data, build_loader
@@ -97,9 +97,9 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     )
     _, data = build_data(resolved(*words), World.solo())
     split: Any = data.train
-    assert (split.crop.seed, data.pipeline.seed) == (7, 7)
-    assert {part.interpolation for part in (data.train, data.val, data.pipeline)} == {"bicubic"}  # type: ignore[union-attr]
-    assert data.pipeline.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
+    assert (split.crop.seed, data.transforms.seed) == (7, 7)
+    assert {part.interpolation for part in (data.train, data.val, data.transforms)} == {"bicubic"}  # type: ignore[union-attr]
+    assert data.transforms.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
 
 
 def test_images_that_a_job_reads_once_are_not_decoded_in_advance(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ STRATEGIES = ("single", "dp", "ddp", "allreduce", "allreduce_hooks", "zero", "fs
 def test_a_loop_of_ones_own_takes_the_steps_of_the_run_to_the_bit(option: str, tmp_path: Path) -> None:
     job = (*JOB, "device=cpu", "launcher.ranks=1", *option.split())
     parts = build_parts(resolved(*job))
-    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+    for shard in parts.transforms.train(parts.loader.train(after=0)):
         parts(shard)
     trained = weights(train_here(tmp_path, *job))
     assert not [name for name, value in parts.model.state_dict().items() if not torch.equal(value, trained[name])]
@@ -237,7 +237,7 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
     job += (*loss.split()[1:], "steps=1", "train.micro_batches=5", "device=cpu", "loader=streaming")
     if loop == "own":
         parts = build_parts(resolved(*job, "loader.workers=0"))
-        (shard,) = parts.pipeline.train(parts.loader.train(after=0))
+        (shard,) = parts.transforms.train(parts.loader.train(after=0))
         weight, bias = (parameter.detach().clone() for parameter in parts.model.parameters())
         line = {"loss/train": parts.loss_of_step(shard)}
     else:

@@ -15,8 +15,8 @@ from PIL import Image
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import photos
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder, ImageNet
-from lockstep.data.datasets.splits import FileSplit
 
 
 def fill(folder: Path, **levels: list[int]) -> None:

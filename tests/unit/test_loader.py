@@ -23,8 +23,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
+from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.datasets.splits import Crop, FileSplit
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
 from lockstep.data.loading.prefetch import read_images, reading_rate, sample, workers_needed
 from lockstep.data.loading.sampler import share

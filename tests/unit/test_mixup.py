@@ -17,9 +17,8 @@ from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip
-from lockstep.data.transforms.mixup import Mix, beta, box
+from lockstep.data.transforms.device import DeviceTransforms, Mix, beta, box
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.precision import FP32, FP64
 
@@ -31,8 +30,8 @@ KINDS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (0.4, 1.0)}
 SEED = 5
 
 
-def pipeline(mix: Mix | None, precision: FP32 | None = None) -> Pipeline:
-    return Pipeline.of(
+def transforms(mix: Mix | None, precision: FP32 | None = None) -> DeviceTransforms:
+    return DeviceTransforms.of(
         Digits(), CropFlip(), device=torch.device("cpu"), precision=precision or FP32(), seed=SEED, mix=mix
     )
 
@@ -49,7 +48,7 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
     batch = permutation(SEED, epoch, PLAN.examples)[start : start + PLAN.batch]
 
     def augmented(index: Tensor) -> Tensor:
-        return pipeline(None, precision).augmented(split.images[index][None], epoch, index[None])[0]
+        return transforms(None, precision).augmented(split.images[index][None], epoch, index[None])[0]
 
     images, targets = [], []
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
@@ -72,7 +71,7 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
     return torch.stack(images), torch.stack(targets)
 
 
-def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
+def shards(path: DeviceTransforms, ranks: int, loader: Resident | Streaming, rank: int) -> list[Shard]:
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world)
@@ -96,7 +95,7 @@ def shards(path: Pipeline, ranks: int, loader: Resident | Streaming, rank: int) 
 def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(kind: str, precision: FP32) -> None:
     mix = mixing(kind)
     expected = [plain_loop(mix, precision, step) for step in range(1, 5)]
-    path = pipeline(mix, precision)
+    path = transforms(mix, precision)
     for ranks, parts, loader in [
         *((ranks, parts, Resident()) for ranks in (1, 2, 3, 4) for parts in (1, 4)),
         (3, 4, Streaming(workers=0)),
@@ -110,13 +109,13 @@ def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(k
 
 
 def test_without_mixing_the_targets_are_the_labels() -> None:
-    shard = shards(pipeline(None), 1, Resident(), 0)[0]
-    assert torch.equal(pipeline(None).mixed(shard)[1], shard.labels)
+    shard = shards(transforms(None), 1, Resident(), 0)[0]
+    assert torch.equal(transforms(None).mixed(shard)[1], shard.labels)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_piece_without_examples_has_a_loss_of_zero(kind: str) -> None:
-    path = pipeline(mixing(kind))
+    path = transforms(mixing(kind))
     last = shards(path, 4, Resident(), 0)[2]
     empty = [micro for micro, _ in last.micro_batches(4) if not len(micro.labels)]
     assert empty
@@ -171,7 +170,7 @@ def test_with_both_on_half_of_the_samples_take_each() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_weighted_sum_of_the_losses_of_both_labels(kind: str) -> None:
-    path = pipeline(mixing(kind), FP64())
+    path = transforms(mixing(kind), FP64())
     shard = shards(path, 1, Resident(), 0)[0]
     _, targets = path.mixed(shard)
     logits = torch.randn(10, 10, dtype=torch.float64)
@@ -207,4 +206,4 @@ def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind
 
 def test_evaluation_is_never_mixed() -> None:
     images = Digits().eval().images
-    assert torch.equal(pipeline(mixing("both")).eval(images), pipeline(None).eval(images))
+    assert torch.equal(transforms(mixing("both")).eval(images), transforms(None).eval(images))

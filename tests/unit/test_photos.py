@@ -19,7 +19,7 @@ from helpers import ROOT, decoded
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.data.datasets.splits import Crop, FileSplit
+from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.inference.images import stored_image
 

@@ -25,7 +25,7 @@ from lockstep.core.errors import BrokenImage, InputError, LockstepError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
-from lockstep.data.datasets.splits import ArraySplit, FileSplit
+from lockstep.data.datasets.files import ArraySplit, FileSplit
 from lockstep.inference.evaluation import evaluate_split
 from lockstep.inference.export import FORMATS, Format, export
 from lockstep.inference.images import files_in
@@ -411,7 +411,7 @@ def test_images_are_resized_as_in_the_training_of_the_weights(digits: RunDir, tm
     for interpolation in ("bilinear", "bicubic"):
         path = tmp_path / f"{interpolation}.safetensors"
         save_file(tensors, path, changed(digits, interpolation=interpolation))
-        assert lockstep.load(path).pipeline.interpolation == interpolation
+        assert lockstep.load(path).transforms.interpolation == interpolation
 
 
 def test_weights_with_one_number_that_is_not_finite_are_refused(digits: RunDir, tmp_path: Path) -> None:

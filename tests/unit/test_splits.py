@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.splits import ArraySplit, Crop, FileSplit, check_labels, check_shapes
+from lockstep.data.datasets.files import ArraySplit, Crop, FileSplit, check_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -165,9 +165,3 @@ def test_a_label_that_is_no_class_is_named() -> None:
     for wrong in (10, -1):
         with pytest.raises(InputError, match=rf"example 2 of the training split has label {wrong}, expected 0 to 9"):
             check_labels(torch.tensor([0, 9, wrong, 11]), 10, "the training split")
-
-
-@pytest.mark.parametrize(("images", "labels"), [((3, 1, 8, 8), 2), ((3, 1, 9, 8), 3), ((3, 3, 8, 8), 3)])
-def test_images_of_another_shape_or_without_labels_are_refused(images: tuple[int, ...], labels: int) -> None:
-    with pytest.raises(InputError, match="expected as many of each, and images of 1x8x8"):
-        check_shapes(torch.zeros(images), torch.zeros(labels), (1, 8, 8), "the training split")

@@ -22,8 +22,8 @@ from lockstep.core.world import World
 from lockstep.data.datasets import Fake
 from lockstep.data.loading.loaders import Resident
 from lockstep.data.loading.shards import Loader
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.optim import SGD
@@ -123,7 +123,7 @@ def trainer_of(
     events = {"log_every": 1, "eval_every": 1, "save_every": 1, **(every or {})}
     plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
     replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
-    pipeline = Pipeline.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
+    transforms = DeviceTransforms.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
     network = Network(
         model=model,
         replica=replica,
@@ -146,7 +146,7 @@ def trainer_of(
             plan=plan,
             network=network,
             loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
-            inputs=partial(inputs_of, pipeline, network.draws),
+            inputs=partial(inputs_of, transforms, network.draws),
         ),
         loader=Loader(
             world=world,
@@ -158,7 +158,7 @@ def trainer_of(
             train_feed=Resident().feed(train, world),
             eval_feed=Resident().feed(val, world),
         ),
-        pipeline=pipeline,
+        transforms=transforms,
         scores=options.pop("scores", NO_SCORES),
         checkpointer=silent,
         telemetry=silent,
@@ -191,7 +191,7 @@ def plain_loop(steps: int, clip_norm: float | None) -> tuple[nn.Module, list[flo
 def updated(trainer: Trainer) -> list[float]:
     """Take every step of the plan; returns the norms of the gradients."""
     norms = []
-    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+    for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         norm = trainer.step.update(shard, measures_norm=True)
         assert norm is not None
         norms.append(norm.item())
@@ -239,7 +239,7 @@ def test_an_overflow_skips_its_step_and_halves_the_loss_scale_which_grows_again(
     trainer = trainer_of(model, World.solo(), scaler=scaler)
     overflow = model[3].weight.register_hook(lambda gradient: gradient * torch.inf)
     scales = []
-    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+    for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         trainer.step.update(shard, measures_norm=False)
         scales.append(scaler.get_scale())
         if shard.step == 1:
@@ -399,7 +399,7 @@ def test_layers_are_frozen_up_to_their_last_frozen_step_and_trained_from_the_nex
     freezing = Freezing.of(model, frozenset({"1.weight", "1.bias"}), until=2)
     trainer.step.network = replace(trainer.network, freezing=freezing)
     moved = []
-    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+    for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         before = [parameter.detach().clone() for parameter in model.parameters()]
         trainer.step(shard)
         moved.append([not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)])
@@ -456,7 +456,7 @@ def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
     model = nn.Sequential(nn.BatchNorm2d(1).double(), *network())
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = trainer_of(model, World.solo(), micro_batches=3)
-    shard = next(iter(trainer.pipeline.train(trainer.loader.train(after=0))))
+    shard = next(iter(trainer.transforms.train(trainer.loader.train(after=0))))
     trainer.stop.requested = True
     with pytest.raises(StopNow):
         trainer.step_or_undo(shard)
@@ -497,7 +497,7 @@ def test_the_average_follows_each_step_from_the_first_weights_on() -> None:
     ema = EMA(model, 0.75)
     trainer = trainer_of(model, World.solo(), steps=3, ema=ema)
     expected: list[Tensor] = []
-    for shard in trainer.pipeline.train(trainer.loader.train(after=0)):
+    for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         trainer.step(shard)
         now = [parameter.detach().clone() for parameter in model.parameters()]
         expected = [0.75 * old + 0.25 * new for old, new in zip(expected or now, now, strict=True)]

@@ -18,8 +18,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model_card import TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
-from lockstep.data.datasets.files import with_sizes
-from lockstep.data.datasets.splits import interpolated
+from lockstep.data.datasets.files import interpolated, with_sizes
 from lockstep.inference.evaluation import Evaluation, check_data, evaluate_split
 from lockstep.inference.load import find_weights, load, run_of, say_which
 from lockstep.inference.predictor import Predictor

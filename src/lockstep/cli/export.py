@@ -47,7 +47,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     stored, origin = _images(predictor, file, images)
     if max(predictor.card.input_shape[1:]) < max(stored.shape[2:]):  # else the exported model enlarges the images
         stored = predictor.cropped(stored)
-        predictor = replace(predictor, pipeline=replace(predictor.pipeline, eval_crop=1.0))
+        predictor = replace(predictor, transforms=replace(predictor.transforms, eval_crop=1.0))
     with progress("exporting"):
         difference = write_export(predictor, stored, target, kind=kind, floats=pixels == "float")
     shape = "x".join(map(str, stored.shape[1:]))

@@ -109,7 +109,7 @@ def range_test(parts: Parts, steps: int, low: float, high: float, advance: Calla
     """
     test, average = RangeTest(rates=[], losses=[]), 0.0
     parts.model.train()
-    for shard in parts.pipeline.train(parts.loader.train(after=0)):
+    for shard in parts.transforms.train(parts.loader.train(after=0)):
         if shard.count < parts.plan.batch:  # the loss of a few images says little
             continue
         if (step := len(test.rates) + 1) > steps:

@@ -9,7 +9,7 @@ from lockstep.config.commands import override, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
-from lockstep.data import packing
+from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import USUAL_STORED
 from lockstep.data.datasets.folder import Folder
 from lockstep.runtime.limits import cores
@@ -66,7 +66,7 @@ def pack(
         for note in folder.notes():
             log.warn(note)
         with progress("packing", images) as advance:
-            broken = packing.pack(folder, Path(target).absolute(), threads=cores(), advanced=advance)
+            broken = packed.pack(folder, Path(target).absolute(), threads=cores(), advanced=advance)
     except InputError as error:
         sentence = str(error)
         for key_text, argument in WORDS.items():
@@ -85,5 +85,5 @@ def check_packed(target: str) -> None:
     folder = Path(target).absolute()
     size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
     with progress("checking", size) as advance:
-        packing.check(folder, advance)
+        packed.check(folder, advance)
     log.say(f"{target} is whole: every file matches its sha256")

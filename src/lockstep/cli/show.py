@@ -14,7 +14,7 @@ from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
-from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_of
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
@@ -57,16 +57,16 @@ def cells_of(job: ResolvedJob, images: int, epochs: int) -> list[list[Cell | Non
     rows: dict[int, list[Cell | None]] = {int(example): [None] * epochs for example in chosen}
     for epoch in range(epochs):
         for example, group in loader.one_by_one(chosen, epoch):
-            (shard,) = data.pipeline.train([group])
-            pixels, targets = data.pipeline.mixed(shard)
+            (shard,) = data.transforms.train([group])
+            pixels, targets = data.transforms.mixed(shard)
             shares = targets if targets.is_floating_point() else torch.eye(job.dataset.classes)[targets.cpu()]
-            rows[example][epoch] = (stored_pixels(pixels, data.pipeline)[0], shares[0].float().cpu())
+            rows[example][epoch] = (stored_pixels(pixels, data.transforms)[0], shares[0].float().cpu())
     return [*rows.values()]
 
 
-def stored_pixels(images: Tensor, pipeline: Pipeline) -> Tensor:
+def stored_pixels(images: Tensor, transforms: DeviceTransforms) -> Tensor:
     """The inputs of a model (b, C, H, W) as uint8, on the CPU: without the normalisation."""
-    pixels = (images.to(pipeline.shift.dtype) - pipeline.shift) / pipeline.scale
+    pixels = (images.to(transforms.shift.dtype) - transforms.shift) / transforms.scale
     return pixels.round().clamp(0, 255).to(torch.uint8).cpu()
 
 

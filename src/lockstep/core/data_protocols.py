@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
-from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
@@ -224,19 +223,3 @@ class Augment(Component, Protocol):
             draws: the random numbers of its examples.
             size: the (height, width) of the model's input. An augmentation that resamples may return this size.
         """
-
-
-@runtime_checkable
-class BoxAugment(Augment, Protocol):
-    """An augmentation whose first part crops a box from each image. The reader of the files can crop it instead."""
-
-    def apply(
-        self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
-    ) -> Tensor:
-        """As for every augmentation; `interpolation` is how the box is resized to `size`."""
-
-    def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
-        """The boxes, int64 (b, 4) as top, left, height and width, in images of `sizes`, int64 (b, 2)."""
-
-    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        """Like `apply`, for images whose boxes have been cropped and resized."""

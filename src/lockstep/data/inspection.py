@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.data.datasets.files import class_notes
-from lockstep.data.datasets.splits import check_labels
+from lockstep.data.datasets.files import check_labels, class_notes
 from lockstep.data.loading.prefetch import in_order
 from lockstep.runtime.limits import cores
 

@@ -125,7 +125,7 @@ def evaluate_split(
         predictor.model,
         loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
         loader=loader,
-        pipeline=predictor.pipeline,
+        transforms=predictor.transforms,
         precision=predictor.precision,
         world=world,
         views=card.eval_views,

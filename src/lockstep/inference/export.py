@@ -167,12 +167,14 @@ def _rounding(predictor: Predictor, stored: Tensor) -> float:
 
     It is 0 if a layer of the model takes only float32.
     """
-    pipeline = predictor.pipeline
+    transforms = predictor.transforms
     exact = replace(
         predictor,
         model=copy.deepcopy(predictor.model).double(),
         precision=FP64(),
-        pipeline=replace(pipeline, scale=pipeline.scale.double(), shift=pipeline.shift.double(), dtype=torch.float64),
+        transforms=replace(
+            transforms, scale=transforms.scale.double(), shift=transforms.shift.double(), dtype=torch.float64
+        ),
     )
     try:
         difference = _compared(exact.logits, stored) - _compared(predictor.logits, stored)

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATION, Shape
-from lockstep.data.datasets.decode import Box, ImageFile
+from lockstep.data.datasets.decode import Box, ImageFile, decoding_failure
 from lockstep.data.datasets.folder import SUFFIXES, image_files
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
-from lockstep.data.datasets.splits import decoding_failure
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
 # tensor (C, H, W).

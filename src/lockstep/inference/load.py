@@ -15,8 +15,8 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, RunDir, relative
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import NoAugment
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.predictor import Predictor
 from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32
@@ -53,7 +53,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         card=card,
         model=model.to(target).to(memory_format=option.memory_format).eval(),
         precision=precision,
-        pipeline=Pipeline.of(
+        transforms=DeviceTransforms.of(
             card,
             NoAugment(),
             device=target,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import ModelCard
 from lockstep.core.protocols import Precision
-from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
 from lockstep.training.evaluate import best_classes, logits_of
 
@@ -55,18 +55,18 @@ class Predictor:
         card: the model card in its weights.
         model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
         precision: the number format that it was evaluated in.
-        pipeline: from stored uint8 images (B, C, H, W) to the input of the model.
+        transforms: from stored uint8 images (B, C, H, W) to the input of the model.
     """
 
     card: ModelCard
     model: nn.Module
     precision: Precision
-    pipeline: Pipeline
+    transforms: DeviceTransforms
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
-        return self.pipeline.scale.device
+        return self.transforms.scale.device
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -79,7 +79,7 @@ class Predictor:
 
     def cropped(self, stored: Tensor) -> Tensor:
         """The pixels that the model sees of stored images: uint8 (B, C, h, w), cropped to the centre and resized."""
-        pixels = replace(self.pipeline, scale=torch.ones(()), shift=torch.zeros(())).eval(stored)
+        pixels = replace(self.transforms, scale=torch.ones(()), shift=torch.zeros(())).eval(stored)
         return pixels.round().clamp(0, 255).to(torch.uint8)
 
     def preprocess(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
@@ -88,8 +88,8 @@ class Predictor:
         Raises:
             InputError: one is no image.
         """
-        pixels = self.pipeline.eval(self.stored(images).to(self.device))
-        return pixels.to(self.precision.dtype, memory_format=self.pipeline.memory_format)
+        pixels = self.transforms.eval(self.stored(images).to(self.device))
+        return pixels.to(self.precision.dtype, memory_format=self.transforms.memory_format)
 
     @torch.no_grad()
     def logits(self, stored: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Predictor:
         return logits_of(
             self.model,
             stored.to(self.device),
-            pipeline=self.pipeline,
+            transforms=self.transforms,
             precision=self.precision,
             views=self.card.eval_views,
         )

@@ -253,7 +253,7 @@ def _seconds_of_step(parts: Parts) -> tuple[float, float]:
         if len(group.indices) < parts.plan.batch:  # the end of an epoch
             continue
         read = time.perf_counter()
-        for shard in parts.pipeline.train([group]):
+        for shard in parts.transforms.train([group]):
             parts.loss_of_step(shard)  # returns the loss, so it waits for the device
         reading.append(read - began)
         updating.append(time.perf_counter() - read)
@@ -267,5 +267,5 @@ def _seconds_of_evaluated_image(parts: Parts) -> float:
     for _ in range(2):
         began = time.perf_counter()
         with torch.inference_mode():
-            logits_of(parts.model, images, pipeline=parts.pipeline, precision=parts.job.precision).sum().item()
+            logits_of(parts.model, images, transforms=parts.transforms, precision=parts.job.precision).sum().item()
     return (time.perf_counter() - began) / len(labels)

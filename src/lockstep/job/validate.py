@@ -12,12 +12,13 @@ from pathlib import Path
 
 import torch
 
-from lockstep.core.data_protocols import BoxAugment, Source
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
 from lockstep.core.launched import is_launched, local_size
 from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
+from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import available_memory, check_room
 from lockstep.runtime.limits import cores
@@ -123,7 +124,7 @@ def _check_crop(job: ResolvedJob) -> None:
     """Cropping from files needs an augmentation with boxes, and a loader that reads the files in every epoch."""
     if not crops_files(job.dataset):
         return
-    if not isinstance(job.augment, BoxAugment):
+    if not isinstance(job.augment, RandomResizedCrop):
         raise InputError(
             "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
             f"{type(job.augment).__name__}; use augment=standard or dataset.crop_from=square"

@@ -1,4 +1,4 @@
-"""Builds the data of a run: its splits, its plan, the loader that reads them and the pipeline that augments them."""
+"""Builds the data of a run: its splits, its plan, the loader that reads them and the transforms on the device."""
 
 import math
 from dataclasses import dataclass, replace
@@ -7,17 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.core.data_protocols import BoxAugment, LoaderContext, Split
+from lockstep.core.data_protocols import LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.files import crops_files
-from lockstep.data.datasets.splits import Crop, FileSplit, interpolated
+from lockstep.data.datasets.files import Crop, FileSplit, crops_files, interpolated
 from lockstep.data.loading.prefetch import sample
 from lockstep.data.loading.sampler import balanced_order
 from lockstep.data.loading.shards import Loader
 from lockstep.data.loading.shared_memory import share_listings
-from lockstep.data.pipeline import Pipeline
-from lockstep.data.transforms.mixup import Mix
+from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.runtime.host import GB
 from lockstep.training import micro_batch_search
 from lockstep.training.dry_run import training_rate
@@ -39,12 +38,12 @@ class TrainingData:
     val: Split
     plan: Plan
     fingerprint: dict[str, Any]
-    pipeline: Pipeline
+    transforms: DeviceTransforms
     loader_reason: str
 
     def normalised(self, number: int, world: World) -> Tensor:
         """`number` training images (n, C, H, W), processed as in an evaluation, on the rank's device."""
-        return self.pipeline.eval(sample(self.train, number).to(world.device))
+        return self.transforms.eval(sample(self.train, number).to(world.device))
 
 
 def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingData]:
@@ -68,7 +67,7 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
         val=val,
         plan=plan_of(job, len(train)),
         fingerprint=facts,
-        pipeline=_pipeline(job, world),
+        transforms=_transforms(job, world),
         loader_reason=reason,
     )
     return job, data
@@ -93,7 +92,7 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
         eval_labels=data.val.labels.to(world.device, copy=True),
         train_feed=job.loader.feed(data.train, world),
         eval_feed=job.loader.feed(data.val, world),
-        partners=data.pipeline.mix is not None,
+        partners=data.transforms.mix is not None,
         stride=job.loader.stride(data.plan.batch // own.size, values, world),
         order_device=job.loader.order_device(world),
         order_of=partial(balanced_order, job.seed, labels=data.train.labels) if balanced else None,
@@ -110,7 +109,7 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split]:
     train, val = (interpolated(split, job.input.interpolation) for split in (job.dataset.train(), job.dataset.eval()))
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
-        assert isinstance(job.augment, BoxAugment)
+        assert isinstance(job.augment, RandomResizedCrop)
         train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
     return train, val
 
@@ -129,9 +128,9 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
     )
 
 
-def _pipeline(job: ResolvedJob, world: World) -> Pipeline:
+def _transforms(job: ResolvedJob, world: World) -> DeviceTransforms:
     mix = Mix(classes=job.dataset.classes, mixup=job.train.mixup, cutmix=job.train.cutmix)
-    return Pipeline.of(
+    return DeviceTransforms.of(
         job.dataset,
         job.augment,
         device=world.device,

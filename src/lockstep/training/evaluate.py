@@ -11,8 +11,8 @@ from lockstep.core.protocols import Precision
 from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
 from lockstep.data.loading.shards import EvalLoader
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import reflected
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
@@ -24,7 +24,7 @@ def evaluate(
     *,
     loss: MaskedLoss,
     loader: EvalLoader,
-    pipeline: Pipeline,
+    transforms: DeviceTransforms,
     precision: Precision,
     world: World,
     views: int = 1,
@@ -53,7 +53,7 @@ def evaluate(
     rounds = loader.eval_rounds
     done = 0
     for done, (images, labels) in enumerate(loader.eval(), start=1):
-        logits = logits_of(model, images, pipeline=pipeline, precision=precision, views=views)
+        logits = logits_of(model, images, transforms=transforms, precision=precision, views=views)
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
         losses = loss(logits, labels, labels)
         summed += losses.sum()
@@ -66,7 +66,7 @@ def evaluate(
         between(done, rounds)
     for idle in range(done, rounds):
         if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
-            logits_of(model, loader.eval_image(), pipeline=pipeline, precision=precision, views=views)
+            logits_of(model, loader.eval_image(), transforms=transforms, precision=precision, views=views)
         scores.update_without()
         between(idle + 1, rounds)
     model.train(training)
@@ -81,7 +81,7 @@ def evaluate(
 
 
 def logits_of(
-    model: nn.Module, images: Tensor, *, pipeline: Pipeline, precision: Precision, views: int = 1
+    model: nn.Module, images: Tensor, *, transforms: DeviceTransforms, precision: Precision, views: int = 1
 ) -> Tensor:
     """The logits (B, classes) of stored uint8 images (B, C, H, W), averaged over `views`, in `precision.sums`.
 
@@ -89,8 +89,8 @@ def logits_of(
     """
     with precision.autocast(images.device):
         logits = [
-            weight * model(view.to(precision.dtype, memory_format=pipeline.memory_format)).to(precision.sums)
-            for weight, view in weighted_views(pipeline.eval(images), views)
+            weight * model(view.to(precision.dtype, memory_format=transforms.memory_format)).to(precision.sums)
+            for weight, view in weighted_views(transforms.eval(images), views)
         ]
     return torch.stack(logits).sum(0)
 

@@ -79,12 +79,12 @@ def run(
         plan=data.plan,
         network=network,
         loss=loss,
-        inputs=partial(inputs_of, data.pipeline, network.draws),
+        inputs=partial(inputs_of, data.transforms, network.draws),
     )
     trainer = Trainer(
         step=step,
         loader=loader,
-        pipeline=data.pipeline,
+        transforms=data.transforms,
         scores=scores,
         predictions=predictions,
         checkpointer=checkpointer,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
-from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_model import build_loss, build_network
 from lockstep.training.resolved_job import ResolvedJob
@@ -29,11 +29,11 @@ class Parts(TrainStep):
         set_keys: has to be called before a forward pass over examples that are not a whole batch of `batches`,
             so that the model's random layers draw the numbers of these examples.
         loader: reads the images of both splits.
-        pipeline: from stored uint8 images to the input of the model.
+        transforms: from stored uint8 images to the input of the model.
     """
 
     loader: Loader
-    pipeline: Pipeline
+    transforms: DeviceTransforms
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,8 +46,8 @@ class Parts(TrainStep):
         They are those of `lockstep train`, in its order and with its augmentation: float images (b, C, H, W), and
         labels (b,), or shares of the classes (b, classes) under Mixup and CutMix.
         """
-        for shard in self.pipeline.train(self.loader.train(after=after)):
-            images, targets = self.pipeline.mixed(shard)
+        for shard in self.transforms.train(self.loader.train(after=after)):
+            images, targets = self.transforms.mixed(shard)
             self.set_keys(shard)
             yield shard.step, images, targets
 
@@ -61,7 +61,7 @@ class Parts(TrainStep):
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
         for images, labels in self.loader.eval():
-            yield self.pipeline.eval(images).to(self.pipeline.dtype), labels
+            yield self.transforms.eval(images).to(self.transforms.dtype), labels
 
 
 def build_parts(job: ResolvedJob) -> Parts:
@@ -81,7 +81,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         plan=data.plan,
         network=network,
         loss=build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip)),
-        inputs=partial(inputs_of, data.pipeline, network.draws),
+        inputs=partial(inputs_of, data.transforms, network.draws),
         loader=build_loader(job, data, world),
-        pipeline=data.pipeline,
+        transforms=data.transforms,
     )

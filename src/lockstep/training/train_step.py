@@ -9,7 +9,7 @@ from torch import Tensor
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Shard
-from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.stochastic import ForwardDraws
@@ -17,9 +17,9 @@ from lockstep.training.network import Network
 from lockstep.training.resolved_job import ResolvedJob
 
 
-def inputs_of(pipeline: Pipeline, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
+def inputs_of(transforms: DeviceTransforms, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
     """The `inputs` of a step in training: with mixed images, and with the keys of the model's random numbers."""
-    images, targets = pipeline.mixed(micro)
+    images, targets = transforms.mixed(micro)
     return [*draws.inputs(images, micro), targets, micro.labels]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.data.loading.shards import Loader, Shard
-from lockstep.data.pipeline import Pipeline
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.metrics import NO_SCORES, NoScores
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry.meter import Telemetry
@@ -33,7 +33,7 @@ class Trainer:
 
     step: TrainStep
     loader: Loader
-    pipeline: Pipeline
+    transforms: DeviceTransforms
     scores: NoScores
     checkpointer: Checkpointer
     telemetry: Telemetry
@@ -60,7 +60,7 @@ class Trainer:
         try:
             self.make_up_evaluation()
             groups = self.loader.train(after=self.progress.step)
-            for shard in self.telemetry.watch(groups, self.pipeline.train):
+            for shard in self.telemetry.watch(groups, self.transforms.train):
                 scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
                 step = self.progress.step = shard.step
                 self.stop.step_done()
@@ -142,7 +142,7 @@ class Trainer:
                 model,
                 loss=self.step.loss,
                 loader=self.loader,
-                pipeline=self.pipeline,
+                transforms=self.transforms,
                 precision=self.step.job.precision,
                 world=self.world,
                 views=self.step.job.train.eval_views,

@@ -1,11 +1,9 @@
 """The data sets: each has a training and an evaluation split, of pixels in memory or of files that are decoded."""
 
-from lockstep.data.datasets.builtin import Digits, Fake
-from lockstep.data.datasets.csv_table import CSV
+from lockstep.data.datasets.builtin import CIFAR10, CIFAR100, MNIST, Digits, Fake, FashionMNIST
 from lockstep.data.datasets.folder import Folder, ImageNet
-from lockstep.data.datasets.hf import HF
 from lockstep.data.datasets.packed import Packed
-from lockstep.data.datasets.published import CIFAR10, CIFAR100, MNIST, FashionMNIST
+from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.webdataset import WebDataset
 
 __all__ = [

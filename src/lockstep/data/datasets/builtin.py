@@ -1,24 +1,29 @@
-"""The data sets that fit in memory and need no files: digits and random images. And the base class of array sets."""
+"""The data sets that fit in memory: digits, random images, and those that torchvision downloads (MNIST, CIFAR)."""
 
+import contextlib
 import functools
+import gzip
 import hashlib
 import importlib.util
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE
-from lockstep.data.datasets.splits import ArraySplit, check_labels, check_shapes
+from lockstep.core.fields import pathname, ranged
+from lockstep.core.safe_read import read_bytes
+from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
+
+MOST_BYTES = 2**30  # of a file: MNIST's largest has 47 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +62,17 @@ class ArraySource(Source):
 
 @functools.cache
 def _arrays(source: ArraySource, train: bool) -> ArraySplit:
-    """A split, read once per process."""
     images, labels = source.read(train)
     where = "the training split" if train else "the evaluation split"
-    check_shapes(images, labels, source.image_shape, where)
+    expected = (len(labels), *source.image_shape)
+    if images.shape != expected:
+        raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
     check_labels(labels, source.classes, where)
     return ArraySplit(images, labels)
 
 
 @functools.cache
 def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
-    """The sha256 of the images and of the labels of a split, once per process."""
     split = _arrays(source, train)
     parts = {"images": split.images, "labels": split.labels}
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
@@ -86,22 +91,19 @@ class Digits(ArraySource):
     usual_augment = "shift"
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
-        rows = torch.from_numpy(np.loadtxt(_digits_file(), delimiter=",", dtype=np.int64))
+        # `load_digits` reads the same file, but importing scikit-learn takes most of a second. Each line has the 64
+        # levels of a digit, from 0 to 16, and its label.
+        spec = importlib.util.find_spec("sklearn")
+        if spec is None or not spec.submodule_search_locations:
+            raise InputError(
+                "dataset=digits comes with scikit-learn, which is not installed: pip install scikit-learn"
+            )
+        file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+        rows = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.int64))
         levels, labels = rows[:, :-1].view(-1, 8, 8), rows[:, -1]
         number_in_class = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] - 1
         chosen = (number_in_class % 5 == 4) != train
         return (levels[chosen] * (255 / 16)).to(torch.uint8)[:, None], labels[chosen]
-
-
-def _digits_file() -> Path:
-    """scikit-learn's file of digits. Each line has the 64 levels of a digit, from 0 to 16, and its label.
-
-    `load_digits` reads the same file, but importing scikit-learn takes most of a second.
-    """
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
-        raise InputError("dataset=digits comes with scikit-learn, which is not installed: pip install scikit-learn")
-    return Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,9 +131,6 @@ class Fake(Source):
     def generated_bytes(self) -> int:
         return (self.examples + self.examples // 4) * math.prod(self.image_shape)
 
-    def prepare(self) -> None:
-        """There is nothing to fetch."""
-
     def train(self) -> ArraySplit:
         return _random(self, self.examples, seed=1)
 
@@ -145,7 +144,162 @@ class Fake(Source):
 
 @functools.cache
 def _random(source: Fake, n: int, seed: int) -> ArraySplit:
-    """A split of `n` random images, made once per process."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
     return ArraySplit(images, torch.randint(source.classes, (n,), generator=generator))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published(ArraySource):
+    """A data set in the folders of torchvision. Missing files are downloaded by one process at a time."""
+
+    root: str = pathname("data")
+
+    downloads: ClassVar[bool] = True
+    factory: ClassVar[str]  # the class of torchvision
+
+    @abstractmethod
+    def read_files(self, train: bool) -> tuple[NDArray[np.uint8], Any]:
+        """The images and labels of a split, as stored. A missing or damaged file raises any exception."""
+
+    @property
+    @abstractmethod
+    def remedy(self) -> str:
+        """Which files to put where."""
+
+    def read(self, train: bool) -> tuple[Tensor, Tensor]:
+        try:
+            pixels, labels = self.read_files(train)
+            return torch.from_numpy(np.array(pixels)), torch.as_tensor(np.array(labels), dtype=torch.int64)
+        except Exception as error:  # the readers raise all kinds of errors for a damaged file
+            raise InputError(
+                f"data_root: {self.factory} cannot be read from {self.root} ({type(error).__name__}: {error}); "
+                f"{self.remedy}"
+            ) from error
+
+    def prepare(self) -> None:
+        try:
+            super().prepare()
+        except InputError as error:
+            self._download(error)
+            super().prepare()
+
+    def torchvision(self, train: bool, *, download: bool = False) -> Any:
+        from torchvision import datasets
+
+        return getattr(datasets, self.factory)(root=self.root, train=train, download=download)
+
+    def fetch(self) -> None:
+        """Have torchvision download the files. Raises any exception."""
+        for train in (True, False):
+            self.torchvision(train, download=True)
+
+    def _download(self, missing: InputError) -> None:
+        from filelock import FileLock
+
+        root = Path(self.root)
+        lock = root / f".{self.factory}.lock"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            with FileLock(lock):
+                self.fetch()
+        except Exception as error:  # torchvision passes on any error of the download
+            if not isinstance(missing.__cause__, FileNotFoundError):
+                raise missing from error
+            reason = (str(error).strip() or type(error).__name__).splitlines()[-1]  # the others name the mirrors
+            raise InputError(
+                f"data_root: {self.factory} cannot be read from {root} ({missing.__cause__}) and cannot be "
+                f"downloaded ({reason}); {self.remedy}, or name another folder with data_root=FOLDER"
+            ) from error
+        finally:
+            lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
+            for folder in (f"{self.factory}/raw", self.factory, "."):
+                with contextlib.suppress(OSError):  # not empty, or not there
+                    (root / folder).rmdir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MNIST(Published):
+    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
+
+    factory = "MNIST"
+    image_shape = (1, 28, 28)
+    mean = (0.1307,)
+    std = (0.3081,)
+    usual_augment = "shift"
+    parts: ClassVar[tuple[str, str]] = ("images-idx3", "labels-idx1")
+
+    def read_files(self, train: bool) -> tuple[NDArray[np.uint8], Any]:
+        # torchvision's reader gives the same, but an import of torchvision takes a second at each start.
+        split = "train" if train else "t10k"
+        images, labels = (read_idx(self.folder / f"{split}-{part}-ubyte") for part in self.parts)
+        return images[:, None], labels
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.root, self.factory, "raw")
+
+    @property
+    def remedy(self) -> str:
+        files = ", ".join(f"{split}-{part}-ubyte.gz" for split in ("train", "t10k") for part in self.parts)
+        return f"put {files} (compressed or not) into {self.folder}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FashionMNIST(MNIST):
+    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
+
+    factory = "FashionMNIST"
+    mean = (0.2860,)
+    std = (0.3530,)
+    usual_augment = "crop_flip"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR10(Published):
+    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR10"
+    image_shape = (3, 32, 32)
+    mean = (0.4914, 0.4822, 0.4465)
+    std = (0.2470, 0.2435, 0.2616)
+    usual_augment = "crop_flip"
+    archive: ClassVar[str] = "cifar-10-python.tar.gz"
+    unpacked: ClassVar[str] = "cifar-10-batches-py"
+
+    def read_files(self, train: bool) -> tuple[NDArray[np.uint8], Any]:
+        if not Path(self.root, self.unpacked).is_dir():
+            raise FileNotFoundError(f"there is no {self.unpacked}")
+        try:
+            dataset = self.torchvision(train)
+        except RuntimeError as error:  # it compares the md5 of each file, before it unpickles any
+            raise ValueError(f"a file of {self.unpacked} is missing, or not the published one by its md5") from error
+        return np.ascontiguousarray(dataset.data.transpose(0, 3, 1, 2)), dataset.targets
+
+    @property
+    def remedy(self) -> str:
+        return f"put {self.archive} into {self.root}, where it is unpacked"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CIFAR100(CIFAR10):
+    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
+
+    factory = "CIFAR100"
+    classes = 100
+    mean = (0.5071, 0.4865, 0.4409)
+    std = (0.2673, 0.2564, 0.2762)
+    archive = "cifar-100-python.tar.gz"
+    unpacked = "cifar-100-python"
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """The array in an IDX file of bytes, or in the `.gz` of it. Raises any exception if there is none, or no such."""
+    packed = path.with_name(f"{path.name}.gz")
+    file = next((name for name in (path, packed) if name.is_file()), None)
+    if file is None:
+        raise FileNotFoundError(f"there is no {path.name}")
+    content = read_bytes(file, MOST_BYTES, links=True)
+    content = gzip.decompress(content) if file == packed else content
+    shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
+    return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)

@@ -225,3 +225,8 @@ def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Store
     """Resize, with antialiasing, in integers: on a CPU three times as fast as Pillow."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     return F.interpolate(image, size, mode=interpolation, antialias=True)[0].numpy()
+
+
+def decoding_failure(error: Exception) -> str:
+    """The reason of a decoder's error in one line, without the line of C++ source that torchvision puts first."""
+    return re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])

@@ -14,10 +14,15 @@ of the files and every label. Only `lockstep pack --check` also reads and hashes
 from __future__ import annotations
 
 import functools
+import glob
+import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +30,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.core.errors import InputError
+from lockstep.core.data_protocols import ReadResult
+from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
+from lockstep.core.locks import locked
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.data.datasets.files import PhotoSource
-from lockstep.data.datasets.splits import ArraySplit, check_labels
+from lockstep.core.safe_write import sync
+from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource, check_labels
+from lockstep.data.datasets.folder import Folder
+from lockstep.data.loading.prefetch import in_order, read_images
 
 SPLITS = ("train", "val")
 DTYPES = {"images": torch.uint8, "labels": torch.int64}
+CHUNK = 64  # images that a thread decodes at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,44 +53,39 @@ class Packed(PhotoSource):
     path: str = pathname("???")
 
     @property
+    def manifest(self) -> Manifest:
+        return read_manifest(Path(self.path))
+
+    @property
     def class_names(self) -> tuple[str, ...]:
-        return read_manifest(Path(self.path)).classes
+        return self.manifest.classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return read_manifest(Path(self.path)).shape
+        return self.manifest.shape
 
     @property
     def mean(self) -> tuple[float, ...]:
-        return read_manifest(Path(self.path)).mean
+        return self.manifest.mean
 
     @property
     def std(self) -> tuple[float, ...]:
-        return read_manifest(Path(self.path)).std
+        return self.manifest.std
 
-    def train(self) -> ArraySplit:
+    def train(self) -> MappedSplit:
         return map_split(Path(self.path), "train")
 
-    def eval(self) -> ArraySplit:
+    def eval(self) -> MappedSplit:
         return map_split(Path(self.path), "val")
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """The hashes from the manifest; they are not compared with the files here."""
-        splits = read_manifest(Path(self.path)).splits
-        return {name: {kind: splits[name]["sha256"][kind] for kind in DTYPES} for name in SPLITS}
-
-
-@dataclass(frozen=True)
-class MappedSplit(ArraySplit):
-    """A split whose tensors are memory-mapped files: only the rows in use are read, once for all ranks."""
+        return {name: {kind: self.manifest.splits[name]["sha256"][kind] for kind in DTYPES} for name in SPLITS}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`.
-
-    `splits` has for each split the number of examples (`count`) and the hashes of `images` and `labels` (`sha256`).
-    """
+    """The content of `manifest.json`; `splits` has for each split its `count` and the `sha256` of its two files."""
 
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
@@ -91,9 +96,6 @@ class Manifest:
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
         return (self.splits[split]["count"], *(self.shape if kind == "images" else ()))
 
-    def as_json(self) -> str:
-        return json.dumps({"format": 1, **vars(self)}, indent=2) + "\n"
-
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
         """A manifest from parsed JSON. Raises ValueError if it is not one."""
@@ -101,24 +103,19 @@ class Manifest:
             case {
                 "format": 1,
                 "classes": [str(), *_] as classes,
-                "shape": [int(), int(), int()] as shape,
+                "shape": [int() as channels, int() as height, int() as width],
                 "mean": list(mean),
                 "std": list(std),
-                "splits": {"train": {"count": int(), "sha256": {}}, "val": {"count": int(), "sha256": {}}} as splits,
-            } if (
-                all(isinstance(name, str) for name in classes)
-                and min(*shape, *(splits[name]["count"] for name in SPLITS)) > 0
-                and len(mean) == len(std) == shape[0]
-                and all(isinstance(value, float) and math.isfinite(value) for value in (*mean, *std))
-                and min(std) > 0
-                and all(isinstance(splits[name]["sha256"].get(kind), str) for name in SPLITS for kind in DTYPES)
-            ):
-                return cls(tuple(classes), (shape[0], shape[1], shape[2]), tuple(mean), tuple(std), splits)
+                "splits": {
+                    "train": {"count": int(), "sha256": {"images": str(), "labels": str()}},
+                    "val": {"count": int(), "sha256": {"images": str(), "labels": str()}},
+                } as splits,
+            } if min(channels, height, width) > 0 and len(mean) == len(std) == channels:
+                return cls(tuple(map(str, classes)), (channels, height, width), tuple(mean), tuple(std), splits)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 
-def invalid_pack(folder: Path, reason: str) -> InputError:
-    """The error for a folder that is not a whole packed data set."""
+def _invalid(folder: Path, reason: str) -> InputError:
     return InputError(
         f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
     )
@@ -126,11 +123,7 @@ def invalid_pack(folder: Path, reason: str) -> InputError:
 
 @functools.cache
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a packed data set, read once per process, and checked against the sizes of its files.
-
-    Raises:
-        InputError: it is not a whole packed data set.
-    """
+    """The manifest, read once per process and checked against the sizes of the files. Raises InputError."""
     try:
         manifest = Manifest.from_json(read_json(folder / MANIFEST, 16 * MB, links=True))
         for split in SPLITS:
@@ -141,19 +134,15 @@ def read_manifest(folder: Path) -> Manifest:
                 if size != expected:
                     raise ValueError(f"{file} has {size} bytes, expected {expected}")
     except UnreadableFile as error:
-        raise invalid_pack(folder, f"{error.path.name} {error.reason}") from error
+        raise _invalid(folder, f"{error.path.name} {error.reason}") from error
     except ValueError as error:
-        raise invalid_pack(folder, str(error)) from error
+        raise _invalid(folder, str(error)) from error
     return manifest
 
 
 @functools.cache
 def map_split(folder: Path, name: str) -> MappedSplit:
-    """The split `name`, mapped once per process.
-
-    Raises:
-        InputError: it is not a whole packed data set, or a label is not a class.
-    """
+    """The split `name`, mapped once per process. Raises InputError, also for a label that is no class."""
     manifest = read_manifest(folder)
 
     def mapped(kind: str) -> Tensor:
@@ -167,3 +156,109 @@ def map_split(folder: Path, name: str) -> MappedSplit:
     split = MappedSplit(mapped("images"), mapped("labels"))
     check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"))
     return split
+
+
+def check(folder: Path, advanced: Callable[[int], None]) -> None:
+    """Compare all files of a packed data set with their sha256. Raises InputError.
+
+    `advanced` is called with the number of bytes after each read.
+    """
+    manifest = read_manifest(folder)
+    for split in SPLITS:
+        for kind in DTYPES:
+            digest = hashlib.sha256()
+            with opened(folder / f"{split}.{kind}", links=True) as file:
+                while block := file.read(2**22):
+                    digest.update(block)
+                    advanced(len(block))
+            if digest.hexdigest() != manifest.splits[split]["sha256"][kind]:
+                raise _invalid(folder, f"{split}.{kind} does not match its sha256")
+        map_split(folder, split)
+
+
+def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
+    """Decode all images of `source` to a new folder, and return the broken ones, which are left out.
+
+    Only a few images per thread are in memory at a time. `advanced` is called with the number of images after each
+    chunk.
+
+    Raises:
+        InputError: `target` exists, or more than `source.skip` images are broken.
+        StorageError: it cannot be written.
+    """
+    if target.exists() or target.is_symlink():
+        raise InputError(f"{target} exists, and nothing is overwritten; remove it or name another folder to pack to")
+    splits = {"train": source.train(), "val": source.eval()}
+    need = sum(map(len, splits.values())) * (math.prod(source.image_shape) + DTYPES["labels"].itemsize)
+    broken: list[BrokenImage] = []
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (free := shutil.disk_usage(target.parent).free) < need:
+            raise StorageError(
+                f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room there"
+            )
+        with _temporary_folder(target) as folder:
+            facts = {}
+            for name, split in splits.items():
+                failures: dict[int, BrokenImage] = {}
+                images = _whole_images(split, source.skip - len(broken), threads, failures, advanced)
+                hashes = {"images": _write_hashed(folder / f"{name}.images", images)}
+                labels = split.labels[[index not in failures for index in range(len(split))]]
+                if len(labels) == 0:
+                    raise InputError(f"{source.path} has no image for {name} that can be decoded")
+                hashes["labels"] = _write_hashed(folder / f"{name}.labels", [labels])
+                facts[name] = {"count": len(labels), "sha256": hashes}
+                broken += failures.values()
+            manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, facts)
+            (folder / MANIFEST).write_text(json.dumps({"format": 1, **vars(manifest)}, indent=2) + "\n")
+            sync(folder / MANIFEST)
+            sync(folder)
+            folder.rename(target)
+            sync(target.parent)
+    except OSError as error:
+        raise StorageError(f"{target} cannot be written ({error.strerror}); nothing is left of it") from error
+    return broken
+
+
+def _whole_images(
+    split: FileSplit, skip: int, threads: int, failures: dict[int, BrokenImage], advanced: Callable[[int], None]
+) -> Iterator[Tensor]:
+    """The images that can be decoded, chunk by chunk; adds the errors of the others, at most `skip`."""
+
+    def decode(indices: range) -> tuple[range, ReadResult]:
+        return indices, read_images(split, list(indices))
+
+    chunks = (range(start, min(start + CHUNK, len(split))) for start in range(0, len(split), CHUNK))
+    for indices, (images, broken) in in_order(decode, chunks, workers=threads, prefetch=2):
+        failures |= broken
+        if len(failures) > skip:
+            raise [*failures.values()][-1]
+        yield images[[index not in broken for index in indices]]
+        advanced(len(indices))
+
+
+def _write_hashed(path: Path, tensors: Iterable[Tensor]) -> str:
+    """Write tensors one after another to a new file, flushed to the disk; returns the sha256 of the file."""
+    sha256 = hashlib.sha256()
+    with path.open("xb") as file:
+        for tensor in tensors:
+            file.write(data := tensor.numpy().data)
+            sha256.update(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return sha256.hexdigest()
+
+
+@contextmanager
+def _temporary_folder(target: Path) -> Iterator[Path]:
+    """A locked folder beside `target`. First removes the folders of killed packs."""
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
+        with suppress(BlockingIOError), locked(leftover):  # another pack fills it
+            shutil.rmtree(leftover)
+    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+    folder.mkdir()
+    try:
+        with locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -23,7 +23,7 @@ from lockstep.core.data_protocols import (
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
-from lockstep.data.datasets.packed import MappedSplit
+from lockstep.data.datasets.files import MappedSplit
 from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
 from lockstep.data.loading.shared_memory import decode_all
 from lockstep.runtime.host import GB, amount, free_memory

@@ -1,6 +1,6 @@
 """Reads a rank's shard of each global batch, for many small steps at once.
 
-`lockstep.data.loading.sampler` decides which samples a shard has, in which order. The pipeline augments them.
+`lockstep.data.loading.sampler` decides which samples a shard has, in which order.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.loading.shards import Shard
-from lockstep.data.pipeline import Pipeline
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.data.transforms.mixup import Mix
+from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 from lockstep.training.evaluate import weighted_views
 
@@ -25,12 +24,12 @@ pytestmark = pytest.mark.numerics
 AUGMENTS = [NoAugment(), CropFlip(), RandomResizedCrop()]
 
 
-def pipeline(source: Any, augment: Any = None, **options: Any) -> Pipeline:
+def transforms(source: Any, augment: Any = None, **options: Any) -> DeviceTransforms:
     chosen = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, **options}
-    return Pipeline.of(source, augment or NoAugment(), **chosen)
+    return DeviceTransforms.of(source, augment or NoAugment(), **chosen)
 
 
-def train(preprocessing: Pipeline, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
+def train(preprocessing: DeviceTransforms, images: Tensor, indices: Tensor, epoch: int = 0) -> Tensor:
     """The images of a batch, as in training."""
     return preprocessing.augmented(images, epoch, indices)
 
@@ -46,8 +45,8 @@ def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> N
     batch = images(5, *source.image_shape)
     expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
     for actual in (
-        train(pipeline(source, precision=precision), batch, torch.arange(5), 0),
-        pipeline(source, precision=precision).eval(batch),
+        train(transforms(source, precision=precision), batch, torch.arange(5), 0),
+        transforms(source, precision=precision).eval(batch),
     ):
         assert actual.dtype == dtype
         # The error is two or three roundings of numbers up to 1 / std.
@@ -58,8 +57,8 @@ def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> N
 @pytest.mark.parametrize("precision", [BF16(), BF16Pure()], ids=repr)
 def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precision: FP32) -> None:
     batch, indices = images(5, 3, 32, 32), torch.arange(5)
-    wide = train(pipeline(CIFAR10()), batch, indices)
-    short = pipeline(CIFAR10(), precision=precision)
+    wide = train(transforms(CIFAR10()), batch, indices)
+    short = transforms(CIFAR10(), precision=precision)
     assert torch.equal(train(short, batch, indices), wide.bfloat16())
     assert torch.equal(short.eval(batch), wide)  # still float32: the views are made from it
 
@@ -69,7 +68,7 @@ def test_images_are_normalised_wide_and_given_in_the_format_of_the_step(precisio
 def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str) -> None:
     source = CIFAR10(input_size=size)
     batch = images(3, 3, 32, 32)
-    path = pipeline(source, precision=FP64(), interpolation=interpolation)
+    path = transforms(source, precision=FP64(), interpolation=interpolation)
     expected = T.resize(batch.double(), [size, size], T.InterpolationMode(interpolation), antialias=True)
     actual = path.eval(batch)
     expected = T.normalize(expected / 255, list(source.mean), list(source.std))
@@ -79,7 +78,7 @@ def test_images_are_resized_as_torchvision_does_it(size: int, interpolation: str
 
 def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -> None:
     batch, mean, std = images(2, 3, 32, 32), [0.1, 0.2, 0.3], [0.4, 0.5, 0.6]
-    path = pipeline(CIFAR10(), precision=FP64(), mean=mean, std=std)
+    path = transforms(CIFAR10(), precision=FP64(), mean=mean, std=std)
     expected = T.normalize(batch.double() / 255, mean, std)
     torch.testing.assert_close(path.eval(batch), expected, rtol=1e-12, atol=1e-12)
 
@@ -87,7 +86,7 @@ def test_a_mean_and_a_deviation_that_are_given_come_before_those_of_the_data() -
 def test_boxes_of_files_are_flipped_and_not_cut_once_more() -> None:
     source = Folder(path="nowhere", decode_size=32, input_size=32, crop=1.0, crop_from="file")
     batch = images(8, 3, 32, 32)
-    path = pipeline(source, RandomResizedCrop())
+    path = transforms(source, RandomResizedCrop())
     seen, whole = train(path, batch, torch.arange(8)), path.eval(batch)
     flipped = [torch.equal(one, other.flip(-1)) for one, other in zip(seen, whole, strict=True)]
     same = [torch.equal(one, other) for one, other in zip(seen, whole, strict=True)]
@@ -100,7 +99,7 @@ def test_evaluation_sees_the_centre() -> None:
     source = Folder(path="nowhere", decode_size=64, input_size=56, crop=0.875)
     batch = images(2, 3, 64, 64)
     expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
-    torch.testing.assert_close(pipeline(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(transforms(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_an_image_of_any_size_is_augmented_and_evaluated_in_any_crop_and_view(
 ) -> None:
     for model_size in (1, 2, 5):
         source = Folder(path="nowhere", decode_size=size, input_size=model_size, crop=crop)
-        path = pipeline(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=9)
+        path = transforms(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=9)
         grey = torch.full((4, 3, size, size), 124, dtype=torch.uint8)
         assert train(path, grey, torch.arange(4)).shape == (4, *source.input_shape)
         evaluated = path.eval(grey)
@@ -128,21 +127,21 @@ def test_the_sides_of_the_evaluated_centre_are_rounded_each_on_its_own(
 ) -> None:
     batch = images(2, 3, 32, 20)
     one = torch.ones((1, 3, 1, 1))
-    whole = replace(pipeline(CIFAR10()), eval_crop=crop, input_shape=(3, *size), scale=one, shift=0 * one)
+    whole = replace(transforms(CIFAR10()), eval_crop=crop, input_shape=(3, *size), scale=one, shift=0 * one)
     height, width = size
     assert torch.equal(whole.eval(batch), batch[..., top : top + height, left : left + width].float())
 
 
 def test_evaluation_is_not_augmented() -> None:
     batch = images(4, 3, 32, 32)
-    assert torch.equal(pipeline(CIFAR10(), CropFlip()).eval(batch), pipeline(CIFAR10()).eval(batch))
+    assert torch.equal(transforms(CIFAR10(), CropFlip()).eval(batch), transforms(CIFAR10()).eval(batch))
 
 
 @pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
 @pytest.mark.parametrize("source", [CIFAR10(), CIFAR10(input_size=48)], ids=repr)
 def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
     no_indices = torch.empty(0, dtype=torch.int64)
-    outputs = train(pipeline(source, augment), images(0, 3, 32, 32), no_indices, 0)
+    outputs = train(transforms(source, augment), images(0, 3, 32, 32), no_indices, 0)
     assert outputs.shape == (0, *source.input_shape)
     assert outputs.dtype == torch.float32
 
@@ -150,7 +149,7 @@ def test_an_empty_batch_passes_through(source: CIFAR10, augment: Any) -> None:
 @pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
 @pytest.mark.parametrize("size", [None, 48])
 def test_a_batch_cut_in_two_gives_the_same_pixels(augment: Any, size: int | None) -> None:
-    whole = pipeline(CIFAR10(input_size=size), augment)
+    whole = transforms(CIFAR10(input_size=size), augment)
     batch, indices = images(9, 3, 32, 32), torch.arange(30, 39)
     halves = [train(whole, batch[:4], indices[:4], 2), train(whole, batch[4:], indices[4:], 2)]
     assert torch.equal(train(whole, batch, indices, 2), torch.cat(halves))
@@ -158,10 +157,10 @@ def test_a_batch_cut_in_two_gives_the_same_pixels(augment: Any, size: int | None
 
 def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
     batch, indices = images(1, 3, 32, 32).expand(8, 3, 32, 32), torch.arange(8)
-    here = train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0)
+    here = train(transforms(CIFAR10(), CropFlip()), batch, indices, 0)
     assert len({tuple(image.flatten().tolist()) for image in here}) > 4
-    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 1))
-    assert not torch.equal(here, train(pipeline(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
+    assert not torch.equal(here, train(transforms(CIFAR10(), CropFlip()), batch, indices, 1))
+    assert not torch.equal(here, train(transforms(CIFAR10(), CropFlip(), seed=1), batch, indices, 0))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +170,7 @@ def test_the_epoch_the_index_and_the_seed_change_what_is_seen() -> None:
 def test_cutout_and_mixing_are_other_ones_in_each_epoch_and_for_each_seed(options: dict[str, Any]) -> None:
     def seen(epoch: int, seed: int = 0) -> Tensor:
         batch, indices = images(9, 3, 32, 32), torch.arange(9)
-        chosen = pipeline(CIFAR10(), seed=seed, **options)
+        chosen = transforms(CIFAR10(), seed=seed, **options)
         augmented = train(chosen, batch, indices, epoch)
         return chosen.mixed(Shard(1, epoch, augmented, indices, indices, 8, 0, 1, True))[0]
 
@@ -185,12 +184,12 @@ def test_cutout_and_mixing_are_other_ones_in_each_epoch_and_for_each_seed(option
 def test_images_are_mixed_wide_and_given_in_the_format_of_the_step(mix: Mix, precision: FP32) -> None:
     batch, indices = images(9, 3, 32, 32), torch.arange(9)
 
-    def mixed(path: Pipeline) -> tuple[Tensor, Tensor]:
+    def mixed(path: DeviceTransforms) -> tuple[Tensor, Tensor]:
         return path.mixed(Shard(1, 0, train(path, batch, indices), indices, indices, 8, 0, 1, True))
 
     options = {"mix": mix, "memory_format": torch.channels_last}
     (wide, shares), (short, targets) = (
-        mixed(pipeline(CIFAR10(), precision=format_, **options)) for format_ in (FP32(), precision)
+        mixed(transforms(CIFAR10(), precision=format_, **options)) for format_ in (FP32(), precision)
     )
     assert short.dtype == torch.bfloat16
     assert short.is_contiguous(memory_format=torch.channels_last)
@@ -200,16 +199,16 @@ def test_images_are_mixed_wide_and_given_in_the_format_of_the_step(mix: Mix, pre
 
 def test_channels_last_changes_the_memory_and_not_the_pixels() -> None:
     batch, indices = images(4, 3, 32, 32), torch.arange(4)
-    last = train(pipeline(CIFAR10(), CropFlip(), memory_format=torch.channels_last), batch, indices, 0)
+    last = train(transforms(CIFAR10(), CropFlip(), memory_format=torch.channels_last), batch, indices, 0)
     assert last.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(last, train(pipeline(CIFAR10(), CropFlip()), batch, indices, 0))
+    assert torch.equal(last, train(transforms(CIFAR10(), CropFlip()), batch, indices, 0))
 
 
 def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation() -> None:
     batch, indices = images(401, 3, 32, 32), torch.arange(401)
-    blank = (train(pipeline(CIFAR10(), cutout=8), batch, indices, 0)[:400] == 0).all(1).any(2)
+    blank = (train(transforms(CIFAR10(), cutout=8), batch, indices, 0)[:400] == 0).all(1).any(2)
     centres = (blank * torch.arange(32)).sum(1) / blank.sum(1)
-    mixing = pipeline(CIFAR10(), mix=Mix(classes=2, mixup=1.0, cutmix=0.0))
+    mixing = transforms(CIFAR10(), mix=Mix(classes=2, mixup=1.0, cutmix=0.0))
     _, targets = mixing.mixed(Shard(1, 0, train(mixing, batch, indices, 0), indices % 2, indices, 400, 0, 1, True))
     shares = targets[torch.arange(400), indices[:400] % 2]
     numbers = SampleRNG(0, 0, indices[:400])
@@ -220,7 +219,10 @@ def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation()
 @pytest.mark.parametrize("side", [7, 8])
 def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side: int) -> None:
     batch, indices = images(400, 3, 32, 32), torch.arange(400)
-    plain, cut = train(pipeline(CIFAR10()), batch, indices), train(pipeline(CIFAR10(), cutout=side), batch, indices)
+    plain, cut = (
+        train(transforms(CIFAR10()), batch, indices),
+        train(transforms(CIFAR10(), cutout=side), batch, indices),
+    )
     blank = (cut == 0).all(1)
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
@@ -229,4 +231,4 @@ def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side:
     rows, columns = (blank.any(at).sum(0) for at in (2, 1))
     for place in (rows, columns):
         assert int(place.min()) > 0
-    assert torch.equal(train(pipeline(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])
+    assert torch.equal(train(transforms(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])
