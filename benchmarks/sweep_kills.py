@@ -26,8 +26,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
+from lockstep.core.run import State
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Record, State
+from lockstep.sweep.record import Record
 
 ROOT = Path(__file__).parent.parent
 RATES = (*(f"{number / 1000:g}" for number in range(1, 12)), "1e6")  # the loss overflows at the last

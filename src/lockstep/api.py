@@ -75,13 +75,14 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
         )
     from lockstep.config import composition
     from lockstep.config import extensions as known
+    from lockstep.core.figures import read_figures
+    from lockstep.core.run import Run
     from lockstep.core.safe_write import storing
     from lockstep.job.create import create_run
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
     from lockstep.job.worker import launch
     from lockstep.runtime.guest import guest
-    from lockstep.telemetry.sinks import read_figures
 
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
     with guest(), ExitStack() as locked:
@@ -97,7 +98,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     return Result(
         folder=run_dir.path,
         objective=objective,
-        summary=run_dir.read_summary(),
+        summary=Run(run_dir.path).summary,
         metrics=[{"step": step, **scalars} for step, scalars in read_figures(run_dir.metrics)],
         weights=run_dir.weights,
     )

@@ -20,10 +20,10 @@ from lockstep.cli.ladder import Rung, chosen, ladder, rungs
 from lockstep.cli.ladder_table import is_measured, row_of, show
 from lockstep.cli.prove_run import KEPT, ending, running
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import State, born
 from processes import wait_for
 
 JOB = ("model=linear", "dataset=fake", "dataset.examples=64", "dataset.size=8", "batch=32", "steps=4", "name=tiny")
@@ -194,7 +194,7 @@ def test_a_script_may_do_anything(tmp_path: Path, code: str, says: str) -> None:
     ended = module.run(ledger, rung, record, [sys.executable, str(rung.script)])
     assert ended.state is (State.failed if says else State.done)
     assert says in ended.error
-    assert is_measured(RunDir(ledger.folder / record.folder)) is not bool(says)
+    assert is_measured(Run(ledger.folder / record.folder)) is not bool(says)
 
 
 def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
@@ -232,7 +232,7 @@ def test_what_is_in_the_place_of_a_rung_is_removed_and_not_what_it_names(tmp_pat
     folder = ledger.folder / record.folder
     folder.symlink_to(elsewhere) if is_link else folder.touch()
     module.run(ledger, Rung("mine", script=script), record, [sys.executable, str(script)])
-    assert is_measured(RunDir(folder))
+    assert is_measured(Run(folder))
     assert not folder.is_symlink()
     assert [path.name for path in elsewhere.iterdir()] == ["own"]
 
@@ -302,12 +302,12 @@ def test_a_changed_script_and_a_removed_run_are_measured_again(tmp_path: Path) -
     assert module._key(old, 0) != module._key(new, 0)
     assert module._key(old, 0) == module._key(replace(old), 0)
     assert is_measured(finished(tmp_path / "a", 100, {}))
-    assert not is_measured(RunDir(tmp_path / "removed"))
+    assert not is_measured(Run(tmp_path / "removed"))
     damaged = ("{", "[]", "{}", *(f'{{"img_per_s": {rate}}}' for rate in ('"x"', "0", "1e-310", "-1")))
     figures = ('"gpu_memory": "x"', '"cpu_mem_gb": [1]', '"objective": "x"', '"time": {"communication": "x"}')
     for text in (*damaged, *(f'{{"img_per_s": 1, {figure}}}' for figure in figures)):
         (tmp_path / "a" / "summary.json").write_text(text)
-        assert not is_measured(RunDir(tmp_path / "a"))
+        assert not is_measured(Run(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(("gpus", "ranks"), [(1, 1), (8, 8)])

@@ -24,6 +24,7 @@ from helpers import ROOT, built, composed, train, train_here
 from lockstep.config import flags, messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
+from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
@@ -850,7 +851,7 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
     first = ("name=test", "steps=3", *chosen, f"output_root={tmp_path}")
     run = prepared(*first)
     run.overrides.write_text(
-        yaml_io.dump([override for override in yaml_io.load_list(run.overrides) if override not in lost])
+        yaml_io.dump([override for override in read_overrides(run.overrides) if override not in lost])
     )
     before = tree(run.path)
     if not sentence:

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from helpers import Done, forked, losses, on_a_terminal, train_here, weights
+from lockstep.core.run import State
 from lockstep.job.run_folder import Lock
 from lockstep.runtime.signals import AGAIN_S
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import to_run
-from lockstep.sweep.record import Record, State
+from lockstep.sweep.record import Record
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
 SHORT = ("steps=3", "telemetry.interval=1", "device=cpu", "logger=jsonl", "launcher.threads=1")

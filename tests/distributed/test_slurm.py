@@ -18,10 +18,10 @@ import slurm_cluster
 from helpers import ROOT, command, losses, records, train, weights
 from lockstep.config.commands import override
 from lockstep.core.launched import launched
+from lockstep.core.run import State
 from lockstep.core.slurm import adopt_srun
 from lockstep.job.process_group import own_gpu
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import State
 from processes import JOB, ended, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow

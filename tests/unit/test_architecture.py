@@ -276,7 +276,7 @@ READS: dict[str, str] = {
     "telemetry.hardware": "the kernel's counters of energy",
     "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",
-    "sweep.record": "the kernel's /proc; records are read by the guarded reader",
+    "core.run": "the kernel's /proc; the files of runs are read by the guarded reader",
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",

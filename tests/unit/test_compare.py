@@ -30,12 +30,13 @@ from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
+from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.load import find_weights
 from lockstep.sweep.compare import causes, groups, interval
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, Record, State, best_of, born
-from lockstep.sweep.runs import KILLED, Run, differing, existing, read_runs, state_of
+from lockstep.sweep.record import Direction, Record, best_of
+from lockstep.sweep.runs import differing, existing, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {
@@ -414,8 +415,8 @@ def test_the_folder_of_a_job_is_one_word_of_a_shell(tmp_path: Path) -> None:
 
 def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Path) -> None:
     job = RunDir(swept.folder / swept.records()[3].folder)
-    assert job.swept() == {"optimizer.lr": "0.2", "seed": "0"}
-    assert RunDir(run(tmp_path / "alone", "seed=1")).swept() == {}
+    assert Run(job.path).swept == {"optimizer.lr": "0.2", "seed": "0"}
+    assert Run(run(tmp_path / "alone", "seed=1")).swept == {}
     every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
     plan = make_plan(examples=64, batch=64, epochs=1, total_steps=None, micro_batches=1, **every)
     facts = RunInfo(
@@ -430,7 +431,7 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"swept": 3}', '{"swept": [[]]}'])
 def test_a_damaged_sweep_ends_no_job_of_it(swept: Ledger, text: str) -> None:
     (swept.folder / "sweep.json").write_text(text)
-    assert RunDir(swept.folder / swept.records()[3].folder).swept() == {}
+    assert Run(swept.folder / swept.records()[3].folder).swept == {}
 
 
 def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -> None:
@@ -440,29 +441,20 @@ def test_a_run_that_was_made_twice_is_one_sample_of_the_spread(tmp_path: Path) -
     assert (row["done"], row["score"]) == (2, 91.5)
 
 
-def test_the_best_of_scores_to_minimise_is_the_smallest() -> None:
-    runs_of_sweep = [
-        Run(
-            folder=Path(str(number)),
-            state=State.done,
-            score=score,
-            settings={"batch": batch, "seed": str(number)},
-            typed={"batch": batch},
-            direction=Direction.minimize,
-        )
-        for number, (batch, score) in enumerate([("8", 0.5), ("16", 0.2), ("32", 0.9)])
-    ]
-    rows = groups(runs_of_sweep)
+def test_the_best_of_scores_to_minimise_is_the_smallest(tmp_path: Path) -> None:
+    ledger = sweep(tmp_path, {("batch=8",): 0.5, ("batch=16",): 0.2, ("batch=32",): 0.9})
+    ledger.create(replace(ledger.identity(), direction=Direction.minimize))
+    rows = groups(read_runs(tmp_path))
     assert [(row["batch"], row["score"]) for row in rows] == [("16", 0.2), ("8", 0.5), ("32", 0.9)]
     assert [row["difference"] for row in rows] == pytest.approx([0.0, 0.3, 0.7])
 
 
 def test_a_job_whose_process_is_gone_was_killed_as_far_as_its_own_machine_can_see() -> None:
     record = Record(number=0, overrides=(), folder="000-a", state=State.running, host=socket.gethostname(), pid=1)
-    assert state_of(record) == KILLED
-    assert state_of(replace(record, host="elsewhere")) == State.running
-    assert state_of(replace(record, pid=os.getpid(), born=born(os.getpid()))) == State.running
-    assert state_of(replace(record, state=State.done)) == State.done
+    assert record.present_state is State.killed
+    assert replace(record, host="elsewhere").present_state is State.running
+    assert replace(record, pid=os.getpid(), born=born(os.getpid())).present_state is State.running
+    assert replace(record, state=State.done).present_state is State.done
 
 
 @pytest.mark.parametrize(

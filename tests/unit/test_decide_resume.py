@@ -20,6 +20,7 @@ from lockstep.config.invocation import ConfigFiles, Invocation
 from lockstep.config.messages import key_of
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core.errors import InputError
+from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.job.resume import Resume, check_resumable, decide_resume
 from lockstep.training.fingerprint import plan_of
@@ -100,7 +101,7 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
 
 def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "seed=5", "epochs=3")
-    words = yaml_io.load_list(run.overrides)
+    words = read_overrides(run.overrides)
     run.overrides.write_text(yaml_io.dump([word for word in words if word != "seed=5"]))
     with pytest.raises(InputError, match=r"no longer gives the config of its run \(seed was 5 and is 0\)"):
         decided(f"resume={run.path}", "epochs=7")
@@ -217,7 +218,7 @@ def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_pat
     word = "data_root=/data/${hydra:runtime.choices.model}"
     run = run_dir(tmp_path / "run", "model=linear")
     for file in (run.overrides, run.composed):
-        values = yaml_io.load_list(file) if file == run.overrides else yaml_io.load(file)
+        values = read_overrides(file) if file == run.overrides else yaml_io.load(file)
         file.write_text(
             yaml_io.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
         )

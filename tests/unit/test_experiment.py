@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from helpers import records, resolved, train_here, weights
 from lockstep.core.errors import InputError
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Resident
@@ -179,7 +180,7 @@ def test_the_energy_of_a_job_on_several_machines_is_not_known(
 
     end_at_once(one, World.solo())
     ThreadRanks(2, monkeypatch).run(lambda world: end_at_once(two, replace(world, local_rank=0, local_size=1)))
-    assert one.spent().keys() - two.spent().keys() == {"kwh"}
+    assert Run(one.path).spent.keys() - Run(two.path).spent.keys() == {"kwh"}
 
 
 def test_a_clock_that_is_set_back_while_a_run_lasts_is_not_in_its_duration(

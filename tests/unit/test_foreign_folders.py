@@ -16,13 +16,13 @@ from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.log import LogFile
 from lockstep.core.named_paths import pointed
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_name
 from lockstep.core.safe_write import append, make_folder, replacing, write_atomic
 from lockstep.runtime.watchdog import dump_stacks_on_signal
 from lockstep.sweep.ledger import JOBS, Identity, Ledger, output_of
 from lockstep.sweep.record import Record
-from lockstep.sweep.runs import read_run
 from lockstep.telemetry.report import write_report
 from lockstep.telemetry.sinks import truncate_after
 
@@ -61,7 +61,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "stacks": ("stacks.log", stacks),
     "figures": ("metrics.jsonl", lambda path: truncate_after(path, 9, lambda line: 1.0)[0].close()),
     "summary": ("summary.json", lambda path: RunDir(path.parent).write_summary(status="ours")),
-    "report": ("report.html", lambda path: write_report(RunDir(path.parent))),
+    "report": ("report.html", lambda path: write_report(Run(path.parent))),
     "latest": ("latest", lambda path: RunDir(path.parent / "run").mark_latest(path.parent)),
     "sweep": ("sweep.json", lambda path: Ledger(path.parent).create(IDENTITY)),
     "record": ("jobs/000.json", lambda path: Ledger(path.parent.parent).write(RECORD)),
@@ -191,14 +191,14 @@ def test_a_lock_may_say_anything(tmp_path: Path, pid: object) -> None:
     run.overrides.write_text("[]\n")
     run.write_summary(status="running")
     run.lock.write_text(json.dumps({"pid": pid, "host": os.uname().nodename, "since": "\x1b[2J"}))
-    assert read_run(run.path).state
-    write_report(run)
+    assert Run(run.path).state
+    write_report(Run(run.path))
 
 
 def test_a_report_has_as_many_curves_as_a_reader_can_see(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     scalars = {f"metric/{number:05}": 1.0 for number in range(5_000)}
     run.metrics.write_text("".join(json.dumps({"step": step, **scalars}) + "\n" for step in (1, 2)))
-    page = write_report(run).read_text()
+    page = write_report(Run(run.path)).read_text()
     assert "Metrics, validation (the first 20 of 5,000)" in page
     assert page.count("<tr>") < 200

@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from helpers import ROOT
 from lockstep.cli.run import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
+from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.limits import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
@@ -35,7 +36,7 @@ from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.record import Direction, Record, State, best_of, born, checked_direction
+from lockstep.sweep.record import Direction, Record, best_of, checked_direction
 from lockstep.sweep.runs import read_jobs
 from lockstep.sweep.view import SweepView, progress_of, seeds_together, show_table, swept_keys
 
@@ -370,7 +371,7 @@ def ledger_equal(folder: Path) -> Any:
 def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
     proc: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.sweep.record.Path", lambda text: Path(text.replace("/proc", proc)))
+    monkeypatch.setattr("lockstep.core.run.Path", lambda text: Path(text.replace("/proc", proc)))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         facts = {"state": State.running, "host": socket.gethostname(), "pid": process.pid, "born": born(process.pid)}
         assert job(0, **facts).runs_here
@@ -383,7 +384,7 @@ def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
 def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
     records = [job(number, state=state) for number, state in enumerate(State)]
     names = [record.state for record in to_run(records, retry=False)]
-    assert names == [State.waiting, State.running, State.stopped, State.pruned, State.damaged]
+    assert names == [State.waiting, State.running, State.stopped, State.pruned, State.killed, State.damaged]
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
 
 
@@ -404,7 +405,12 @@ def test_a_full_disk_is_no_fault_of_the_job_and_the_same_line_goes_on(tmp_path: 
 
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
-    assert [r.state for r in to_run(records, retry=False)] == [State.stopped, State.pruned, State.damaged]
+    assert [r.state for r in to_run(records, retry=False)] == [
+        State.stopped,
+        State.pruned,
+        State.killed,
+        State.damaged,
+    ]
     assert len(to_run(records, retry=True)) == len(State) - 1
 
 

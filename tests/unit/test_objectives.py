@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError
+from lockstep.core.run import State
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, State
+from lockstep.sweep.record import Direction
 from lockstep.sweep.view import show_table
 
 NAMES = ("score", "seconds", "megabytes")

@@ -18,6 +18,7 @@ from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.checkpoint.removal import drop_state
 from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError
+from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.load import load
 from lockstep.job.run_folder import Lock
@@ -25,7 +26,6 @@ from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import State
 from lockstep.training.banner import state_bytes
 
 

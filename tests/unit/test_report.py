@@ -21,9 +21,9 @@ from lockstep.cli.report import report
 from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.predictions import Predictions
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import State
 from lockstep.telemetry import charts
 from lockstep.telemetry.report import LONG_S, is_due, write_report
 
@@ -84,14 +84,14 @@ def run(trained: RunDir, tmp_path: Path) -> RunDir:
 
 
 def page_of(run: RunDir) -> Page:
-    return Page(write_report(run))
+    return Page(write_report(Run(run.path)))
 
 
 def test_a_page_has_the_run_in_it(run: RunDir) -> None:
     page = page_of(run)
     assert {"Loss", "Accuracy, %", "Metrics, validation", "Learning rate", "Images per second"} <= page.charts()
     best = f"{run.read_summary()['best']:.2f} %"
-    for text in ("completed", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
+    for text in ("done", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
         assert text in page.text
     for text in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
         assert text in page.text
@@ -274,7 +274,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_a_run_ends_with_a_report_if_it_was_long_or_is_asked_for_one(trained: RunDir, tmp_path: Path) -> None:
     assert not trained.report.exists()
     always = train_here(tmp_path / "always", "steps=2", "telemetry.report=always")
-    assert "completed" in Page(always.report).text
+    assert "state done" in " ".join(Page(always.report).text.split())
     assert [is_due(when, LONG_S) for when in ("auto", "always", "never")] == [True, True, False]
     assert [is_due(when, LONG_S - 1) for when in ("auto", "always", "never")] == [False, True, False]
 
@@ -376,7 +376,7 @@ def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
     Predictions(**predictions).write(run.validation)
     report(str(sweep.folder))
     with browser(tmp_path / "profile") as window:
-        for path in (write_report(run), sweep.folder / "report.html"):
+        for path in (write_report(Run(run.path)), sweep.folder / "report.html"):
             for width in (390, 1200):
                 window.call("/window/rect", width=width, height=900)
                 window.open(path.as_uri())

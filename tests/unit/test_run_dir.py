@@ -21,6 +21,7 @@ from lockstep.config.invocation import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.named_paths import latest, pointed
+from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.create import Preparation
@@ -155,7 +156,7 @@ def test_a_stop_before_a_step_says_how_far_the_run_was_saved_before(tmp_path: Pa
         with pytest.raises(Stopped, match=says):
             Inline(ranks=1).launch(stops, folder)
         request = StopRequest()
-        request.saved = folder.saved
+        request.saved = Run(folder.path).saved
         pool: Any = SimpleNamespace(ledger=Ledger(tmp_path))
         record = Pool._without_record(pool, Record(number=0, overrides=(), folder=folder.path.name), 75)
         for sentence in (first_failure(folder, {0: 75}), request.error(), record.error):

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lockstep.config import yaml_io
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
+from lockstep.core.run import read_overrides
 from lockstep.core.safe_read import (
     LINE_LIMIT,
     UnreadableFile,
@@ -171,14 +172,14 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
     assert str(caught.value).startswith(f"{path} ")
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(InputError):
-        yaml_io.load_list(path)
+        read_overrides(path)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=200).map(lambda text: text.encode(errors="ignore")))
 def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(content)
-    for read in (yaml_io.load, yaml_io.load_list, read_json):
+    for read in (yaml_io.load, read_overrides, read_json):
         with suppress(InputError):
             read(path)
 
@@ -198,7 +199,7 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     assert yaml_io.load(path) == config
     for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
         path.write_text(yaml_io.dump(overrides))
-        assert yaml_io.load_list(path) == overrides
+        assert read_overrides(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
@@ -207,10 +208,10 @@ def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
     for at in range(content.index(b"\n") + 1, len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):
-            yaml_io.load_list(path)
+            read_overrides(path)
         path.write_bytes(content[:at])
         with pytest.raises(InputError, match="does not match the sha256 in its first line"):
-            yaml_io.load_list(path)
+            read_overrides(path)
 
 
 def lines(path: Path, content: bytes) -> Iterator[str | None]:

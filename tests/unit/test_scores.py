@@ -20,10 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from helpers import built, records, train_here
 from lockstep import metrics
+from lockstep.core.figures import finite, read_figures
+from lockstep.core.run import Run
 from lockstep.core.world import World
 from lockstep.metrics import build_scores
 from lockstep.telemetry.report import write_report
-from lockstep.telemetry.sinks import JsonLines, finite, read_figures
+from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
 
 pytestmark = pytest.mark.numerics
@@ -249,7 +251,7 @@ def test_a_score_without_a_value_is_null_in_every_file(tmp_path: Path) -> None:
     events = EventAccumulator(str(run.path / "val"))
     events.Reload()
     assert {tag for tag in events.Tags()["scalars"] if tag in tags} == {tag for tag in tags if tags[tag] is not None}
-    assert "auroc –" in re.sub(r"(<[^>]*>|\s)+", " ", write_report(run).read_text())
+    assert "auroc –" in re.sub(r"(<[^>]*>|\s)+", " ", write_report(Run(run.path)).read_text())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

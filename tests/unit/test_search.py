@@ -20,8 +20,8 @@ from omegaconf import OmegaConf
 
 from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.run import State
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import State
 from lockstep.sweep.search import Search
 
 optuna = pytest.importorskip("optuna")

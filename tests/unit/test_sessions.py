@@ -10,12 +10,12 @@ import pytest
 from sklearn.datasets import load_digits
 
 from helpers import train_here
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.page import costs_of
 from lockstep.sweep.record import Record
 from lockstep.telemetry.columns import clock
 from lockstep.telemetry.report import facts_of
-from lockstep.telemetry.run_files import RunFiles
 
 JOB = ("model=linear", "batch=100", "steps=40", "train.eval_every=10")
 TRAINED = 1442  # of the 1,797 digits, see docs/configuration.md
@@ -43,6 +43,6 @@ def test_the_figures_of_a_run_are_sums_over_its_sessions(tmp_path: Path) -> None
     assert last["img_per_s"] == pytest.approx(IMAGES / spent["training_seconds"], rel=1e-3)
     waits = 100 * spent["waiting_seconds"] / spent["training_seconds"]
     assert last["data_wait_pct"] == pytest.approx(waits, abs=1e-3)
-    assert ("duration", clock(last["seconds"])) in facts_of(run, "")["summary"]
+    assert ("duration", clock(last["seconds"])) in facts_of(Run(run.path))["summary"]
     record = Record(number=0, overrides=(), folder=run.path.name)
-    assert costs_of(RunFiles(tmp_path / record.folder))["seconds"] == last["seconds"]
+    assert costs_of(Run(tmp_path / record.folder))["seconds"] == last["seconds"]

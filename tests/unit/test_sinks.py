@@ -30,11 +30,12 @@ from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
 from lockstep.core.errors import StorageError
+from lockstep.core.figures import read_figures
 from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import pictures
-from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, read_figures
+from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines
 from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)

@@ -12,6 +12,7 @@ import pytest
 from helpers import built, composed, run_dir, train_here
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.validate import check_effects
@@ -44,14 +45,14 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
     first.began -= 1800
     assert first.so_far() == pytest.approx({"hours": 0.5, "gpu_hours": 1.0, "kwh": 2.0, "usd": 3.0}, rel=1e-3)
     first.saved(100, tmp_path)
-    assert RunDir(tmp_path).spent()["joules_per_image"] == pytest.approx(7.2e6 / (100 * 50))
+    assert Run(tmp_path).spent["joules_per_image"] == pytest.approx(7.2e6 / (100 * 50))
     second = spending(tmp_path, hours=1.4)
     second.began -= 3600
     second.check()
     assert second.stop.requested, "the budget is that of all parts"
     assert second.so_far() == pytest.approx({"hours": 1.5, "gpu_hours": 3.0, "kwh": 4.0, "usd": 9.0}, rel=1e-3)
     second.end("completed")
-    assert RunDir(tmp_path).spent() == pytest.approx({**second.so_far(), "joules_per_image": 2880}, rel=1e-3)
+    assert Run(tmp_path).spent == pytest.approx({**second.so_far(), "joules_per_image": 2880}, rel=1e-3)
 
 
 def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +67,7 @@ def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkey
         for seconds in (20, 20, 5):
             now += seconds
             session.write(20, {})
-        spent = RunDir(tmp_path).spent()
+        spent = Run(tmp_path).spent
         assert spent["hours"] == pytest.approx(number * 140 / 3600)
         assert (spent["kwh"], spent["usd"]) == pytest.approx((number * 2.0, number * 140 / 3600 * 2 * 3.0))
         assert (spent["images"], spent["training_seconds"], spent["waiting_seconds"]) == (
@@ -75,7 +76,7 @@ def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkey
             number * 8,
         )
         assert RunDir(tmp_path).read_summary()["seconds"] == pytest.approx(number * 140)
-    assert rates(RunDir(tmp_path).spent()) == {"img_per_s": 6.25, "data_wait_pct": 10}
+    assert rates(Run(tmp_path).spent) == {"img_per_s": 6.25, "data_wait_pct": 10}
 
 
 @pytest.mark.parametrize("budget", [{"hours": 0.4}, {"kwh": 1.9}, {"usd": 2.9}])

@@ -28,6 +28,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
 from lockstep.core.terminal import impatient
 from lockstep.job.run_folder import Lock
@@ -35,8 +36,7 @@ from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Record, State, checked_direction, job_key
-from lockstep.sweep.runs import read_run
+from lockstep.sweep.record import Record, checked_direction, job_key
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -307,5 +307,5 @@ def _settled(ledger: Ledger, record: Record) -> Record:
     """The record of a job; one that was cut between the end of its run and that of its record is done."""
     if record.state is State.done or record.runs_here:
         return record
-    run = read_run(ledger.folder / record.folder)
+    run = Run(ledger.folder / record.folder)
     return ledger.end(record, State.done, objective=run.score) if run.state == State.done else record

@@ -10,7 +10,6 @@ first checkpoint is saved, the file `checkpoints/none-yet` exists.
 
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
-    candidates,
     check_fingerprint,
     difference,
     latest_valid,
@@ -26,6 +25,7 @@ from lockstep.checkpoint.staging import HostCopies, gathered
 from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text
 from lockstep.checkpoint.weights import check_tensors, find_card, load_start, read_card, weights_file
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
+from lockstep.core.run import candidates
 
 __all__ = [
     "MODEL",

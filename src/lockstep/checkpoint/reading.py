@@ -8,7 +8,6 @@ lost, the second case never looks like the first.
 The sentences about a checkpoint that cannot be resumed from are all here; `lockstep.job.resume` has the others.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,11 +23,11 @@ from lockstep.checkpoint import validation
 from lockstep.checkpoint.optimizer import restore_optimizer
 from lockstep.checkpoint.validation import EMA, MODEL, NAMES, Facts, find_corruption, has_state, manifest, read_state
 from lockstep.checkpoint.weights import whole_weights
-from lockstep.config import yaml_io
 from lockstep.config.commands import override, program_words, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import class_name
+from lockstep.core.run import Run, candidates, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync, write_atomic
 from lockstep.core.sharding import load_whole
@@ -49,17 +48,6 @@ class LoadedCheckpoint:
     state: dict[str, Any]
 
 
-def candidates(folder: Path) -> list[Path]:
-    """The checkpoints in a `checkpoints` folder, newest step first."""
-    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", path.name) and path.is_dir())
-    return sorted(named, key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    """The step of a checkpoint, from the name of its folder."""
-    return int(path.name[5:])
-
-
 def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> Path | None:
     """The newest undamaged checkpoint in a `checkpoints` folder, of `run`; `say` reports each damaged one."""
     checkpoints = [path for path in candidates(folder) if has_state(path)]
@@ -78,7 +66,7 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
         InputError: the run has saved checkpoints, but all of them are damaged.
     """
     warnings: list[str] = []
-    newest = latest_valid(run_dir.checkpoints, warnings.append, run_dir.run)
+    newest = latest_valid(run_dir.checkpoints, warnings.append, Run(run_dir.path).id)
     if newest is None and _has_saved(run_dir):
         raise _all_damaged(run_dir)
     for sentence in warnings:
@@ -118,15 +106,14 @@ def _has_saved(run_dir: RunDir) -> bool:
 
 def _all_damaged(run_dir: RunDir) -> InputError:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
-    checkpoints = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path, run_dir.run) or 'it has weights only'}" for path in checkpoints]
+    run, checkpoints = Run(run_dir.path).id, candidates(run_dir.checkpoints)
+    reasons = [f"{path.name}: {find_corruption(path, run) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""
-    try:
-        command = typed([*program_words(), *yaml_io.load_list(run_dir.overrides)])
-    except InputError:
-        command = "the command of this run and another hydra.run.dir=FOLDER"
+    command = "the command of this run and another hydra.run.dir=FOLDER"
+    with suppress(InputError):
+        command = typed([*program_words(), *read_overrides(run_dir.overrides)])
     return InputError(
         f"resume: no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(reasons)}), and nothing was changed; "
         f"put a whole one back, or start afresh in another folder with `{command}`{usable}; to start afresh in this "

@@ -4,9 +4,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.checkpoint.reading import candidates
 from lockstep.checkpoint.validation import STATE, find_corruption, has_state, manifest, manifest_text, read_facts
 from lockstep.checkpoint.weights import whole_weights
+from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import sync, write_atomic
@@ -49,11 +49,12 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     The newest `keep` undamaged checkpoints stay, for a resume, and so does the best one. If all are damaged, all
     stay. With `everything`, none stays if the run is completed and its best weights are exported.
     """
-    checkpoints = candidates(run_dir.checkpoints)
+    run = Run(run_dir.path)
+    checkpoints = run.checkpoints
     stay: list[Path] = []
-    is_finished = run_dir.readable_summary().get("status") == "completed" and whole_weights(run_dir.path)
+    is_finished = run.summary.get("status") == "completed" and whole_weights(run_dir.path)
     if not (everything and is_finished):
-        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run_dir.run))
+        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run.id))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.reading import candidates, step_of
 from lockstep.checkpoint.removal import LEAST_RESUMABLE, best_scored, delete, drop_state, remove
 from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.checkpoint.validation import (
@@ -39,6 +38,7 @@ from lockstep.checkpoint.validation import (
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
+from lockstep.core.run import candidates, step_of
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic

@@ -10,9 +10,10 @@ from rich.table import Column, Table
 from lockstep.cli.csv_row import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.run import Run, State
 from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
-from lockstep.sweep.record import Direction, State, score_text
-from lockstep.sweep.runs import Run, existing, read_runs
+from lockstep.sweep.record import Direction, score_text
+from lockstep.sweep.runs import existing, read_runs
 
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "
@@ -28,7 +29,7 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
-    runs = [run for run in runs if "rung" not in run.typed] or runs  # rungs of a ladder are compared by its table
+    runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have a table of their own
     left_out = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
     two = len(runs) == len(paths) == 2 and not by and not left_out
     if not two:

@@ -16,6 +16,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import TrainedInput
+from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.data.datasets.files import interpolated, with_sizes
@@ -112,7 +113,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     if run is None and not has_dataset:
         raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
     keys = ("data_root",) if has_dataset else (*KEYS, "experiment")
-    stored = yaml_io.load_list(run.overrides) if run is not None else []
+    stored = read_overrides(run.overrides) if run is not None else []
     stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():
         values = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())

@@ -26,6 +26,7 @@ from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.job.create import check_plan, job_of
@@ -35,7 +36,7 @@ from lockstep.runtime import host, limits
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Record, State
+from lockstep.sweep.record import Record
 from lockstep.telemetry.charts import cut
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob
@@ -190,7 +191,7 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
     records = ledger.enter((_key(rung, turn), run_dir.slug(shell_name(rung.name))) for turn, rung in turns)
     with progress("climbing", len(records)) as advance:
         for (_, rung), record in zip(turns, records, strict=True):
-            if record.state is not State.done or not is_measured(RunDir(ledger.folder / record.folder)):
+            if record.state is not State.done or not is_measured(Run(ledger.folder / record.folder)):
                 record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
             if record.state is State.failed and rung is climbed[0]:
                 raise BY_EXIT_CODE.get(record.exit_code, LockstepError)(record.error)
@@ -239,7 +240,7 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
         if rung.script is not None:
             write_atomic(RunDir.at(folder).summary, json.dumps({"status": "completed", **(figures or {})}))
         shutil.rmtree(RunDir(folder).checkpoints, ignore_errors=True)  # of many rungs they would fill a disk
-        ledger.end(record, State.done, objective=RunDir(folder).read_summary().get("objective"))
+        ledger.end(record, State.done, objective=Run(folder).summary.get("objective"))
     return ledger.read(record)
 
 
@@ -259,7 +260,7 @@ def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | Non
     rows: list[Row] = []
     for rung in climbed:
         records = [by_key[frozenset(_key(rung, turn))] for turn in range(repeats)]
-        runs = [RunDir(ledger.folder / record.folder) for record in records if record.state is State.done]
+        runs = [Run(ledger.folder / record.folder) for record in records if record.state is State.done]
         first, devices = rows[0] if rows else None, gpus if rung.has_ranks else None
         facts = {"lines": rung.lines, "change": rung.change, "reason": "" if runs else records[0].error}
         rows.append(row_of(rung.name, runs, first, devices=devices, **facts))

@@ -7,10 +7,9 @@ from typing import Any
 from rich.table import Column, Table
 
 from lockstep.core import log
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run import Run
 from lockstep.sweep.compare import Row
 from lockstep.telemetry.charts import COLOURS, cut, svg
-from lockstep.telemetry.run_files import RunFiles
 
 NOTE = (
     "img/s: the median of the turns, and half of their range; x: times as fast as the first rung, from two turns on; "
@@ -24,18 +23,18 @@ MOST_RATE = 1e9  # images per second that can be true
 WIDEST = 20  # characters of a rung's name
 
 
-def is_measured(run_dir: RunDir) -> bool:
+def is_measured(run: Run) -> bool:
     """Whether the figures of a run are there: a folder may have been removed or damaged since."""
-    return 1 / MOST_RATE <= (run_dir.readable_summary().get("img_per_s") or 0) <= MOST_RATE
+    return 1 / MOST_RATE <= (run.summary.get("img_per_s") or 0) <= MOST_RATE
 
 
-def row_of(rung: str, runs: Sequence[RunDir], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
+def row_of(rung: str, runs: Sequence[Run], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
     """The row of a rung from its runs that are done, beside the row of the first rung.
 
     `devices` is the number of its GPUs; None if it has one device, or its ranks share the cores of a CPU.
     """
-    summaries = [run_dir.read_summary() for run_dir in runs]
-    losses = dict(RunFiles(runs[0].path).series("loss/train")) if runs else {}
+    summaries = [run.summary for run in runs]
+    losses = dict(runs[0].series("loss/train")) if runs else {}
     rates = [summary["img_per_s"] for summary in summaries]
     rate = statistics.median(rates) if rates else None
     # One turn has no spread, which may be as large as the ratio.

@@ -2,10 +2,10 @@
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.page import write_sweep_report
-from lockstep.sweep.record import State
 from lockstep.sweep.runs import existing, read_single
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import is_current, write_report
@@ -30,11 +30,11 @@ def report(path: str) -> None:
                 if record.state is not State.running and is_current(run_dir, ledger.path_of(record.number)):
                     unchanged += 1
                 else:
-                    write_report(run_dir, read_single(run_dir.path).state)
+                    write_report(read_single(run_dir.path))
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
-        written = write_report(RunDir(folder), read_single(folder).state)
+        written = write_report(read_single(folder))
     else:
         raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
     others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""

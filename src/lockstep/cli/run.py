@@ -17,6 +17,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.launched import RUN_FOLDER, is_launched
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.slurm import is_submitted
 from lockstep.job.resume import Resume, refuse_in_sweep
@@ -24,8 +25,6 @@ from lockstep.job.run_folder import Lock, lock_run_folder
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.line import NOT_OF_SWEEP
-from lockstep.sweep.record import State
-from lockstep.sweep.runs import ELSEWHERE
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
@@ -79,7 +78,7 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     finally:
         with suppress(OSError):  # it is not empty
             run_dir.path.rmdir()
-    objective: float | None = run_dir.read_summary().get("objective")
+    objective: float | None = Run(run_dir.path).summary.get("objective")
     return objective
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from lockstep.cli.compare import show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.run import Run, State
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Direction, State, best_of, score_text
-from lockstep.sweep.runs import Run, differing, existing, read_jobs, read_run, run_folders, state_of
+from lockstep.sweep.record import Direction, best_of, score_text
+from lockstep.sweep.runs import differing, existing, read_jobs, run_folders
 from lockstep.telemetry.columns import moment
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
@@ -73,7 +74,7 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
                 rows.append(_sweep(ledger, root))
                 damaged += [record.error for record in ledger.records() if record.state is State.damaged]
             elif not Ledger(path.parent).exists:
-                single.append(read_run(path))
+                single.append(Run(path))
         except InputError as error:
             damaged.append(str(error))
     damaged += [run.error for run in single if run.state == State.damaged]
@@ -93,7 +94,7 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
     what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
     best = best_of(records, identity.direction)
-    count = Counter(map(state_of, records))
+    count = Counter(record.present_state for record in records)
     state = ", ".join(f"{number} {state}" for state, number in count.items())
     return _columns(ledger.folder, root, started, what, best.score if best else None, state)
 

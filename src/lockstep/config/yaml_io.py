@@ -35,15 +35,3 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):
         raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
     return loaded
-
-
-def load_list(path: Path) -> list[str]:
-    """The overrides that a run folder keeps in `.hydra/overrides.yaml`.
-
-    Raises:
-        InputError: the file is missing or is not a list of texts.
-    """
-    loaded = read_yaml(path)
-    if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
-        raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
-    return loaded

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from lockstep.core.fields import Component
+from lockstep.core.run import Run
 
 if TYPE_CHECKING:  # importing the package must be fast
     from torch import Tensor, nn
@@ -53,7 +54,7 @@ class RunInfo:
     @property
     def id(self) -> str:
         """What no other run has, and a resume keeps, wherever the folder is."""
-        return self.run_dir.run or ""
+        return Run(self.folder).id or ""
 
     @property
     def name(self) -> str:

@@ -156,38 +156,11 @@ class RunDir:
             raise UnreadableFile(self.summary, "is not the summary of a run")
         return loaded
 
-    def readable_summary(self) -> dict[str, Any]:
-        """The content of `summary.json`; empty if the file is missing or damaged."""
+    def _known_summary(self) -> dict[str, Any]:
+        """The content of `summary.json` that goes on; empty if the file is missing or damaged."""
         try:
             return self.read_summary()
         except UnreadableFile:
-            return {}
-
-    @property
-    def run(self) -> str | None:
-        """The name that the checkpoints of this run give it; None if there is no summary that says it."""
-        return self.readable_summary().get("run")
-
-    @property
-    def saved(self) -> str:
-        """How far this run is saved, for a sentence: `step 312 of 345`; empty before its first checkpoint."""
-        try:
-            step = int(safe_read.read_text(self.last).strip().removeprefix("step-"))
-        except (UnreadableFile, ValueError):
-            return ""
-        return f"step {step} of {self.readable_summary().get('steps', 'an unknown number')}"
-
-    def spent(self) -> dict[str, Any]:
-        """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
-        return self.readable_summary().get("spent") or {}
-
-    def swept(self) -> dict[str, str]:
-        """The values of this run for the keys that its sweep varies; empty for a run alone."""
-        try:
-            keys = safe_read.read_json(self.path.parent / "sweep.json")["swept"]
-            values = dict(word.partition("=")[::2] for word in safe_read.read_yaml(self.overrides))
-            return {key: values[key] for key in keys if key in values}
-        except (UnreadableFile, LookupError, TypeError, AttributeError):
             return {}
 
     def write_summary(self, **facts: Any) -> None:
@@ -196,7 +169,7 @@ class RunDir:
         Raises:
             StorageError: the file cannot be written.
         """
-        facts = {**self.readable_summary(), **facts}
+        facts = {**self._known_summary(), **facts}
         write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
     def start_summary(self, **facts: Any) -> None:
@@ -208,7 +181,7 @@ class RunDir:
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile, LookupError, TypeError):
-            has_started = self.readable_summary().get("status") == "running"
+            has_started = self._known_summary().get("status") == "running"
             self.write_summary(status=status, exit_code=known.exit_code, error=str(known))
             if not has_started:  # else it is the newest run already
                 self.mark_latest(Path(safe_read.read_yaml(self.config)["output_root"]))

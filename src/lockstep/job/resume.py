@@ -21,9 +21,9 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
 from lockstep.core.named_paths import pointed
 from lockstep.core.plan import Plan
+from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_if_exists
-from lockstep.telemetry.run_files import RunFiles
 
 if TYPE_CHECKING:  # importing them imports torch
     from lockstep.core.data_protocols import Source
@@ -218,7 +218,7 @@ def _named_checkpoint(values: Mapping[str, Any]) -> str | None:
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The config of a run with the overrides of the present command, and all overrides."""
-    stored, configs = yaml_io.load_list(run_dir.overrides), invocation.configs
+    stored, configs = read_overrides(run_dir.overrides), invocation.configs
     added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
     try:
         own = composition.recompose(stored, (), configs)
@@ -237,7 +237,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
 
 def _missing_extensions(run_dir: RunDir) -> str:
     """The end of a sentence that names the extensions of a run that are not installed here; empty if all are."""
-    match RunFiles(run_dir.path).environment:
+    match Run(run_dir.path).environment:
         case {"extensions": dict(installed)}:
             active = {extension.package for extension in extensions.active()}
             if missing := [f"{package} ({origin})" for package, origin in installed.items() if package not in active]:

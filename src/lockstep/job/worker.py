@@ -19,6 +19,7 @@ from typing import NoReturn
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, StorageError, as_known, out_of_memory
 from lockstep.core.launched import is_launched, launched
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import impatient
@@ -56,7 +57,7 @@ def main(path: Path, job: ResolvedJob | None = None) -> None:
         full_disk(run_dir.path),
     ):
         job, stop = job or load_job(run_dir.config), StopRequest()
-        stop.saved = run_dir.saved
+        stop.saved = Run(path).saved
         if job.repro == "strict":  # cuBLAS reads the variable when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         timeout = plan.seconds("launcher.timeout", job.launcher.timeout)

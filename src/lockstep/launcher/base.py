@@ -10,6 +10,7 @@ from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stoppe
 from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.rules import Time
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.processes import KILLED
@@ -32,8 +33,8 @@ class Inline(Launcher):
         try:
             self.run(entry, run_dir)
         except StopNow:  # the stop came before the rank had set its handlers, or after it had restored them
-            raise not_begun(run_dir.saved) from None
-        return run_dir.read_summary().get("objective")
+            raise not_begun(Run(run_dir.path).saved) from None
+        return Run(run_dir.path).summary.get("objective")
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         entry(run_dir.path)
@@ -65,7 +66,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
         with suppress(UnreadableFile):  # a full disk may have ended its rank
             errors.append(safe_read.read_json(path))
     if not errors and set(exit_codes.values()) == {Stopped.exit_code}:  # stopped before they could write error files
-        return not_begun(run_dir.saved)
+        return not_begun(Run(run_dir.path).saved)
     if not errors:
         if StorageError.exit_code in exit_codes.values():
             return StorageError(

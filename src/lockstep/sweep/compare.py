@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
-from lockstep.sweep.record import Direction, State
-from lockstep.sweep.runs import Run, differing
-from lockstep.telemetry.run_files import RunFiles
+from lockstep.core.run import Run, State
+from lockstep.sweep.record import Direction
+from lockstep.sweep.runs import differing
 
 SEED = "seed"
 CONFIDENCE = 0.95
@@ -130,7 +130,7 @@ def causes(runs: Sequence[Run]) -> list[Row]:
     """What differs between two runs, the likeliest cause of different scores first."""
     keys = differing(runs, of_recipes=True)
     first, second = (_facts(run, keys) for run in runs)
-    typed = {key for run in runs for key in run.typed}
+    typed = {key for run in runs for key in run.typed_values}
     rows = [
         {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
         for kind, key in dict.fromkeys([*first, *second])
@@ -141,18 +141,18 @@ def causes(runs: Sequence[Run]) -> list[Row]:
 
 def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
     """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
-    files, facts = RunFiles(run.folder), {}
+    facts = {}
     for key in keys:
         kind = SEED if key == SEED else "config, to rounding" if _is_below(key, ROUNDING) else "config"
         facts[kind, key] = run.settings.get(key, "none")
-    for key, value in leaves(files.environment):
+    for key, value in leaves(run.environment):
         kind = "code" if _is_below(key, CODE) else "versions" if _is_below(key, VERSIONS) else "machine"
         facts[kind, key.removeprefix("packages.")] = str(value)
-    for key, value in leaves(files.identity):
+    for key, value in leaves(run.identity):
         if _is_below(key, DATA):
             facts["data", key] = str(value)
-    if files.damage:
-        raise InputError(*files.damage)
+    if run.damage:
+        raise InputError(*run.damage)
     return facts
 
 

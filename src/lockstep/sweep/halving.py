@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lockstep.core.errors import Stopped
+from lockstep.core.run import Run, State
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Direction, Record, State
-from lockstep.telemetry.run_files import RunFiles
+from lockstep.sweep.record import Direction, Record
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -33,9 +33,9 @@ def shares(jobs: int, factor: int) -> list[float]:
 
 def evaluations(ledger: Ledger, record: Record) -> list[tuple[float, float]]:
     """The evaluations of a job so far: the share of its steps that was done, and the score."""
-    files = RunFiles(ledger.folder / record.folder)
-    total = files.summary.get("steps")
-    return [(step / total, score) for step, score in files.series(*SCORES)] if total else []
+    run = Run(ledger.folder / record.folder)
+    total = run.summary.get("steps")
+    return [(step / total, score) for step, score in run.series(*SCORES)] if total else []
 
 
 def score_at(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:

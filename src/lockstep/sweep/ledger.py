@@ -24,18 +24,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import yaml_io
 from lockstep.config.messages import translate
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.fields import leaves
+from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import Direction, Identify, Record, State, best_of, born, job_key
+from lockstep.sweep.record import Direction, Identify, Record, best_of, job_key
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
@@ -233,7 +233,7 @@ class Ledger:
             folder = min((path.name for path in self.folder.glob(f"{path.stem}-*")), default=path.stem)
             overrides: list[str] = []
             with suppress(InputError):  # the job has not begun
-                overrides = yaml_io.load_list(RunDir(self.folder / folder).overrides)
+                overrides = read_overrides(RunDir(self.folder / folder).overrides)
             return Record(
                 number=number,
                 overrides=tuple(overrides),
@@ -289,7 +289,7 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
     except BaseException as raised:
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
-            error = signals.not_begun(RunDir(ledger.folder / record.folder).saved)
+            error = signals.not_begun(Run(ledger.folder / record.folder).saved)
         translated = translate(error) if isinstance(error, Exception) else None
         known = translated or as_known(error)
         # A full disk is no fault of the job: the same line goes on with it.

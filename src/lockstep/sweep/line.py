@@ -19,10 +19,11 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.core.locks import locked
+from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, State, checked_direction
+from lockstep.sweep.record import Direction, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.

@@ -4,31 +4,31 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 from lockstep.core.errors import InputError
+from lockstep.core.run import Run
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Direction, Record
-from lockstep.telemetry.run_files import RunFiles
 
 SCORE = "score"
 
 
-def _seconds(files: RunFiles) -> float | None:
+def _seconds(run: Run) -> float | None:
     """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
-    steps = [(0, 0.0), *files.series("perf/step_ms")]
+    steps = [(0, 0.0), *run.series("perf/step_ms")]
     total = sum(ms / 1000 * (step - before) for (before, _), (step, ms) in pairwise(steps))
     return total or None  # None for a job of an app that writes no such file
 
 
 # The costs of a run as objectives, of which less is better; None for one that was not measured.
-COSTS: Mapping[str, Callable[[RunFiles], float | None]] = {
+COSTS: Mapping[str, Callable[[Run], float | None]] = {
     "seconds": _seconds,
-    "megabytes": lambda files: path.stat().st_size / 1e6 if (path := files.run_dir.weights).exists() else None,
-    "kwh": lambda files: files.run_dir.spent().get("kwh"),
+    "megabytes": lambda run: path.stat().st_size / 1e6 if (path := run.run_dir.weights).exists() else None,
+    "kwh": lambda run: run.spent.get("kwh"),
 }
 OBJECTIVES = (SCORE, *COSTS)
 
 
 def _value(ledger: Ledger, record: Record, name: str) -> float | None:
-    return record.score if name == SCORE else COSTS[name](RunFiles(ledger.folder / record.folder))
+    return record.score if name == SCORE else COSTS[name](Run(ledger.folder / record.folder))
 
 
 def check(names: Sequence[str]) -> None:

@@ -8,16 +8,15 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.commands import typed
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Record, best_of, score_text
-from lockstep.sweep.runs import state_of
 from lockstep.sweep.view import seeds_together, swept_keys, varied
 from lockstep.telemetry import charts
 from lockstep.telemetry.report import number, rendered
-from lockstep.telemetry.run_files import RunFiles
 
 SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
 
@@ -37,11 +36,11 @@ def write_sweep_report(ledger: Ledger) -> Path:
 def _facts(ledger: Ledger) -> dict[str, Any]:
     records, identity = ledger.records(), ledger.identity()
     swept = swept_keys(records) or identity.swept
-    jobs = {record.number: RunFiles(ledger.folder / record.folder) for record in records}
+    jobs = {record.number: Run(ledger.folder / record.folder) for record in records}
     costs = {number: costs_of(job) for number, job in jobs.items()}
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
-    count, best = Counter(map(state_of, records)), best_of(records, identity.direction)
+    count, best = Counter(record.present_state for record in records), best_of(records, identity.direction)
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
         "best": f"job {best.number} with {best.score:.2f}: {' '.join(varied(best, swept))}" if best else "",
@@ -65,7 +64,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                     *_values(record, swept),
                     score_text(record.objective),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
-                    state_of(record),
+                    record.present_state,
                 ],
             )
             for record in ranked
@@ -74,8 +73,8 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def costs_of(job: RunFiles) -> dict[str, float]:
-    figures = {"seconds": job.summary.get("seconds"), **(job.summary.get("spent") or {})}
+def costs_of(job: Run) -> dict[str, float]:
+    figures = {"seconds": job.summary.get("seconds"), **job.spent}
     return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
 
 

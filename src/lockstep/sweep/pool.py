@@ -16,7 +16,7 @@ from typing import Any
 
 from lockstep.config.commands import override
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run import Run, State
 from lockstep.core.safe_write import append
 from lockstep.launcher.processes import KILLED, Fork, Fresh, Process, can_fork, forwarding
 from lockstep.runtime import signals
@@ -24,7 +24,7 @@ from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of, recorded
-from lockstep.sweep.record import Record, State
+from lockstep.sweep.record import Record
 from lockstep.sweep.view import SweepView
 
 REFRESH_S = 0.5
@@ -156,7 +156,7 @@ class Pool:
         if code == 0:  # a fresh interpreter of an app that knows no ledger
             return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
-            error = str(signals.not_begun(RunDir(self.ledger.folder / record.folder).saved))
+            error = str(signals.not_begun(Run(self.ledger.folder / record.folder).saved))
             return self.ledger.end(record, State.stopped, exit_code=code, error=error)
         if code == -signal.SIGKILL and self.has_killed:
             forced = Interrupted()
@@ -223,7 +223,7 @@ def start(ledger: Ledger, task: Task, share: Share) -> Process:
 
 def memory_of_job(ledger: Ledger, record: Record) -> int | None:
     """What a job that is done took of its GPU, if its `summary.json` says so, with the context of CUDA."""
-    taken = RunDir(ledger.folder / record.folder).readable_summary().get("gpu_memory")
+    taken = Run(ledger.folder / record.folder).summary.get("gpu_memory")
     return int(taken) + CONTEXT_BYTES if taken is not None and record.state is State.done else None
 
 

@@ -2,15 +2,12 @@
 
 import socket
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
-import psutil
-
 from lockstep.core.errors import InputError
+from lockstep.core.run import State, born
 
 
 class Direction(StrEnum):
@@ -22,19 +19,6 @@ class Direction(StrEnum):
     def gain(self, score: float) -> float:
         """A score as a number that is larger for a better one."""
         return score if self is Direction.maximize else -score
-
-
-class State(StrEnum):
-    """How far a job is. `stopped`: it saved its state, and its next start goes on from there; `pruned`: so, because
-    others are better; `damaged`: its record cannot be read."""
-
-    waiting = "waiting"
-    running = "running"
-    done = "done"
-    failed = "failed"
-    stopped = "stopped"
-    pruned = "pruned"
-    damaged = "damaged"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +66,12 @@ class Record:
         """Whether a living process of this machine runs the job. A killed one leaves `running` behind."""
         return self.state is State.running and self.host == socket.gethostname() and self.born == born(self.pid) != ""
 
+    @property
+    def present_state(self) -> State:
+        """The state, as far as this machine can see: the record of a killed job still says `running`."""
+        was_here = self.state is State.running and self.host == socket.gethostname()
+        return State.killed if was_here and not self.runs_here else self.state
+
 
 Identify = Callable[[Sequence[str]], Hashable]  # what a job is, by its overrides
 
@@ -109,20 +99,3 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
 
 def score_text(score: float | None) -> str:
     return "" if score is None else f"{score:.2f}"
-
-
-def born(pid: object) -> str:
-    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone.
-
-    `pid` may come from a file that somebody else wrote, and be anything.
-    """
-    if not isinstance(pid, int):
-        return ""
-    with suppress(OSError):  # it has ended, or this is not Linux
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
-    # Not on Linux: there psutil adds the time of the boot, which changes with the clock.
-    with suppress(psutil.Error, ValueError):
-        process = psutil.Process(pid)
-        return "" if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
-    return ""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lockstep.core.run import State
 from lockstep.core.safe_write import storing
 from lockstep.sweep.halving import evaluations
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE, values
-from lockstep.sweep.record import Identify, Record, State, job_key
+from lockstep.sweep.record import Identify, Record, job_key
 
 if TYPE_CHECKING:
     import optuna

@@ -15,12 +15,13 @@ from rich.text import Text
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
-from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.run import Run, State
+from lockstep.core.run_dir import relative
 from lockstep.runtime.program import say
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Direction, Record, State, best_of, score_text
+from lockstep.sweep.record import Direction, Record, best_of, score_text
 from lockstep.telemetry.columns import ALWAYS, FigureColumn, clock, fitting
 
 SEED = "seed"
@@ -135,10 +136,9 @@ class SweepView:
 
 def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
     """How far a job is, if it writes `summary.json` with `steps`, and `metrics.jsonl` with `step`; else empty."""
-    run = RunDir(ledger.folder / record.folder)
+    run = Run(ledger.folder / record.folder)
     try:
-        facts = run.read_summary()
-        with safe_read.opened(run.metrics) as file:
+        with safe_read.opened(run.run_dir.metrics) as file:
             start = max(0, file.seek(0, 2) - TAIL)
             file.seek(start)
             texts = file.read().decode(errors="replace").splitlines()[start > 0 :]  # without one that is cut
@@ -146,7 +146,7 @@ def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
         rates = [line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line]  # of log points
         return {
             "step": float(lines[-1]["step"]) if lines else 0.0,
-            "steps": float(facts["steps"]),
+            "steps": float(run.summary["steps"]),
             "rate": float(rates[-1]) if rates else 0.0,
         }
     except (InputError, LookupError, TypeError, ValueError, AttributeError):

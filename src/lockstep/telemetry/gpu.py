@@ -8,7 +8,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import pynvml
 from torch import nn
 
-from lockstep.core.safe_read import is_number, parsed_json, read_lines
+from lockstep.core.figures import parsed_samples
 from lockstep.core.world import World
 from lockstep.runtime.gpus import name_in_nvml
 from lockstep.telemetry.sinks import truncate_after
@@ -119,7 +119,7 @@ class Gpus:
         self.handles = [pynvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
         self.uuids, self.path = uuids, path
         # Every line stays on a resume: `gpu.jsonl` goes by time, not by steps.
-        self.file, _ = truncate_after(path, math.inf, lambda line: _parsed(line)[0])
+        self.file, _ = truncate_after(path, math.inf, lambda line: parsed_samples(line)[0])
         self.joules_before = self._joules()
         self.joules = None if self.joules_before is None else 0.0
         self.counters = [Counters(handle) for handle in self.handles]
@@ -195,22 +195,3 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
         numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
     uuids = world.gather([name_in_nvml(number) for number in numbers])
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
-
-
-def read_samples(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps in a `gpu.jsonl`, if there is one, with the figures of a GPU by tag."""
-    for line in read_lines(path) if path.exists() else ():
-        with suppress(ValueError, RecursionError):
-            yield _parsed(line or "")
-
-
-def _parsed(line: str) -> tuple[int, dict[str, Any]]:
-    """The step and the figures of a line of `gpu.jsonl`.
-
-    Raises:
-        ValueError, RecursionError: it is not one of ours.
-    """
-    match parsed_json(line):
-        case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
-            return step, {f"gpu/{name}/{rank}": value for name, value in figures.items() if is_number(value)}
-    raise ValueError("not a line of GPU figures")

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.run import Run
 from lockstep.core.safe_read import read_text
 from lockstep.telemetry import sinks, tensorboard
 from lockstep.telemetry.trackers import MLflow, WandB
@@ -35,7 +36,7 @@ class TensorBoard:
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
-        facts = dict(_fact(run, key, value) for key, value in run.run_dir.swept().items()) or run.hyperparameters
+        facts = dict(_fact(run, key, value) for key, value in Run(run.folder).swept.items()) or run.hyperparameters
         texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
         values = run.config.get("input", {})
         mean, std = (

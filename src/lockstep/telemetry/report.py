@@ -19,15 +19,15 @@ from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
+from lockstep.core.figures import Figures, finite
 from lockstep.core.predictions import Predictions
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
 from lockstep.telemetry.columns import clock, moment
-from lockstep.telemetry.run_files import Figures, RunFiles
-from lockstep.telemetry.sinks import finite
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
@@ -80,14 +80,14 @@ HARDWARE = {
 }
 
 
-def write_report(run_dir: RunDir, state: str = "") -> Path:
-    """Write `report.html` into a run folder; `state` says how far the run is, where its summary cannot know it.
+def write_report(run: Run) -> Path:
+    """Write `report.html` into a run folder.
 
     Raises:
         StorageError: it cannot be written.
     """
-    write_atomic(run_dir.report, rendered("run.html", **facts_of(run_dir, state)))
-    return run_dir.report
+    write_atomic(run.run_dir.report, rendered("run.html", **facts_of(run)))
+    return run.run_dir.report
 
 
 def is_current(run_dir: RunDir, record: Path) -> bool:
@@ -124,22 +124,21 @@ def _pages() -> Any:
     )
 
 
-def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
+def facts_of(run: Run) -> dict[str, Any]:
     """Everything that the page of a run shows."""
-    files = RunFiles(run_dir.path)
-    facts, environment, figures, predictions = files.summary, files.environment, files.figures, files.predictions
-    command = files.read(run_dir.command, safe_read.read_text, "")
+    facts, environment, figures, predictions = run.summary, run.environment, run.figures, run.predictions
+    command = run.read(run.run_dir.command, safe_read.read_text, "")
     times: Mapping[str, float | None] = facts.get("time") or {}
     sections: dict[str, Callable[[], Any]] = {
-        "summary": lambda: [*_summary(facts, figures, state)],
+        "summary": lambda: [*_summary(run)],
         "findings": lambda: [*_findings(facts)],
         "time": lambda: [(name.replace("_", " "), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [*_hardware(facts, environment)],
         "curves": lambda: [*_charts(figures, CURVES)],
-        "usage": lambda: [*_charts(figures, USAGE), *_charts(files.gpu, USAGE)],
+        "usage": lambda: [*_charts(figures, USAGE), *_charts(run.gpu, USAGE)],
         "predictions": lambda: _predictions(predictions) if predictions else {},
-        "differences": lambda: [*_differences(files.composed, files.choices)],
+        "differences": lambda: [*_differences(run.composed, run.choices)],
         "environment": lambda: [
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
         ],
@@ -150,17 +149,15 @@ def facts_of(run_dir: RunDir, state: str) -> dict[str, Any]:
             shown[name] = section()
         except (TypeError, ValueError, LookupError, AttributeError, OSError, OverflowError) as error:
             shown[name] = ()
-            files.damage.append(
-                f"{name} in {run_dir.path} is damaged, or of another version ({type(error).__name__})"
-            )
-    config = files.read(run_dir.config, safe_read.read_text, "")
+            run.damage.append(f"{name} in {run.folder} is damaged, or of another version ({type(error).__name__})")
+    config = run.read(run.run_dir.config, safe_read.read_text, "")
     return {
-        "title": run_dir.path.name,
-        "folder": str(run_dir.path.absolute()),
+        "title": run.folder.name,
+        "folder": str(run.folder.absolute()),
         **shown,
         "command": "\n".join(line for line in command.splitlines() if not line.startswith("# sha256")),
         "config": config,
-        "notes": [*files.damage, *filter(None, [facts.get("error")])],
+        "notes": [*run.damage, *filter(None, [facts.get("error")])],
     }
 
 
@@ -169,13 +166,14 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
     return f"{before}{value:{form}}{unit}" if is_number(value) else ""
 
 
-def _summary(facts: Mapping[str, Any], figures: Figures, state: str) -> Iterator[tuple[str, str]]:
+def _summary(run: Run) -> Iterator[tuple[str, str]]:
+    facts, figures = run.summary, run.figures
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag)]
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
-        "state": state or str(facts.get("status", "not known")),
+        "state": str(run.state),
         "best top-1": number(facts.get("best"), ".2f", " %")
         + number(facts.get("best_step"), ",", before=" at step "),
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),

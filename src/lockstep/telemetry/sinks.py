@@ -8,34 +8,21 @@ import csv
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import torch
 from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.figures import finite, parsed_figures, place_of
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.predictions import Predictions
-from lockstep.core.safe_read import is_number, parsed_json, read_lines
+from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
-
-STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
-# How the tags begin of what an evaluation writes, after the figures of its step.
-EVALUATED = ("loss/val", "loss/train_epoch", "perf/time/")
-
-
-def place_of(step: int, tags: Iterable[str]) -> float:
-    """Where figures are in the order of a run: an evaluation is half a step behind its step."""
-    return step + 0.5 if any(tag.startswith(EVALUATED) for tag in tags) else step
-
-
-def finite(scalars: Mapping[str, float]) -> dict[str, float]:
-    """The scalars that have a value, for what has no other way to say that there is none."""
-    return {tag: value for tag, value in scalars.items() if math.isfinite(value)}
 
 
 class _TextSink(Observer):
@@ -64,7 +51,7 @@ class JsonLines(_TextSink):
 
     def __init__(self, path: Path, after: float, logged: int = 0) -> None:
         self.path = path
-        self.file, last = truncate_after(path, after, lambda line: place_of(*_parsed(line)))
+        self.file, last = truncate_after(path, after, lambda line: place_of(*parsed_figures(line)))
         if last < logged:
             log.warn(
                 f"{path} ends at step {last}, and its run had logged step {logged}: the lines between them are lost"
@@ -74,19 +61,6 @@ class JsonLines(_TextSink):
         figures = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
         with storing(self.path):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **figures}) + "\n")
-
-
-def _parsed(line: str) -> tuple[int, dict[Any, Any]]:
-    """The step and the scalars of a line of `metrics.jsonl`.
-
-    Raises:
-        ValueError, RecursionError: it is not one of ours.
-    """
-    match parsed_json(line):
-        case {"step": int(step), **scalars} if is_number(step):
-            if all(value is None or is_number(value) for value in scalars.values()):
-                return step, scalars
-    raise ValueError("not a line of figures")
 
 
 def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> tuple[TextIO, int]:
@@ -143,18 +117,6 @@ COLUMNS = {
     "perf/img_per_s": "img_per_s",
     "perf/data_wait_pct": "data_wait_pct",
 }
-
-
-def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> Iterator[tuple[int, dict[str, float]]]:
-    """The steps up to `RunInfo.after` in a `metrics.jsonl`, if there is one: finite scalars, and NaN for `nulls`."""
-    for line in read_lines(path) if path.exists() else ():
-        try:
-            step, scalars = _parsed(line or "")
-        except (ValueError, RecursionError):
-            continue
-        if place_of(step, scalars) <= after:
-            figures = {tag: math.nan if value is None else value for tag, value in scalars.items() if tag != STAMP}
-            yield step, figures if nulls else finite(figures)
 
 
 class CsvTable(_TextSink):

@@ -8,6 +8,7 @@ from pathlib import Path
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.runtime.signals import StopRequest
@@ -52,7 +53,7 @@ class Spending(Observer):
 
     def __post_init__(self) -> None:
         self.began = self.written = time.monotonic()
-        before = self.run_dir.spent()
+        before = Run(self.run_dir.path).spent
         self.before = {name: float(value) for name, value in before.items() if is_number(value)}
         if self.budget.kwh is not None and self._kwh() is None:
             raise InputError(

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.errors import StorageError, masked
+from lockstep.core.figures import finite, place_of
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.predictions import BINS, Predictions
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import make_folder, storing
 from lockstep.telemetry import pictures
-from lockstep.telemetry.sinks import finite, place_of
 
 if TYPE_CHECKING:  # a job without TensorBoard does not import it
     from torch.utils.tensorboard import SummaryWriter
@@ -205,7 +206,7 @@ def opened(folder: Path, purge_step: int | None = None) -> SummaryWriter:
 
 def append_verdict(run_dir: RunDir, step: int) -> None:
     """Add the verdict about a run that has ended to its event files, if it has both."""
-    verdict = run_dir.read_summary().get("verdict")
+    verdict = Run(run_dir.path).summary.get("verdict")
     if verdict and any(run_dir.path.glob(EVENTS)):
         text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
         with storing(run_dir.path), opened(run_dir.path) as writer:

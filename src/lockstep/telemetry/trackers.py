@@ -12,10 +12,10 @@ from typing import ClassVar
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, ruled
+from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.rules import Text
 from lockstep.core.safe_write import storing
-from lockstep.telemetry.sinks import finite, read_figures
 
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces

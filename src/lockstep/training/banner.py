@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config import yaml_io
 from lockstep.config.commands import override, program_words, typed
 from lockstep.config.invocation import repeated_words
 from lockstep.config.messages import key_of
 from lockstep.core import log
 from lockstep.core.protocols import Optimizer, Precision
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
@@ -209,7 +209,7 @@ def banner(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
-    last_words = {key_of(word): word for word in yaml_io.load_list(run_dir.overrides)}  # a resume adds its own
+    last_words = {key_of(word): word for word in Run(run_dir.path).overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
         "changed": " ".join(last_words.values()) or "nothing, these are the defaults",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.core.closing import closing
+from lockstep.core.figures import read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -141,7 +142,7 @@ def _observer(
         model=network.model,
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
-    logged = sinks.read_figures(run_dir.metrics, progress.after)
+    logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     table = sinks.CsvTable(run_dir.table, plan, progress.after, latest)
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)

@@ -11,6 +11,7 @@ from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.observer import Observer
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import probabilities_of
@@ -127,7 +128,7 @@ def build_checkpointer(
         writes=world.is_main,
         every_s=data.plan.save_every_s,
         card=card_of(job),
-        run=run_dir.run or own or secrets.token_hex(8),
+        run=Run(run_dir.path).id or own or secrets.token_hex(8),
     )
 
 

@@ -19,14 +19,14 @@ from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
 from lockstep.config.commands import typed
 from lockstep.core import log
-from lockstep.core.errors import BrokenImage, InputError, NumericalError, StorageError
+from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.plan import Plan
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.report import is_due, write_report
-from lockstep.telemetry.run_files import RunFiles
 from lockstep.telemetry.spending import rates
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
@@ -73,16 +73,9 @@ class RunRecord(NoRecord):
     def announce(
         self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
     ) -> None:
-        banner.banner(job, self.run_dir, self.world, data, network, progress, origin, self._composed())
+        banner.banner(job, self.run_dir, self.world, data, network, progress, origin, Run(self.run_dir.path).composed)
         for note in self._notes(job, data, network):
             log.warn(note)
-
-    def _composed(self) -> dict[str, Any]:
-        """The config as the user gave it, which only explains choices; empty if the folder has none."""
-        try:
-            return yaml_io.load(self.run_dir.composed)
-        except InputError:
-            return {}
 
     def _notes(self, job: ResolvedJob, data: TrainingData, network: Network) -> list[str]:
         """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
@@ -107,7 +100,7 @@ class RunRecord(NoRecord):
         write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
-        spent = self.run_dir.spent()
+        spent = Run(self.run_dir.path).spent
         spent["hours"] = spent.get("hours", 0.0) + (time.monotonic() - self.began) / 3600  # of the start
         self.run_dir.start_summary(
             run=run,
@@ -133,7 +126,7 @@ class RunRecord(NoRecord):
             shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
-        progress, telemetry, spent = trainer.progress, trainer.telemetry, self.run_dir.spent()
+        progress, telemetry, spent = trainer.progress, trainer.telemetry, Run(self.run_dir.path).spent
         figures, shares = {**rates(spent), **hardware}, telemetry.time_shares()
         seconds = 3600 * spent["hours"]
         of_gpu: dict[str, Any] = {}
@@ -177,7 +170,7 @@ class RunRecord(NoRecord):
         report = typed(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):
             try:
-                report = str(relative(write_report(self.run_dir)))
+                report = str(relative(write_report(Run(self.run_dir.path))))
             except Exception as error:  # a plotting library can raise anything, and the run is done
                 log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
         log.say_command("report", report)
@@ -186,13 +179,13 @@ class RunRecord(NoRecord):
         """What the scores say, also those of earlier parts of the run; None without an evaluation."""
         if trainer.progress.best is None:
             return None
-        files, labels = RunFiles(self.run_dir.path), trainer.loader.eval_labels
-        trained = files.series("acc/train_epoch_top1", "acc/train_top1")
+        run, labels = Run(self.run_dir.path), trainer.loader.eval_labels
+        trained = run.series("acc/train_epoch_top1", "acc/train_top1")
         scores = Scores(
             top1=trainer.progress.best,
             images=labels[labels >= 0].bincount().tolist(),
             trained=trained[-1][1] if trained else None,
-            losses=files.series("loss/val"),
+            losses=run.series("loss/val"),
         )
         return learning(job, trainer.plan, scores)
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from helpers import train_here
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.telemetry.run_files import RunFiles
 
 # What can be asked of a run, and the file that has it.
 CONTENTS: dict[str, Callable[[RunDir], Path]] = {
@@ -30,7 +30,7 @@ CONTENTS: dict[str, Callable[[RunDir], Path]] = {
 }
 
 
-def content(files: RunFiles, name: str) -> Any:
+def content(files: Run, name: str) -> Any:
     return getattr(files, name)
 
 
@@ -41,14 +41,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 @pytest.mark.parametrize("name", sorted({*CONTENTS} - {"choices", "gpu"}))  # a run without Hydra on a CPU has neither
 def test_a_whole_file_is_read(trained: RunDir, name: str) -> None:
-    files = RunFiles(trained.path)
+    files = Run(trained.path)
     assert content(files, name)
     assert files.damage == []
 
 
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_missing_file_is_empty_and_no_damage(tmp_path: Path, name: str) -> None:
-    files = RunFiles(tmp_path)
+    files = Run(tmp_path)
     assert not content(files, name)
     assert files.damage == []
 
@@ -65,7 +65,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("name", CONTENTS)
 def test_a_damaged_file_is_empty_with_one_sentence_that_names_it(tmp_path: Path, name: str, damage: str) -> None:
-    files = RunFiles(tmp_path / "run")
+    files = Run(tmp_path / "run")
     path = CONTENTS[name](files.run_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
     DAMAGE[damage](path)
@@ -86,17 +86,17 @@ def test_a_summary_of_other_types_is_damaged_as_a_whole(tmp_path: Path, key: str
         return
     with pytest.raises(UnreadableFile, match="is not the summary of a run"):
         run.read_summary()
-    assert run.readable_summary() == RunFiles(tmp_path).summary == run.spent() == {}
-    assert run.run is None
+    assert Run(tmp_path).summary == Run(tmp_path).spent == {}
+    assert Run(tmp_path).id is None
 
 
 @pytest.mark.parametrize("key", ["started", "objective", "img_per_s", "spent", "time"])
 def test_a_number_or_a_table_may_be_null(tmp_path: Path, key: str) -> None:
     RunDir.at(tmp_path).write_summary(**{key: None})
-    assert RunFiles(tmp_path).summary == {key: None}
+    assert Run(tmp_path).summary == {key: None}
 
 
 def test_a_series_has_the_first_finite_figure_of_each_step(tmp_path: Path) -> None:
     lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": None, "b": 2.0}, {"step": 3, "c": 3.0}, {"step": 4, "b": 4.0}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    assert RunFiles(tmp_path).series("a", "b") == [(1, 1.0), (2, 2.0), (4, 4.0)]
+    assert Run(tmp_path).series("a", "b") == [(1, 1.0), (2, 2.0), (4, 4.0)]

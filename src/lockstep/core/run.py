@@ -1,0 +1,266 @@
+"""A run, from what its folder says. All that shows, compares or resumes runs reads their folders here.
+
+Each file may be missing, damaged, of another version, or somebody else's. A missing file is empty. So is a damaged
+one, and `damage` has a sentence about it: who needs the file raises it, who can do without shows it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from lockstep.core import safe_read
+from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.figures import Figures, read_figures, read_samples
+from lockstep.core.predictions import Predictions
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import MB, UnreadableFile
+
+Content = TypeVar("Content")
+
+CLASS = "._target_"
+# Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
+ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
+
+
+class State(StrEnum):
+    """How far a run or a job of a sweep is.
+
+    `stopped`: it saved its state, and goes on from there; `pruned`: so, because others are better; `killed`: its
+    summary or record says that it runs, and its process is gone; `damaged`: its files cannot be read.
+    """
+
+    waiting = "waiting"
+    running = "running"
+    done = "done"
+    failed = "failed"
+    stopped = "stopped"
+    pruned = "pruned"
+    killed = "killed"
+    damaged = "damaged"
+
+
+class Run:
+    """A run. Each file is read once, when it is first used.
+
+    Fields:
+        damage: a sentence for each file that was read so far and is damaged.
+        direction: which score of its sweep is better; None for a run alone.
+        rung: how far it came in a successive halving; empty without one.
+    """
+
+    direction: str | None = None
+    rung = ""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, RunDir(folder)
+        self.damage: list[str] = []
+
+    def read(self, path: Path, reader: Callable[[Path], Any], empty: Content) -> Content:
+        """What `reader` makes of a file, of the type of `empty`; `empty` without a whole file."""
+        try:
+            if not (path.is_symlink() or path.exists()):
+                return empty
+            content = reader(path)
+            if isinstance(content, type(empty)):
+                return content
+            self.damage.append(f"{path} is not a file of a run: expected {'a list' if empty == [] else 'keys'}")
+        except InputError as error:
+            self.damage.append(str(error))
+        except PermissionError as error:
+            self.damage.append(f"{self.folder} cannot be read ({error.strerror})")
+        return empty
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json`, whose values have the types of `core.run_dir`."""
+        return self.read(self.run_dir.summary, lambda _: self.run_dir.read_summary(), {})
+
+    @property
+    def id(self) -> str | None:
+        """The name that the checkpoints of this run give it; None if there is no summary that says it."""
+        return self.summary.get("run")
+
+    @property
+    def spent(self) -> dict[str, Any]:
+        """What the parts of this run so far have spent, as the summary says it; empty if it does not."""
+        return {**(self.summary.get("spent") or {})}
+
+    @property
+    def saved(self) -> str:
+        """How far this run is saved, for a sentence: `step 312 of 345`; empty before its first checkpoint."""
+        try:
+            step = int(safe_read.read_text(self.run_dir.last).strip().removeprefix("step-"))
+        except (UnreadableFile, ValueError):
+            return ""
+        return f"step {step} of {self.summary.get('steps', 'an unknown number')}"
+
+    @cached_property
+    def problem(self) -> str:
+        """What is damaged of the files that say what the run is and how it ended; empty if nothing is."""
+        _ = self.summary, self.composed, self.choices, self.overrides
+        return next(iter(self.damage), "")
+
+    @cached_property
+    def state(self) -> str:
+        """A `State`, or what another version of Lockstep has written in its place."""
+        status: str = self.summary.get("status", State.waiting)
+        if self.problem:
+            return State.damaged
+        if status == State.running and not _is_held(self.run_dir.lock):
+            return State.killed
+        return State.done if status == "completed" else status
+
+    @cached_property
+    def started(self) -> float:
+        """Seconds since 1970; 0 if it has not started."""
+        return self.summary.get("started") or 0.0
+
+    @cached_property
+    def score(self) -> float | None:
+        """The objective of a run that is done."""
+        return None if self.problem else self.summary.get("objective")
+
+    @cached_property
+    def error(self) -> str:
+        """Why it has no score."""
+        return self.problem or self.summary.get("error", "")
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return self.read(self.run_dir.environment, safe_read.read_json, {})
+
+    @cached_property
+    def composed(self) -> dict[str, Any]:
+        """The config as Hydra composed it; that of another app may have interpolations."""
+        return self.read(self.run_dir.composed, safe_read.read_yaml, {})
+
+    @cached_property
+    def choices(self) -> dict[str, str]:
+        """The option of each group that the config was composed of."""
+        match self.read(self.run_dir.hydra / "hydra.yaml", safe_read.read_yaml, {}):
+            case {"hydra": {"runtime": {"choices": {**choices}}}}:
+                return {group: str(option) for group, option in choices.items() if option and "/" not in group}
+        return {}
+
+    @cached_property
+    def overrides(self) -> list[str]:
+        return self.read(self.run_dir.overrides, read_overrides, [])
+
+    @cached_property
+    def typed_values(self) -> dict[str, str]:
+        """The values of the keys that the user typed."""
+        return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides)
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The config as the user gave it: the option of each group, and the value of each key."""
+        if self.problem:
+            return {}
+        values: dict[str, Any] = {**self.typed_values, **dict(leaves(self.composed))}
+        values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
+        values |= self.choices
+        keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]
+        return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
+
+    @property
+    def swept(self) -> dict[str, str]:
+        """The values of this run for the keys that its sweep varies; empty for a run alone."""
+        values = dict(word.partition("=")[::2] for word in self.overrides)
+        with suppress(UnreadableFile, LookupError, TypeError):
+            keys = safe_read.read_json(self.folder.parent / "sweep.json")["swept"]
+            return {key: values[key] for key in keys if key in values}
+        return {}
+
+    @cached_property
+    def figures(self) -> Figures:
+        """The steps of `metrics.jsonl`; NaN is a figure that was not finite."""
+        return self.read(self.run_dir.metrics, lambda path: [*read_figures(path, nulls=True)], [])
+
+    @cached_property
+    def gpu(self) -> Figures:
+        """The steps of `gpu.jsonl`."""
+        return self.read(self.run_dir.gpu, lambda path: [*read_samples(path)], [])
+
+    def series(self, *tags: str) -> list[tuple[int, float]]:
+        """The steps that have one of these figures, with the first of them that is finite."""
+        values = ((step, [figures[tag] for tag in tags if tag in figures]) for step, figures in self.figures)
+        finite = ((step, [value for value in row if value == value]) for step, row in values)
+        return [(step, row[0]) for step, row in finite if row]
+
+    @cached_property
+    def predictions(self) -> Predictions | None:
+        return next(iter(self.read(self.run_dir.validation, lambda path: [Predictions.read(path)], [])), None)
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        """Its checkpoints, whole or not, the newest first."""
+        return candidates(self.run_dir.checkpoints)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What the newest checkpoint says that its run is."""
+        facts = self.run_dir.checkpoints.glob("step-*/facts.json")
+        newest = max(facts, default=self.run_dir.checkpoints / "facts.json")
+        checkpoint: dict[str, Any] = self.read(newest, partial(safe_read.read_json, limit=64 * MB), {})
+        identity = checkpoint.get("identity")
+        return identity if isinstance(identity, dict) else {}
+
+
+def read_overrides(path: Path) -> list[str]:
+    """The overrides that a run folder keeps in `.hydra/overrides.yaml`.
+
+    Raises:
+        InputError: the file is missing or is not a list of texts.
+    """
+    loaded = safe_read.read_yaml(path)
+    if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
+        raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")
+    return loaded
+
+
+def candidates(folder: Path) -> list[Path]:
+    """The checkpoints in a `checkpoints` folder, newest step first."""
+    named = (path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{8,18}", path.name) and path.is_dir())
+    return sorted(named, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step of a checkpoint, from the name of its folder."""
+    return int(path.name[5:])
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether the process that holds the lock of a run lives, as far as this machine can see."""
+    try:
+        holder = safe_read.read_json(lock)
+        return bool(holder["host"] != socket.gethostname() or born(holder["pid"]))
+    except (UnreadableFile, LookupError, TypeError):
+        return False
+
+
+def born(pid: object) -> str:
+    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone.
+
+    `pid` may come from a file that somebody else wrote, and be anything.
+    """
+    if not isinstance(pid, int):
+        return ""
+    with suppress(OSError):  # it has ended, or this is not Linux
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]  # a dead process that nobody has waited for is gone too
+    # Not on Linux: there psutil adds the time of the boot, which changes with the clock.
+    with suppress(psutil.Error, ValueError):
+        process = psutil.Process(pid)
+        return "" if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    return ""
