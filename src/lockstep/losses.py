@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import SIGMOID, SOFTMAX
@@ -53,7 +54,7 @@ class _Weighted:
         return torch.tensor(self.class_weights)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loss")
 class CrossEntropy(_Weighted):
     """The cross-entropy of the softmax. An evaluation reports it without smoothing and weights."""
 
@@ -67,7 +68,7 @@ class CrossEntropy(_Weighted):
         return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loss")
 class BCE:
     """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021)."""
 
@@ -90,7 +91,7 @@ class BCE:
         return losses.sum(1) if self.sum_classes else losses.mean(1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loss")
 class Focal(_Weighted):
     """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma."""
 

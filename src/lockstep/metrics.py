@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.config.options import option
 from lockstep.core.fields import choice, ranged
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import SOFTMAX
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torchmetrics
-
-__all__ = ["AUROC", "F1", "Accuracy", "AveragePrecision", "Calibration", "Kappa", "Matthews", "Precision", "Recall"]
 
 
 # How the scores of the classes are averaged; with `none` each class keeps its own. The second is for scores that are
@@ -75,7 +73,7 @@ class PresentClasses:
         self.examples.zero_()
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Accuracy:
     """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes."""
 
@@ -95,21 +93,21 @@ class _Averaged:
         return PresentClasses(type(self).__name__, classes, self.average)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
     average: str = choice("macro", *AVERAGES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
     average: str = choice("macro", *AVERAGES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class F1:
     """The harmonic mean of precision and recall."""
 
@@ -119,21 +117,21 @@ class F1:
         return PresentClasses("F1Score", classes, self.average)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class AUROC(_Averaged):
     """The area under the ROC curve of each class against the others."""
 
     average: str = choice("macro", *CLASS_AVERAGES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
     average: str = choice("macro", *CLASS_AVERAGES)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Calibration:
     """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017)."""
 
@@ -144,7 +142,7 @@ class Calibration:
         return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Kappa:
     """Cohen's kappa: how much better than chance predictions and labels agree."""
 
@@ -154,7 +152,7 @@ class Kappa:
         return PresentClasses("CohenKappa", classes, weights=self.weights)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("metric")
 class Matthews:
     """The correlation coefficient of Matthews, between predictions and labels."""
 

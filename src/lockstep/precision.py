@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.model import BatchNorm
 from lockstep.core.protocols import Precision
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class FP32(Precision):
     """float32 throughout."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class FP64(FP32):
     """float64 throughout: slow; it shows whether two runs differ by more than summation order."""
 
@@ -27,7 +27,7 @@ class FP64(FP32):
     sums: ClassVar[torch.dtype] = torch.float64
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class TF32(FP32):
     """float32 storage, matrix products and convolutions with 10 mantissa bits (Ampere GPUs and newer)."""
 
@@ -38,7 +38,7 @@ class TF32(FP32):
             raise InputError(f"precision=tf32 needs a CUDA GPU, but device is {device}; use precision=fp32")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class BF16(FP32):
     """bfloat16 autocast. It has float32's exponent range, so it needs no scaler."""
 
@@ -49,7 +49,7 @@ class BF16(FP32):
             raise InputError("precision=bf16 is not supported by this GPU; use precision=fp16 or precision=fp32")
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class BF16Pure(BF16):
     """bfloat16 throughout, also weights, gradients and optimizer state: half the memory and memory traffic.
 
@@ -68,7 +68,7 @@ class BF16Pure(BF16):
         return model
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("precision")
 class FP16(FP32):
     """float16 autocast with a loss scaler (Micikevicius et al. 2018)."""
 

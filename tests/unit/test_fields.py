@@ -14,6 +14,7 @@ import pytest
 from helpers import built, composed
 from lockstep.cli.pack import pack
 from lockstep.config import components
+from lockstep.config.options import declared
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
@@ -31,9 +32,9 @@ def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
     for prefix, cls in {"": Job, **BLOCKS}.items():
         yield from ((f"{prefix}{field.name}", cls, field) for field in dataclasses.fields(cls))
     for group, module in GROUPS.items():
-        for name in dir(importlib.import_module(module)):
-            if (option := components.locate_in(module, name)) is not None:
-                yield from ((f"{group}.{field.name}", option, field) for field in dataclasses.fields(option))
+        importlib.import_module(module)
+        for option in declared(group).values():
+            yield from ((f"{group}.{field.name}", option, field) for field in dataclasses.fields(option))
 
 
 # Ends of lines for Python, shells, terminals and spreadsheets; writing direction; what no file can hold.

@@ -11,10 +11,9 @@ import pytest
 
 import reference
 from helpers import ROOT
-from lockstep.config import components
-from lockstep.config.schema import GROUPS, Job, TrainBlock
+from lockstep.config.options import declared
+from lockstep.config.schema import CONF, GROUPS, Job, TrainBlock
 from lockstep.data.loading import Auto
-from lockstep.losses import MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.optim import AdamW
 from lockstep.optim.schedule import Step
@@ -77,11 +76,16 @@ def test_an_option_or_a_key_without_its_meaning_is_refused(
 
 
 def test_the_meaning_of_a_key_is_in_its_yaml_file_alone() -> None:
-    names = [(module, name) for module in GROUPS.values() for name in vars(importlib.import_module(module))]
-    options = {cls for module, name in names if (cls := components.locate_in(module, name)) is not None}
-    classes = {base for cls in options for base in cls.__mro__}
+    assert all(map(importlib.import_module, GROUPS.values()))
+    classes = {base for group in GROUPS for cls in declared(group).values() for base in cls.__mro__}
     assert len(classes) > 80
-    assert [cls.__name__ for cls in classes - {MaskedLoss} if "Fields:" in str(cls.__doc__)] == []
+    assert [cls.__name__ for cls in classes if "Fields:" in str(cls.__doc__)] == []
+
+
+def test_each_class_of_an_option_has_a_yaml_file_of_its_name() -> None:
+    assert all(map(importlib.import_module, GROUPS.values()))
+    names = {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in GROUPS}
+    assert all(names[group] >= declared(group).keys() for group in GROUPS)
 
 
 def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:

@@ -88,7 +88,7 @@ class DeclaredOptions(NamedOptions):
     def names(self, group: str) -> tuple[str, ...]:
         for extension in extensions.active():
             extension.load()
-        return tuple(options.declared(group))
+        return tuple(name for name in options.declared(group) if not options.is_own(group, name))
 
     def node(self, group: str, name: str) -> dict[str, Any]:
         default = options.default_node(options.declared(group)[name])

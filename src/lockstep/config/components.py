@@ -11,7 +11,7 @@ from typing import Any, cast
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import extensions, yaml_io
+from lockstep.config import extensions, options, yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
@@ -23,30 +23,19 @@ from lockstep.core.rules import Text
 _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
-def locate_in(module: str, name: str) -> type[Any] | None:
-    """The public dataclass `name` of a module; None if there is none.
-
-    A class is public if `__all__` lists it, or, in a module without `__all__`, if the module defines it.
-    """
-    imported = importlib.import_module(module)
-    cls = None if name.startswith("_") else getattr(imported, name, None)
-    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
-        return None
-    exported = getattr(imported, "__all__", None)
-    return cls if (cls.__module__ == module if exported is None else name in exported) else None
-
-
 def locate(group: str, target: object, key: str = "") -> type[Any]:
     """The class that a node of `group` names. `key` is the node's key in the config, by default the group's name.
 
     Raises:
-        InputError: the target is not a dataclass of the group's own module.
+        InputError: the target is not an option of the group, of ours or of an extension.
     """
-    module, _, name = str(target).rpartition(".")
-    if module == GROUPS[group] and (cls := locate_in(module, name)) is not None:
-        return cls
-    if (cls := extensions.locate(group, module, name)) is not None:
-        return cls
+    module = str(target).rpartition(".")[0]
+    if module == GROUPS[group]:
+        importlib.import_module(module)
+    if module == GROUPS[group] or extensions.load(module):
+        for cls in options.declared(group).values():
+            if options.target_of(cls) == target:
+                return cls
     raise InputError(
         f"{key or group}._target_ is {target!r}, expected a class of {GROUPS[group]}; choose one with "
         f"{group}=NAME, or install the extension that has it (extensions here: {extensions.shown()})"
@@ -162,10 +151,7 @@ def schema() -> DictConfig:
 
 def node(component: Component) -> dict[str, Any]:
     """The config node of `component`: `build` turns it into `component` again."""
-    cls = type(component)
-    modules = (module for module in GROUPS.values() if locate_in(module, cls.__name__) is cls)
-    module = next(modules, cls.__module__)  # of an extension
-    return {"_target_": f"{module}.{cls.__name__}", **_values(component)}
+    return {"_target_": options.target_of(type(component)), **_values(component)}
 
 
 def plain(job: Job) -> dict[str, Any]:

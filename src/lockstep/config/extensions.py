@@ -102,21 +102,19 @@ def active() -> tuple[Extension, ...]:
     return tuple(extensions.values())
 
 
-def locate(group: str, module: str, name: str) -> type | None:
-    """The class `name` in a module of an extension, if it is declared as an option of `group`; else None."""
+def load(module: str) -> bool:
+    """Import a module of an extension, which declares its options; returns whether there is such a module."""
     extension = next((extension for extension in active() if extension.has(module)), None)
     if extension is None:
-        return None
+        return False
     extension.load()
     try:
         exists = importlib.util.find_spec(module) is not None
     except ImportError:
         exists = False
-    if not exists:
-        return None
-    extension.load(module)
-    classes = options.declared(group).values()
-    return next((cls for cls in classes if (cls.__module__, cls.__qualname__) == (module, name)), None)
+    if exists:
+        extension.load(module)
+    return exists
 
 
 def shown() -> str:

@@ -2,9 +2,9 @@
 
 import signal
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
+from lockstep.config.options import option
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
 from lockstep.core.fields import choice, ranged, ruled
@@ -17,7 +17,7 @@ from lockstep.launcher.processes import KILLED
 from lockstep.runtime.signals import StopNow, not_begun
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("launcher")
 class Inline(Launcher):
     """This process is the rank. Also used under torchrun, which has started the ranks already.
 
@@ -40,7 +40,7 @@ class Inline(Launcher):
         entry(run_dir.path)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("launcher")
 class Auto(Inline):
     """`inline` for one rank, `spawn` for several ranks or in a sweep. Resolved before a run starts."""
 

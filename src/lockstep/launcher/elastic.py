@@ -6,11 +6,11 @@ import re
 import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch.distributed import DistError
 
+from lockstep.config.options import option
 from lockstep.core import log, plan, slurm
 from lockstep.core.errors import InputError, RankFailed, Stopped
 from lockstep.core.fields import ranged, ruled
@@ -49,7 +49,7 @@ NODES = Check(f"a whole number from 1 to {MOST_NODES:,}, or the fewest and the m
 RENDEZVOUS = Check("HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:29500", _is_host_and_port)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("launcher")
 class Elastic(Spawn):
     """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several."""
 
@@ -209,7 +209,7 @@ def _try_to_listen(host: str, port: int) -> None:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("launcher")
 class Slurm(Spawn):
     """A SLURM job with one task on each machine, which starts the ranks there."""
 

@@ -10,12 +10,12 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.distributed import TCPStore
 
+from lockstep.config.options import option
 from lockstep.core.errors import RankFailed
 from lockstep.core.protocols import Entry
 from lockstep.core.run_dir import RunDir
@@ -25,7 +25,7 @@ from lockstep.launcher.processes import POLL_S, RANKS_GRACE_S, Fork, Fresh, Proc
 from lockstep.runtime import child
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("launcher")
 class Spawn(Inline):
     """One child process per rank: a fork of this process if that is safe, else a fresh interpreter."""
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, ranged
 from lockstep.core.protocols import Model
@@ -120,7 +121,7 @@ class MaxPoolTo(nn.Module):
         return F.max_pool2d(features, windows, strides)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model")
 class Linear(Network):
     """Softmax regression on the pixels: the simplest network, and the baseline for the others."""
 
@@ -128,7 +129,7 @@ class Linear(Network):
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model", "basicnet")
 class BasicNet(Network):
     """The network of the MNIST tutorials (pytorch/examples, mnist): 1.2 M parameters at 28x28."""
 
@@ -150,7 +151,7 @@ class BasicNet(Network):
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model", "digitnet")
 class DigitNet(Network):
     """Three convolutions and a pooled linear layer, for images down to 4x4; no batch norm."""
 

@@ -2,12 +2,12 @@
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.models.nets import MaxPoolTo, Network, check_side
@@ -21,7 +21,7 @@ VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model", "whitenet")
 class WhiteNet(Network):
     """A whitening of 2x2 patches, three blocks of 3x3 convolutions that each halve the image, and a linear layer.
 

@@ -5,7 +5,6 @@ import inspect
 import socket
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
@@ -14,7 +13,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from lockstep.config.options import is_timm_model, timm_models
+from lockstep.config.options import is_timm_model, option, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.model import forward_on_meta
@@ -31,7 +30,7 @@ NOT_OPTIONS = frozenset(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model")
 class Timm(Network):
     """Any model of timm by its name, with or without a weight tag."""
 
@@ -155,7 +154,7 @@ def network_options(architecture: str) -> frozenset[str]:
     return (names | BATCH_NORM) - NOT_OPTIONS
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("model", "resnet34")
 class ResNet34(Network):
     """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
 

@@ -1,19 +1,20 @@
 """Muon (Jordan et al. 2024): SGD with momentum, in which the update of a matrix is made orthogonal."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.fields import ranged
 from lockstep.core.model import Convolution
 from lockstep.core.sharding import UpdateScope
 from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("optimizer")
 class Muon(OptimizerOption):
     """Orthogonalised momentum for the matrices inside a network, SGD with momentum for all other parameters.
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import ranged, ruled
 from lockstep.core.model import head_parameters
@@ -127,7 +128,7 @@ class OptimizerOption(Optimizer):
         """The optimizer over parameter groups; raises the errors of its library."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("optimizer")
 class SGD(OptimizerOption):
     """`torch.optim.SGD`."""
 
@@ -160,7 +161,7 @@ class SGD(OptimizerOption):
         return optimizer
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("optimizer")
 class Adam(OptimizerOption):
     """`torch.optim.Adam`, with its kernel fused over all parameters."""
 
@@ -178,7 +179,7 @@ class Adam(OptimizerOption):
         return fused(self.original)(groups, lr=self.rate, betas=tuple(self.betas), eps=self.eps, fused=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("optimizer", "adamw")
 class AdamW(Adam):
     """`torch.optim.AdamW`: weight decay decoupled from the gradient (Loshchilov and Hutter 2019)."""
 
@@ -186,7 +187,7 @@ class AdamW(Adam):
     original: ClassVar[Any] = torch.optim.AdamW
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("optimizer")
 class Timm(OptimizerOption):
     """Any other optimizer of timm by its name, e.g. `optimizer=timm optimizer.opt=lamb`.
 

@@ -1,8 +1,8 @@
 """The learning rate as a pure function of the step: a checkpoint need not save it."""
 
 import math
-from dataclasses import dataclass
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import duration, ranged, ruled
 from lockstep.core.plan import Plan
@@ -11,7 +11,7 @@ from lockstep.core.rules import Duration
 MOST_MILESTONES = 100  # so that the highest power of `gamma` does not overflow
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("schedule")
 class Constant:
     """A constant learning rate after a linear warm-up.
 
@@ -32,7 +32,7 @@ class Constant:
         return 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("schedule")
 class Cosine(Constant):
     """Half a cosine from the base rate to `final` times it (Loshchilov and Hutter 2017, without restarts)."""
 
@@ -42,7 +42,7 @@ class Cosine(Constant):
         return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * (step - 1) / total))
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("schedule")
 class Linear(Constant):
     """A straight line from the base rate to `final` times it."""
 
@@ -52,7 +52,7 @@ class Linear(Constant):
         return self.final + (1 - self.final) * (1 - (step - 1) / total)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("schedule")
 class Step(Constant):
     """Multiplied by `gamma` at each milestone; milestones are durations from the start of the run."""
 

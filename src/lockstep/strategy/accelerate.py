@@ -5,12 +5,13 @@ So a run is the same as with `ddp`: Accelerate does not cut a batch, pad a shard
 
 import os
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
 from torch import nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer
@@ -29,7 +30,7 @@ LAUNCH_SETTINGS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class Accelerate(Distributed):
     """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too."""
 

@@ -1,12 +1,12 @@
 """The gradient averaging of the tutorials, done correctly: the simplest way to see what DDP does."""
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import NO_CONTEXT
 from lockstep.core.world import World
@@ -15,7 +15,7 @@ from lockstep.strategy.base import Distributed, copy_back, flattened
 LARGE = 2**16  # a gradient with at least this many elements gets an all-reduce of its own
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy", "allreduce")
 class AllReduce(Distributed):
     """Blocking all-reduces after backward: one for each large gradient, and one for all the small ones together.
 
@@ -70,7 +70,7 @@ class HookedReplica(nn.Module):
         self.pending.clear()
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy", "allreduce_hooks")
 class AllReduceHooks(Distributed):
     """One asynchronous all-reduce per gradient, started by a hook during backward."""
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
@@ -25,7 +26,7 @@ STEPPED = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class Single(Strategy):
     """One rank on one device. The base class of the others, which override only what differs."""
 
@@ -101,7 +102,7 @@ class Autocasting(nn.Module):
             return self.module(*inputs)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy", "dp")
 class DataParallel(Single):
     """`torch.nn.DataParallel`: one process runs all visible GPUs with threads."""
 
@@ -208,7 +209,7 @@ def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
             buffer.copy_(before)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class Auto(Distributed):
     """`single` on one device, `ddp` on more. Replaced by one of them before a run starts."""
 

@@ -2,13 +2,14 @@
 
 import inspect
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, ranged
 from lockstep.core.plan import Plan
@@ -24,7 +25,7 @@ NO_BUFFERS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class DDP(Distributed):
     """One all-reduce per bucket, overlapped with backward."""
 

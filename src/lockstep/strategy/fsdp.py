@@ -1,12 +1,12 @@
 """`torch.distributed.fsdp.fully_shard`: parameters, gradients and the optimizer's state are cut over the ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
@@ -19,7 +19,7 @@ from lockstep.strategy.base import Distributed
 LARGE = 2**17
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class FSDP(Distributed):
     """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
 

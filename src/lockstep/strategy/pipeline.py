@@ -6,12 +6,13 @@ Here a model is run unchanged, and the last batch of an epoch may be short.
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, ranged, ruled
 from lockstep.core.plan import Plan
@@ -27,7 +28,7 @@ from lockstep.strategy.zero import OwnedOptimizer
 MOST_STAGES = 1000
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class Pipeline(Single):
     """Each rank has one stage: some consecutive layers, with their gradients and their optimizer state.
 

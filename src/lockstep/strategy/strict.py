@@ -7,13 +7,13 @@ pairs, then pairs of pairs, first within a rank and then between ranks. Batch no
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model import has_batchnorm
@@ -81,7 +81,7 @@ def _exchange(tensor: Tensor, peer: int) -> Tensor:
     return received
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy")
 class Strict(Single):
     shards: int = ranged(4, least=1, most=65_536)
     recordable: ClassVar[bool] = False

@@ -5,13 +5,13 @@ whole state, pickled, to every rank.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.config.options import option
 from lockstep.core.protocols import Optimizer
 from lockstep.core.sharding import ShardedOptimizer, UpdateScope, wire
 from lockstep.core.world import World
@@ -19,7 +19,7 @@ from lockstep.strategy.base import by_dtype, copy_back, flattened
 from lockstep.strategy.ddp import DDP
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("strategy", "zero")
 class ZeRO(DDP):
     """`ddp` with the optimizer's state divided over the ranks.
 

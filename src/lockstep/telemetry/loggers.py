@@ -1,10 +1,10 @@
 """The loggers (`logger=`) write the figures of a run. Any number of them may be chosen."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from lockstep.config.options import option
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.safe_read import read_text
@@ -14,7 +14,7 @@ from lockstep.telemetry.trackers import MLflow, WandB
 __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("logger")
 class JSONL:
     """The file `metrics.jsonl` in the run folder."""
 
@@ -22,7 +22,7 @@ class JSONL:
         return sinks.JsonLines(run.run_dir.metrics, run.after, run.logged)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("logger", "tensorboard")
 class TensorBoard:
     """Event files in the run folder."""
 

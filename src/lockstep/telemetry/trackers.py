@@ -6,10 +6,10 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
@@ -65,7 +65,7 @@ class Tracker:
         return value or variable or default
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("logger", "wandb")
 class WandB(Tracker):
     """Weights & Biases."""
 
@@ -136,7 +136,7 @@ class WandBRun(Observer):
         self.run.finish(exit_code=EXIT_CODES[outcome])
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("logger")
 class MLflow(Tracker):
     """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.config.options import option
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
@@ -78,7 +79,7 @@ def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class Digits(ArraySource):
     """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
 
@@ -106,7 +107,7 @@ class Digits(ArraySource):
         return (levels[chosen] * (255 / 16)).to(torch.uint8)[:, None], labels[chosen]
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class Fake(Source):
     """Random images and labels in memory, to time the model without reading files."""
 
@@ -218,7 +219,7 @@ class Published(ArraySource):
                     (root / folder).rmdir()
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class MNIST(Published):
     """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
 
@@ -245,7 +246,7 @@ class MNIST(Published):
         return f"put {files} (compressed or not) into {self.folder}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class FashionMNIST(MNIST):
     """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
 
@@ -255,7 +256,7 @@ class FashionMNIST(MNIST):
     usual_augment = "crop_flip"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class CIFAR10(Published):
     """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
 
@@ -281,7 +282,7 @@ class CIFAR10(Published):
         return f"put {self.archive} into {self.root}, where it is unpacked"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class CIFAR100(CIFAR10):
     """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
 

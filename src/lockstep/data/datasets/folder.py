@@ -8,12 +8,12 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lockstep.config.commands import override, typed
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
@@ -37,7 +37,7 @@ VAL = ("val", "test")  # parts of the names of folders that hold a validation sp
 KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class Folder(FileSource):
     """Any data set with one folder per class."""
 
@@ -65,7 +65,7 @@ class Folder(FileSource):
         return held_out(whole, whole.names, self.val_share)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset", "imagenet")
 class ImageNet(Folder):
     """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
 

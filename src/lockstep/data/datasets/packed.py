@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.config.options import option
 from lockstep.core.data_protocols import ReadResult
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
@@ -46,7 +47,7 @@ DTYPES = {"images": torch.uint8, "labels": torch.int64}
 CHUNK = 64  # images that a thread decodes at a time
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class Packed(PhotoSource):
     """A folder written by `lockstep pack`."""
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
@@ -42,7 +43,7 @@ class Row(NamedTuple):
     split: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class CSV(FileSource):
     """Image files that a CSV file lists, with their labels and splits.
 
@@ -178,7 +179,7 @@ class TableRow:
         return f"row {self.row} of {self.where}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset")
 class HF(FileSource):
     """A folder written by `datasets.DatasetDict.save_to_disk`."""
 

@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ruled
 from lockstep.core.rules import Text
@@ -49,7 +50,7 @@ class TarMember:
         return f"{self.shard}:{self.name}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("dataset", "webdataset")
 class WebDataset(FileSource):
     """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
 

@@ -5,12 +5,13 @@ Both give the same shards (`lockstep.data.loading.shards`): a loader only moves 
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from lockstep.config.options import option
 from lockstep.core.data_protocols import (
     Broken,
     ImageLoader,
@@ -36,7 +37,7 @@ STRIDE_VALUES, STRIDE_VALUES_GPU = 2**20, 2**28
 BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loader")
 class Resident(ImageLoader):
     """The whole split is on the device as uint8; a batch is one gather there."""
 
@@ -74,7 +75,7 @@ class Resident(ImageLoader):
         return read
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loader")
 class Streaming(ImageLoader):
     """Batches are read by threads while the device works on earlier batches.
 
@@ -126,7 +127,7 @@ class Streaming(ImageLoader):
         return read
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("loader")
 class Auto(Streaming):
     """`resident` if both splits fit and are read more than once, else `streaming`.
 

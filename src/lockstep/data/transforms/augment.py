@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import INTERPOLATION
@@ -23,7 +24,7 @@ from lockstep.data.transforms.randaugment import STRONGEST, randaugment
 TRIES, FIRST_TRY = 10, 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment", "none")
 class NoAugment:
     def __str__(self) -> str:
         return "none"
@@ -32,12 +33,12 @@ class NoAugment:
         return images
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment")
 class Auto(NoAugment):
     """The usual augmentation of the data set, which replaces this option when a job is resolved."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment")
 class CropFlip:
     """Pad the image, crop its own size out of it, then mirror it.
 
@@ -89,7 +90,7 @@ def reflected(positions: Tensor, side: int) -> Tensor:
     return side - 1 - (side - 1 - positions).abs()
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment", "standard")
 class RandomResizedCrop:
     """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
 
@@ -158,7 +159,7 @@ class _Operations:
         return randaugment(images, draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment", "randaugment")
 class RandAugment(_Operations, CropFlip):
     """A padded crop and a mirror, then RandAugment: for small photographs."""
 
@@ -166,7 +167,7 @@ class RandAugment(_Operations, CropFlip):
         return self.operate(super().apply(images, draws, size), draws)
 
 
-@dataclass(frozen=True, kw_only=True)
+@option("augment", "randaugment_imagenet")
 class RandAugmentResized(_Operations, RandomResizedCrop):
     """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
 
