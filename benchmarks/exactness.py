@@ -2,9 +2,7 @@
 
     python benchmarks/exactness.py --json exactness.json
 
-Augmentation: random numbers from each sample's key, compared with the same arithmetic on numbers of a plain
-generator, and with torchvision's transforms called sample by sample. Order: a rank's shards of an epoch, compared
-with torch's DistributedSampler and BatchSampler. Masks: dropout by the keys of the examples, compared with torch's
+Masks: dropout by the keys of the examples, compared with torch's
 dropout. Strict: the real command on one and two ranks. Besides training: the agreement on stops and the watchdog's
 sign of life at each step, and the comparison of the replicas at each log point, on two ranks. Figures are medians;
 CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
@@ -14,6 +12,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,17 +25,11 @@ from typing import Any
 
 import timm
 import torch
-from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DistributedSampler, TensorDataset
-from torchvision.transforms import v2
+from torch import nn
 
-from lockstep.core.plan import Plan
-from lockstep.core.rng import SampleRNG
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import shard_indices
 from lockstep.data.loading.shards import Shard
-from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.job.process_group import join
 from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
@@ -44,88 +39,12 @@ from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
 from lockstep.training.consensus import StopConsensus
 from lockstep.training.sanity_checks import check_replicas
-from measure import Figures, Rows, in_turns, parser, report, scaled, step_ms, timed
+from measure import Figures, Rows, in_turns, parser, report, scaled, timed
 
 ROOT = Path(__file__).parent.parent
 BATCH = 256
 STEP_S = 0.005  # seconds of other work between two rounds of the consensus
 LOG_INTERVAL = 20  # the default of telemetry.interval: the replicas are compared at log points
-
-
-def augmentation() -> Rows:
-    """Microseconds per sample of a batch. The first row draws only five random numbers per sample."""
-    generator = torch.Generator()
-
-    class Drawn(SampleRNG):
-        """The same interface, with numbers of a plain generator."""
-
-        def uniform(self, n: int | Tensor) -> Tensor:
-            return torch.rand(len(self.indices), *getattr(n, "shape", ()), generator=generator)
-
-    def keyed_alone() -> None:
-        draws = SampleRNG(0, 0, torch.arange(BATCH))
-        for n in range(5):
-            draws.uniform(n)
-
-    def plain_alone() -> None:
-        for n in range(5):
-            Drawn(0, 0, torch.arange(BATCH)).uniform(n)
-
-    def keyed(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
-        height, width = images.shape[2:]
-        transform.apply(images, SampleRNG(0, 0, torch.arange(BATCH)), (height, width))
-
-    def plain(transform: CropFlip | RandomResizedCrop, images: Tensor) -> None:
-        height, width = images.shape[2:]
-        transform.apply(images, Drawn(0, 0, torch.arange(BATCH)), (height, width))
-
-    def per_sample(transform: nn.Module, images: Tensor) -> None:
-        torch.stack([transform(image) for image in images])
-
-    alone = {"plain": partial(timed, plain_alone), "keyed": partial(timed, keyed_alone)}
-    rows = {"numbers alone": scaled(in_turns(alone, 200), 1e6 / BATCH)}
-    for size, repeats in ((32, 20), (224, 3)):
-        images = torch.randint(0, 256, (BATCH, 3, size, size), dtype=torch.uint8)
-        flip = v2.RandomHorizontalFlip()
-        pairs: list[tuple[CropFlip | RandomResizedCrop, nn.Module]] = [
-            (CropFlip(), v2.Compose([v2.RandomCrop(size, padding=4), flip])),
-            (RandomResizedCrop(), v2.Compose([v2.RandomResizedCrop(size), flip])),
-        ]
-        for ours, theirs in pairs:
-            cases = {
-                "plain": partial(timed, partial(plain, ours, images)),
-                "keyed": partial(timed, partial(keyed, ours, images)),
-                "torchvision": partial(timed, partial(per_sample, theirs, images)),
-            }
-            rows[f"{type(ours).__name__} {size} px"] = scaled(in_turns(cases, repeats), 1e6 / BATCH)
-    return rows
-
-
-def order() -> Rows:
-    """Milliseconds for the part of an epoch of the second of two ranks."""
-
-    def theirs(examples: int) -> None:
-        dataset = TensorDataset(torch.empty(examples))
-        sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, num_replicas=2, rank=1)
-        # In torch's types a sampler yields elements of the data set; in fact it yields indices.
-        for indices in BatchSampler(sampler, BATCH // 2, drop_last=False):  # type: ignore[arg-type]
-            torch.tensor(indices)
-
-    def ours(examples: int) -> None:
-        steps = -(-examples // BATCH)
-        every = {"log_every": steps, "eval_every": steps, "save_every": steps}
-        plan = Plan(examples=examples, batch=BATCH, total_steps=steps, micro_batches=1, **every)
-        for _ in shard_indices(plan, 0, rank=1, ranks=2, after=0):
-            pass
-
-    rows = {}
-    for examples in (50_000, 1_281_167):
-        cases = {
-            "DistributedSampler": partial(timed, partial(theirs, examples)),
-            "lockstep": partial(timed, partial(ours, examples)),
-        }
-        rows[f"{examples:,} examples"] = scaled(in_turns(cases, 3), 1000)
-    return rows
 
 
 def masks() -> Rows:
@@ -157,6 +76,21 @@ def masks() -> Rows:
         }
         rows[name] = scaled(in_turns(cases, 10), 1e6)
     return rows
+
+
+def step_ms(*job: str) -> float:
+    """Milliseconds per step of the real command on the CPU, from its own log, without the first window."""
+    quiet = ("logger=jsonl", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [sys.executable, "train.py", *job, *quiet, f"hydra.run.dir={folder}/run", f"output_root={folder}"],
+            cwd=Path(__file__).parent.parent,
+            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
+        lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
+        return statistics.median([line["perf/step_ms"] for line in lines if "perf/step_ms" in line][1:])
 
 
 def strict(repeats: int) -> Rows:
@@ -223,18 +157,10 @@ def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) ->
     return seconds
 
 
-def exit_as_rank(folder: Path) -> None:
-    """The entry point that the spawn launcher calls in a rank."""
-    rank_entry(folder)
-    sys.exit(0)
-
-
 def main() -> None:
     arguments = parser(__doc__, repeats=3, of="of the runs of the real command").parse_args()
     torch.set_num_threads(1)
     measures: dict[str, Callable[[], Rows]] = {
-        "augmentation, us per sample": augmentation,
-        "order of an epoch, ms": order,
         "masks of a forward pass, us": masks,
         "strict, ms per step of resnet18 at 32 px, batch 32": partial(strict, arguments.repeats),
         "besides training, us": each_step,

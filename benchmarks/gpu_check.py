@@ -2,10 +2,17 @@
 
     python benchmarks/gpu_check.py --json gpu_check.json
     python benchmarks/gpu_check.py --only tests -k "strict or resume"      # some of the tests
-    python benchmarks/gpu_check.py --only model,host
+    python benchmarks/gpu_check.py --only model,host --precisions fp32 bf16 --sizes 224
+    python benchmarks/gpu_check.py --only photos --folder imagenet         # real images, decoded meanwhile
     python benchmarks/gpu_check.py --device cpu                            # the figures of small jobs: it works
 
-The promises are the tests marked `gpu`. It is made for a machine with one card, torch 2.11 or newer and no network.
+The promises are the tests marked `gpu`. `model` trains a model of timm on random images that are on the device, in
+each precision, with and without channels_last and `torch.compile`, beside the smallest loop that trains the same
+model on one batch. Both wait for the device every few steps; the figure is the median over these windows without the
+first two, and the two take turns. Cases that do not fit into memory are left out. `speedrun` is the CIFAR-10 speed
+recipe on random pixels, `host` the host's time and the launches of a step.
+
+It is made for a machine with one card, torch 2.11 or newer and no network.
 On another machine, with a network, fetch the wheels that are missing there; the versions are those of pyproject.toml
 and requirements-dev.txt. 3.12 stands for the machine's Python:
 
@@ -39,13 +46,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import simplejpeg
+import timm
 import torch
+from torch import nn
+from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.core.errors import LockstepError
 from lockstep.core.world import World
-from lockstep.training import experiment
-from measure import Figures, Rows, parser, show, write
+from lockstep.models import Timm
+from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.training import dry_run, experiment
+from lockstep.training.resolved_job import ResolvedJob
+from measure import Figures, Rows, console, in_turns, parser, show, write
 from runs import prepared
 
 ROOT = Path(__file__).parent.parent
@@ -54,72 +67,167 @@ ROOT = Path(__file__).parent.parent
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 # The first steps allocate memory. CUDA lets the host run about a thousand launches ahead: the timed steps stay below.
 WARM, TIMED, PROFILED = 20, 5, 5
+CLASSES = 1000
+QUIET = ("train.eval_every=100%", "checkpoint.every=100%")
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a measure runs: on `cpu` or `cuda`, and in a folder of its own."""
+class Setting:
+    """The model, the sizes and the device of the measures; small ones on the CPU, which only show that it works."""
 
     device: str
-    folder: Path
+    model: str
+    sizes: list[int]
+    precisions: list[str]
+    batch: int
+    steps: int
+    interval: int
+    repeats: int
+    folder: Path | None
 
     @property
     def cuda(self) -> bool:
         return self.device == "cuda"
 
+    def words(self, size: int, precision: str, *extra: str) -> list[str]:
+        """The overrides of a job on random images."""
+        job = (f"model={self.model}", f"precision={precision}", f"batch={self.batch}", f"steps={self.steps}")
+        here = (f"telemetry.interval={self.interval}", f"device={self.device}", "name=gpu", "launcher.ranks=1")
+        images = ("dataset=fake", f"dataset.classes={CLASSES}", f"dataset.size={size}")
+        fast = (f"dataset.examples={4 * self.batch}", "augment=none", "train.cudnn_benchmark=true")
+        return [*job, *here, *images, *fast, "optimizer=sgd", "optimizer.lr=0.01", *QUIET, *extra]
 
-def model(place: Place) -> Rows:
-    """Images per second of Lockstep and of a raw loop over the same model, by the functions of `gpu.py`."""
-    import gpu  # imports timm, which takes a second, and which no other measure needs
 
-    small = {"model": "resnet10t", "batch": 4, "steps": 4, "interval": 1}
-    large = {"model": "resnet50d", "batch": 256, "steps": 40, "interval": 5}
-    arguments = argparse.Namespace(device=place.device, repeats=1, **(large if place.cuda else small))
+def raw(job: ResolvedJob, setting: Setting) -> float:
+    """Images per second of the smallest loop that trains the job's model."""
+    device, storage = torch.device(job.device), job.precision.storage
+    layout = job.model.memory_format
+    assert isinstance(job.model, Timm)
+    model: nn.Module = timm.create_model(job.model.name, num_classes=CLASSES)
+    model = model.to(device, storage).to(memory_format=layout)
+    if job.model.compile:
+        model.compile(mode=job.model.compile_mode.replace("_", "-"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, fused=True)
+    scaler = job.precision.scaler(device)
+    images = torch.randn(int(job.batch), *job.dataset.input_shape, device=device, dtype=storage)
+    images = images.contiguous(memory_format=layout)
+    labels = torch.randint(CLASSES, (len(images),), device=device)
+    rates = []
+    for _ in range(setting.steps // setting.interval):
+        began = time.perf_counter()
+        for _ in range(setting.interval):
+            with job.precision.autocast(device):
+                logits = model(images)
+            loss = F.cross_entropy(logits.to(storage), labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+        loss.item()  # waits for the device
+        rates.append(setting.interval * len(images) / (time.perf_counter() - began))
+    return statistics.median(rates[2:])
+
+
+def lockstep(words: list[str]) -> float:
+    """Images per second of the real run."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, run = prepared(Path(folder) / "run", words)
+        with console.capture():
+            experiment.run(job, run, World.solo(job.device))
+        lines = map(json.loads, run.metrics.read_text().splitlines())
+        return statistics.median([line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line][2:])
+
+
+def beside_raw(setting: Setting, words: list[str]) -> Figures:
+    """Rates of both, their ratio, memory and MFU; empty if a step does not fit into memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, _ = prepared(Path(folder), words)
+    job.precision.check(job.device)
+    job.precision.configure()
+    torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
+    gigabytes: Figures = {}
+
+    def watched(name: str, measure: Callable[[], float]) -> float:
+        torch.compiler.reset()
+        if not setting.cuda:
+            return measure()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        rate = measure()
+        gigabytes[f"{name}, GB"] = torch.cuda.max_memory_allocated() / 1e9
+        return rate
+
+    cases: dict[str, Callable[[], float]] = {
+        "raw": lambda: watched("raw", lambda: raw(job, setting)),
+        "lockstep": lambda: watched("lockstep", lambda: lockstep(words)),
+    }
+    try:
+        rates = in_turns(cases, setting.repeats)
+    except (RuntimeError, LockstepError) as error:
+        if not dry_run.is_out_of_memory(error):
+            raise
+        return {}
+    figures = {f"{name}, img/s": rate for name, rate in rates.items()} | gigabytes
+    figures["ratio"] = rates["lockstep"] / rates["raw"]
+    if peak := peak_flops(torch.device(job.device), job.precision.dtype, tf32=job.precision.matmul == "high"):
+        assert isinstance(job.model, Timm)
+        model = timm.create_model(job.model.name, num_classes=CLASSES)
+        figures["MFU, %"] = 100 * rates["lockstep"] * training_flops(model, job.dataset.input_shape) / peak
+    return figures
+
+
+def model(setting: Setting) -> Rows:
+    """Images per second of Lockstep and of a raw loop over the same model."""
     rows: Rows = {}
-    for name, compiled in {"eager": "false", "compiled": "true"}.items():
-        if compiled == "true" and not place.cuda:
-            continue
-        words = gpu.words(
-            arguments,
-            224 if place.cuda else 32,
-            "bf16" if place.cuda else "fp32",
-            "model.channels_last=true",
-            f"model.compile={compiled}",
-        )
-        figures = gpu.row(arguments, words)
-        if not figures:
-            raise RuntimeError(f"{name}: a step of {arguments.batch} images does not fit into memory")
-        rows[f"{arguments.model}, {name}"] = figures
-    return rows
+    for size, precision, last, compiled in itertools.product(
+        setting.sizes, setting.precisions, (False, True), (False, True)[: 1 + setting.cuda]
+    ):
+        name = f"{setting.model} at {size}, {precision}{', channels_last' * last}{', compiled' * compiled}"
+        options = (f"model.channels_last={str(last).lower()}", f"model.compile={str(compiled).lower()}")
+        rows[name] = beside_raw(setting, setting.words(size, precision, *options))
+        console.print(f"{name}: {rows[name] or 'does not fit into memory'}")
+    return {name: row for name, row in rows.items() if row}
 
 
-def speedrun(place: Place) -> Rows:
-    """The speed recipe and its reference, by the command that compares them, on random pixels."""
-    script = (sys.executable, "benchmarks/cifar10_speedrun.py")
-    folder, figures = place.folder / "pixels", place.folder / "speedrun.json"
-    images, epochs = (2000, "8") if place.cuda else (200, "1")  # of a class; the recipe's batch is 2,000
-    generator = torch.Generator().manual_seed(0)
-    for split, number in {"train": images, "val": images // 10}.items():
-        for label in range(10):
-            (folder / split / str(label)).mkdir(parents=True)
-            pixels = torch.randint(256, (number, 32, 32, 3), dtype=torch.uint8, generator=generator).numpy()
-            for index, image in enumerate(pixels):
-                (folder / split / str(label) / f"{index}.jpg").write_bytes(simplejpeg.encode_jpeg(image))
-    words = ["--folder", str(folder), "--val-folder", "val", "--device", place.device, "--epochs", epochs]
-    subprocess.run([*script, *words, "--seeds", "0", "--json", str(figures)], cwd=ROOT, check=True)
-    report = json.loads(figures.read_text())
-    tables = (table for title, table in report.items() if title.endswith("epochs"))
-    return {name: row for table in tables for name, row in table.items()}
+def photos(setting: Setting) -> Rows:
+    """Images per second on random images on the device, and on a folder's images, decoded while the GPU trains."""
+    if setting.folder is None:
+        return {}
+    size, precision = setting.sizes[0], setting.precisions[-1]
+    words = setting.words(size, precision, "model.channels_last=true", f"model.compile={str(setting.cuda).lower()}")
+    streamed = [word for word in words if not word.startswith(("dataset", "augment"))]
+    streamed += ["dataset=folder", f"dataset.path={setting.folder}", f"dataset.input_size={size}"]
+    streamed += ["loader=streaming", "augment=standard"]
+    cases = {"random, img/s": lambda: lockstep(words), "streamed, img/s": lambda: lockstep(streamed)}
+    rates = in_turns(cases, setting.repeats)
+    return {precision: {**rates, "ratio": rates["streamed, img/s"] / rates["random, img/s"]}}
 
 
-def host(place: Place) -> Rows:
+def speedrun(setting: Setting) -> Rows:
+    """Seconds and images per second of the CIFAR-10 speed recipe, compilation included, on as many random pixels."""
+    small = () if setting.cuda else ("batch=20", "epochs=1", "precision=fp32", "model.compile=false")
+    pixels = ("dataset=fake", "dataset.size=32", "dataset.classes=10")
+    examples = 50_000 if setting.cuda else 80
+    words = [
+        *("experiment=cifar10_speedrun", *pixels, f"dataset.examples={examples}", *small),
+        *(f"device={setting.device}", "name=gpu", "launcher.ranks=1"),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        job, run = prepared(Path(folder) / "run", words)
+        began = time.perf_counter()
+        experiment.run(job, run, World.solo(job.device))
+        seconds = time.perf_counter() - began
+    return {"cifar10_speedrun": {"seconds": seconds, "img/s": int(job.epochs or 0) * examples / seconds}}
+
+
+def host(setting: Setting) -> Rows:
     """Host time and launches of a step between log points. It fails if the host waits for the device."""
     speed = ("experiment=cifar10_speedrun", "dataset=fake", "dataset.size=32", "dataset.classes=10")
-    batch = 2000 if place.cuda else 16
-    narrow = () if place.cuda else ("precision=fp32",)  # a CPU may have no instructions for bfloat16
+    batch = 2000 if setting.cuda else 16
+    narrow = () if setting.cuda else ("precision=fp32",)  # a CPU may have no instructions for bfloat16
     jobs: dict[str, tuple[str, ...]] = {
         "default": (),
-        **({"default, train.cuda_graph=true": ("train.cuda_graph=true", "batch=103")} if place.cuda else {}),
+        **({"default, train.cuda_graph=true": ("train.cuda_graph=true", "batch=103")} if setting.cuda else {}),
         "cifar10_speedrun": (
             *speed,
             f"batch={batch}",
@@ -128,43 +236,42 @@ def host(place: Place) -> Rows:
             *narrow,
         ),
     }
-    return {name: host_figures(place, name, *job) for name, job in jobs.items()}
+    return {name: host_figures(setting, *job) for name, job in jobs.items()}
 
 
-def host_figures(place: Place, name: str, *job: str) -> Figures:
+def host_figures(setting: Setting, *job: str) -> Figures:
     """Host time and launches per step of one job.
 
     Raises:
         RuntimeError: torch's, if a step waits for the device.
     """
     steps = WARM + TIMED + PROFILED + 1
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * place.cuda]
-    profiler = profile(activities=activities)
+    profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * setting.cuda])
     ends: list[float] = []
 
     def ended() -> None:
         """Called at the end of each step, before logging."""
         step = len(ends) + 1
-        if place.cuda:
+        if setting.cuda:
             torch.cuda.set_sync_debug_mode("default")
-        if place.cuda and step == WARM:
+        if setting.cuda and step == WARM:
             torch.cuda.synchronize()  # the timed steps start with an idle device
         if step == WARM + TIMED:
             profiler.start()
         if step == WARM + TIMED + PROFILED:
             profiler.stop()
-        if place.cuda and WARM <= step < steps - 1:
+        if setting.cuda and WARM <= step < steps - 1:
             torch.cuda.set_sync_debug_mode("error")
         ends.append(time.perf_counter())
 
-    quiet = ("telemetry.interval=100%", "train.eval_every=100%", "checkpoint.every=100%", f"steps={steps}")
-    words = ("name=check", "logger=jsonl", "telemetry.interval=1", f"device={place.device}")
-    resolved, run = prepared(place.folder / name, [*words, *job, *quiet])
-    torch.set_num_threads(int(resolved.launcher.threads))
-    experiment.run(resolved, run, World.solo("cuda:0" if place.cuda else "cpu"), heartbeat=ended)
+    words = ("name=check", "logger=jsonl", "telemetry.interval=1", f"device={setting.device}", *job)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        resolved, run = prepared(Path(folder) / "run", [*words, "telemetry.interval=100%", *QUIET, f"steps={steps}"])
+        torch.set_num_threads(int(resolved.launcher.threads))
+        experiment.run(resolved, run, World.solo("cuda:0" if setting.cuda else "cpu"), heartbeat=ended)
     window = ends[WARM - 1 : WARM + TIMED]
     figures = {"host us a step": 1e6 * statistics.median(b - a for a, b in itertools.pairwise(window))}
-    if place.cuda:
+    if setting.cuda:
         figures["launches a step"] = launches(profiler) / PROFILED
     return figures
 
@@ -174,11 +281,11 @@ def launches(profiler: Any) -> int:
     return sum(event.count for event in profiler.key_averages() if event.key.startswith(LAUNCHES))
 
 
-MEASURES: dict[str, Callable[[Place], Rows]] = {"model": model, "speedrun": speedrun, "host": host}
-TITLES = {
-    "model": "a timm model beside a raw loop",
-    "speedrun": "the speed recipe beside its reference",
-    "host": "launches and host time of a step",
+MEASURES: dict[str, Callable[[Setting], Rows]] = {
+    "model": model,
+    "photos": photos,
+    "speedrun": speedrun,
+    "host": host,
 }
 
 
@@ -195,20 +302,37 @@ def main() -> int:
     options.add_argument("--only", type=names, metavar="NAME[,NAME]", help=f"tests, {', '.join(MEASURES)}")
     options.add_argument("--device", choices=["cpu", "cuda"], help="[cuda, where there is one]")
     options.add_argument("-k", default="", metavar="EXPRESSION", help="the tests to run, in the words of pytest")
+    options.add_argument("--model", help="a name of timm [resnet50d]")
+    options.add_argument("--sizes", type=int, nargs="+", help="[224]")
+    options.add_argument("--precisions", nargs="+", help="[fp32 tf32 fp16 bf16; on a CPU fp32]")
+    options.add_argument(
+        "--folder", type=Path, help="real images for `photos`: train/CLASS/*.jpg and val/CLASS/*.jpg"
+    )
     arguments = options.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         print("torch finds no CUDA GPU here; --device cpu shows that the benchmark runs", file=sys.stderr)
         return 2
-    chosen = arguments.only or [*["tests"] * (device == "cuda"), *MEASURES]
+    cuda = device == "cuda"
+    setting = Setting(
+        device=device,
+        model=arguments.model or ("resnet50d" if cuda else "resnet10t"),
+        sizes=arguments.sizes or ([224] if cuda else [32]),
+        precisions=arguments.precisions or (["fp32", "tf32", "fp16", "bf16"] if cuda else ["fp32"]),
+        batch=256 if cuda else 4,
+        steps=100 if cuda else 4,
+        interval=10 if cuda else 1,
+        repeats=2 if cuda else 1,
+        folder=arguments.folder,
+    )
+    chosen = arguments.only or [*["tests"] * cuda, *MEASURES]
     code = 0
     if "tests" in chosen:
         code = subprocess.call([sys.executable, "-m", "pytest", "-m", "gpu", "-k", arguments.k], cwd=ROOT)
     tables: dict[str, Rows] = {}
     for name in (name for name in MEASURES if name in chosen):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            tables[name] = MEASURES[name](Place(device, Path(folder)))
-        show(TITLES[name], tables[name], ratios=False)
+        tables[name] = MEASURES[name](setting)
+        show(name, tables[name], ratios=False)
     write(arguments.json, tables, device=device, tests="not run" if "tests" not in chosen else f"exit code {code}")
     return int(code != 0)
 

@@ -6,9 +6,10 @@ The benchmark makes JPEG files of 32x32 and of 500x375 pixels, unless `--small` 
 folders. Small images are padded, cropped and mirrored. For large images the box of a random resized crop is resized
 to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
 ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
-the CPU. One thread computes; workers are processes in a DataLoader and threads in Lockstep. The files are in the
-page cache. Figures "of a core" count the processor time of the process, all others the elapsed time. The last tables
-have the decoders alone, and two threads against two processes and, if there is a GPU, against its decoder.
+the CPU. The same small images are read packed, too, and RandAugment is called on noise. One thread computes; workers
+are processes in a DataLoader and threads in Lockstep. The files are in the page cache. Figures "of a core" count the
+processor time of the process, all others the elapsed time. The last tables have the decoders alone, and two threads
+against two processes and, if there is a GPU, against its decoder.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ from torchvision.io import ImageReadMode, decode_jpeg, read_file
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
+from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.files import ArraySplit, Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.packed import Packed, pack
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.randaugment import randaugment
 from lockstep.precision import FP32
 from measure import Figures, Rows, in_turns, parser, show, write
 
@@ -190,6 +194,32 @@ def large(root: Path, workers: int) -> Cases:
     return cases
 
 
+def packed(root: Path) -> Cases:
+    """32x32 files decoded by `lockstep pack`, read as a memory map, beside the files."""
+    folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=32)
+    target = root.parent / "packed"
+    if not target.exists():
+        pack(folder, target, threads=2, advanced=lambda n: None)
+    source = Packed(path=str(target))
+    return {
+        "files": ours(folder, folder.train(), Streaming(workers=0), CropFlip(), 128),
+        "packed": ours(source, source.train(), Streaming(workers=0), CropFlip(), 128),
+    }
+
+
+def randaugmented(size: int, batch: int) -> Cases:
+    """Two operations of magnitude 9: torchvision's, image by image, and ours for a batch at once."""
+    images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
+    pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
+    transform, rng = T.RandAugment(), SampleRNG(0, 0, torch.arange(batch))
+    cases: dict[str, Callable[[], Iterable[Any]]] = {
+        "torchvision, Pillow": lambda: map(transform, pillow),
+        "torchvision, tensors": lambda: map(transform, images),
+        "lockstep": lambda: randaugment(images, rng, ops=2, magnitude=9, compiled=False),
+    }
+    return {name: partial(per_second, once, batch, time.process_time) for name, once in cases.items()}
+
+
 def upsampled() -> Cases:
     """32x32 arrays resized to 336: sample by sample, as the tutorial does it, and in batches."""
     images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
@@ -303,6 +333,11 @@ def main() -> None:
                 "32x32 JPEG, crop and mirror": partial(small, few, 0),
                 "500x375 JPEG, box to 224": partial(large, many, 0),
                 "32x32 arrays to 336": upsampled,
+                "32x32, crop and mirror, packed": partial(packed, few),
+            },
+            "RandAugment, img/s of a core": {
+                "32 px": partial(randaugmented, 32, 512),
+                "224 px": partial(randaugmented, 224, 64),
             },
             "to the model, two workers, img/s": {
                 "32x32 JPEG, crop and mirror": partial(small, few, 2),

@@ -7,9 +7,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -96,21 +93,6 @@ def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
         for name, measure in cases.items():
             values[name].append(measure())
     return {name: statistics.median(figures) for name, figures in values.items()}
-
-
-def step_ms(*job: str) -> float:
-    """Milliseconds per step of the real command on the CPU, from its own log, without the first window."""
-    quiet = ("logger=jsonl", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "train.py", *job, *quiet, f"hydra.run.dir={folder}/run", f"output_root={folder}"],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-        return statistics.median([line["perf/step_ms"] for line in lines if "perf/step_ms" in line][1:])
 
 
 def scaled(figures: Figures, factor: float) -> Figures:
