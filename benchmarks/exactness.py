@@ -2,10 +2,8 @@
 
     python benchmarks/exactness.py --json exactness.json
 
-Masks: dropout by the keys of the examples, compared with torch's
-dropout. Strict: the real command on one and two ranks. Besides training: the agreement on stops and the watchdog's
-sign of life at each step, and the comparison of the replicas at each log point, on two ranks. Figures are medians;
-CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
+Masks: dropout by the keys of the examples, compared with torch's dropout. Strict: the real command on one and two
+ranks. Figures are medians; CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,24 +24,13 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.core.run_dir import RunDir
-from lockstep.core.world import World
 from lockstep.data.loading.shards import Shard
-from lockstep.job.process_group import join
-from lockstep.launcher.spawn import Spawn
 from lockstep.models import DigitNet
-from lockstep.runtime.signals import StopRequest
-from lockstep.runtime.watchdog import Watchdog
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.keys import forward_keys
-from lockstep.training.consensus import StopConsensus
-from lockstep.training.sanity_checks import check_replicas
-from measure import Figures, Rows, in_turns, parser, report, scaled, timed
+from measure import Rows, in_turns, parser, report, scaled, timed
 
 ROOT = Path(__file__).parent.parent
-BATCH = 256
-STEP_S = 0.005  # seconds of other work between two rounds of the consensus
-LOG_INTERVAL = 20  # the default of telemetry.interval: the replicas are compared at log points
 
 
 def masks() -> Rows:
@@ -109,63 +95,14 @@ def strict(repeats: int) -> Rows:
     return rows
 
 
-def each_step() -> Rows:
-    """Microseconds on one of two ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        Spawn(ranks=2, threads=1).run(rank_entry, RunDir.at(Path(folder)))
-        return {"2 ranks": json.loads(Path(folder, "step.json").read_text())}
-
-
-def rank_entry(folder: Path) -> None:
-    """Measure as one rank of `each_step`; main writes the figures."""
-    with (
-        join(device="cpu", backend="gloo", timeout=60, threads=1) as world,
-        Path(folder, f"{world.rank}.stacks").open("w") as stacks,
-        Watchdog(world.rank, timeout=60, stop=StopRequest(), file=stacks, record_error=lambda *_: None) as dog,
-    ):
-        model = timm.create_model("resnet50d")
-        figures = scaled(step_costs(world, model, dog.heartbeat), 1e6)
-        if world.is_main:
-            Path(folder, "step.json").write_text(json.dumps(figures))
-
-
-def step_costs(world: World, model: nn.Module, heartbeat: Callable[[], None]) -> Figures:
-    """Seconds of the work of a step, or of a log point, besides training."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    consensus = StopConsensus(world)
-
-    def voted() -> float:
-        time.sleep(STEP_S)  # meanwhile the reduction of the step before completes
-        return timed(lambda: consensus.agree(False, False, busy=STEP_S))
-
-    def lived() -> float:
-        calls = 10_000
-        began = time.perf_counter()
-        for _ in range(calls):
-            heartbeat()
-        return (time.perf_counter() - began) / calls
-
-    def compared() -> float:
-        world.barrier()
-        return timed(lambda: check_replicas(model, world, 1))
-
-    seconds = in_turns({"consensus": voted}, 300) | in_turns({"alive": lived, "check_replicas, 25.6 M": compared}, 10)
-    consensus.close()
-    seconds["check_replicas, per step"] = seconds["check_replicas, 25.6 M"] / LOG_INTERVAL
-    return seconds
-
-
 def main() -> None:
     arguments = parser(__doc__, repeats=3, of="of the runs of the real command").parse_args()
     torch.set_num_threads(1)
     measures: dict[str, Callable[[], Rows]] = {
         "masks of a forward pass, us": masks,
         "strict, ms per step of resnet18 at 32 px, batch 32": partial(strict, arguments.repeats),
-        "besides training, us": each_step,
     }
-    report(arguments.json, measures, unlike="besides training, us")
+    report(arguments.json, measures)
 
 
 if __name__ == "__main__":

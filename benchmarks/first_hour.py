@@ -154,12 +154,8 @@ def main() -> None:
     classes = sum(entry.is_dir() for entry in (photos / "train").iterdir())
 
     def ways(photos: str, scripts: str, seed: int) -> dict[str, Way]:
-        by_name = {LOCKSTEP: lockstep(photos, arguments.epochs, seed)}
-        return (
-            by_name
-            if arguments.timm is None
-            else by_name | {TIMM: timm(photos, scripts, arguments.epochs, seed, classes)}
-        )
+        theirs = {TIMM: timm(photos, scripts, arguments.epochs, seed, classes)} if arguments.timm is not None else {}
+        return {LOCKSTEP: lockstep(photos, arguments.epochs, seed), **theirs}
 
     short = ways("P", "S", 0)
     steps = short[LOCKSTEP]

@@ -245,19 +245,11 @@ def hf_trainer(name: str, *, logs: bool) -> Epoch:
         off = {} if logs else {"logging_strategy": "no", "save_strategy": "no"}
         with tempfile.TemporaryDirectory() as folder:
             clock = Clock()
-            arguments = peer.TrainingArguments(
-                folder,
-                num_train_epochs=1,
-                per_device_train_batch_size=BATCH,
-                learning_rate=1e-3,
-                disable_tqdm=True,
-                use_cpu=True,
-                report_to="none",
-                **off,
-            )
+            quiet: dict[str, Any] = {"disable_tqdm": True, "use_cpu": True, "report_to": "none", **off}
+            one: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": BATCH, "learning_rate": 1e-3}
             peer.Trainer(
                 model=Module(),
-                args=arguments,
+                args=peer.TrainingArguments(folder, **quiet, **one),
                 train_dataset=examples,
                 data_collator=lambda both: {"images": both[0], "labels": both[1]},
                 callbacks=[clock],
@@ -272,26 +264,11 @@ def lockstep(name: str, *overrides: str) -> Epoch:
 
     def epoch() -> float:
         with tempfile.TemporaryDirectory() as folder:
-            job, run = prepared(
-                Path(folder) / "run",
-                [
-                    f"model={name}",
-                    "dataset=fake",
-                    f"dataset.examples={EXAMPLES}",
-                    f"dataset.classes={CLASSES}",
-                    "dataset.channels=1",
-                    "dataset.size=28",
-                    "augment=none",
-                    f"batch={BATCH}",
-                    f"steps={2 * STEPS + 1}",
-                    "train.eval_every=100%",
-                    "optimizer.decay_all=true",
-                    "schedule=constant",
-                    "device=cpu",
-                    "name=overhead",
-                    *overrides,
-                ],
-            )
+            data = ("dataset=fake", "dataset.channels=1", "dataset.size=28", "augment=none", f"batch={BATCH}")
+            sizes = (f"dataset.examples={EXAMPLES}", f"dataset.classes={CLASSES}", f"steps={2 * STEPS + 1}")
+            plain = ("train.eval_every=100%", "optimizer.decay_all=true", "schedule=constant", "device=cpu")
+            words = [f"model={name}", "name=overhead", *data, *sizes, *plain, *overrides]
+            job, run = prepared(Path(folder) / "run", words)
             times: list[float] = []
 
             def heartbeat() -> None:

@@ -2,11 +2,10 @@
 
     python benchmarks/scale.py --json scale.json
 
-Order: the shards of one rank among 1 to 1,024, and a check that the shards of 1,024 ranks cover an epoch. Host: the
-work of a rank besides training, at a step, a log point, a save and a round of the evaluation, in a process group
-that only pretends to send (torch's `fake` backend), so that only our own work is measured and not the network.
-Store: up to 1,024 real clients of a real store, as in torchrun's launches and ours. Mesh: up to 64 real processes
-that join a real gloo group over the loopback interface.
+Order: the shards of one rank among 1 to 1,024. Host: the work of a rank besides training, at a step, a log point, a
+save and a round of the evaluation, in a process group that only pretends to send (torch's `fake` backend), so that
+only our own work is measured and not the network. Store: up to 1,024 real clients of a real store, as in torchrun's
+launches and ours. Mesh: up to 64 real processes that join a real gloo group over the loopback interface.
 
 docs/scale.md says what follows from the figures.
 """
@@ -58,15 +57,8 @@ def plan(ranks: int) -> Plan:
     """An epoch of ImageNet."""
     batch = PER_RANK * ranks
     steps = -(-IMAGENET // batch)
-    return Plan(
-        examples=IMAGENET,
-        batch=batch,
-        total_steps=steps,
-        micro_batches=1,
-        log_every=LOG_EVERY,
-        eval_every=steps,
-        save_every=steps,
-    )
+    every = {"log_every": LOG_EVERY, "eval_every": steps, "save_every": steps}
+    return Plan(examples=IMAGENET, batch=batch, total_steps=steps, micro_batches=1, **every)
 
 
 def order(repeats: int) -> Rows:
@@ -85,28 +77,6 @@ def order(repeats: int) -> Rows:
     return {
         name: {key: statistics.median(one[key] for one in turns) for key in turns[0]} for name, turns in rows.items()
     }
-
-
-def cover() -> Rows:
-    """How often an example of a small epoch is in the shards of 1,024 ranks: the least and the most."""
-    ranks, examples = 1024, 100_003
-    small = Plan(
-        examples=examples,
-        batch=PER_RANK * ranks,
-        total_steps=4,
-        micro_batches=1,
-        log_every=1,
-        eval_every=1,
-        save_every=1,
-    )
-    counts = torch.zeros(examples, dtype=torch.int64)
-    began = time.perf_counter()
-    for rank in range(ranks):
-        for shard in shard_indices(small, 0, rank=rank, ranks=ranks, after=0):
-            counts[shard.indices] += 1
-    least, most = int(counts.min()), int(counts.max())
-    assert (least, most) == (1, 1), "an epoch does not have each example once"
-    return {"1,024 samplers": {"least": least, "most": most, "seconds": time.perf_counter() - began}}
 
 
 def host(repeats: int) -> Rows:
@@ -273,7 +243,6 @@ def main() -> None:
             "The mesh": mesh,
             "The store": store,
             "A rank's order of an epoch of ImageNet": lambda: order(arguments.repeats),
-            "How often an example is in the shards of an epoch": cover,
             "The host, us": lambda: host(arguments.repeats),
         },
     )

@@ -1,9 +1,8 @@
 """Start-up: seconds from the start of a process to the end of its first step, and what a job of a sweep costs.
 
     python benchmarks/startup.py --json startup.json
-    pip install -r benchmarks/requirements-peers.txt        # for the peers; without them their columns are left out
 
-All contenders train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
+Both train the MNIST tutorial's network on 10,000 random images of 28x28, batch 64, AdamW, for one step.
 `plain` is a bare loop over tensors. Lockstep is its whole command, up to the time of the first step in the run's
 `metrics.jsonl`. On two ranks `plain` is torchrun and DistributedDataParallel. The cost of a job of a sweep is the
 time from its start to that of the next one, where jobs of one step run one after another. `the job` is the time that
@@ -16,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -92,74 +89,6 @@ def plain_ranks() -> None:
     dist.destroy_process_group()
 
 
-def accelerate() -> None:
-    import torch
-
-    accelerator = importlib.import_module("accelerate").Accelerator(cpu=True)
-    (images, labels), plain_model = data(), network()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), BATCH, shuffle=True)
-    optimizer = torch.optim.AdamW(plain_model.parameters(), lr=1e-3)
-    model, optimizer, loader = accelerator.prepare(plain_model, optimizer, loader)
-    batch, targets = next(iter(loader))
-    accelerator.backward(torch.nn.functional.cross_entropy(model(batch), targets))
-    optimizer.step()
-    report_end()
-
-
-def lightning() -> None:
-    import torch
-
-    peer = importlib.import_module("lightning.pytorch")
-
-    class Module(peer.LightningModule):  # type: ignore[name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def training_step(self, batch: Any, index: int) -> Any:
-            return torch.nn.functional.cross_entropy(self.network(batch[0]), batch[1])
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            report_end()
-
-    images, labels = data()
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), BATCH, shuffle=True)
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"enable_progress_bar": False, "logger": False, "enable_model_summary": False}
-        peer.Trainer(accelerator="cpu", max_steps=1, default_root_dir=folder, **options).fit(Module(), loader)
-
-
-def transformers() -> None:
-    import torch
-
-    peer = importlib.import_module("transformers")
-
-    class Module(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network()
-
-        def forward(self, images: Any, labels: Any) -> Any:
-            logits = self.network(images)
-            return {"loss": torch.nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-    class Clock(peer.TrainerCallback):  # type: ignore[name-defined]
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            report_end()
-
-    class Examples(torch.utils.data.TensorDataset):
-        def __getitem__(self, index: int) -> Any:
-            return dict(zip(("images", "labels"), super().__getitem__(index), strict=True))
-
-    with tempfile.TemporaryDirectory() as folder:
-        options: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
-        arguments = peer.TrainingArguments(folder, max_steps=1, per_device_train_batch_size=BATCH, **options)
-        peer.Trainer(model=Module(), args=arguments, train_dataset=Examples(*data()), callbacks=[Clock()]).train()
-
-
 def hydra_alone() -> None:
     """A sweep whose jobs print the time."""
     import hydra
@@ -180,9 +109,8 @@ def hydra_empty() -> None:
 
 
 Cases = dict[str, Callable[[], float]]
-LOOPS = (plain, plain_ranks, accelerate, lightning, transformers, hydra_alone, hydra_empty)
+LOOPS = (plain, plain_ranks, hydra_alone, hydra_empty)
 TABLES = ("step", "command", "sweep")
-PEERS = ("lightning", "accelerate", "transformers")
 
 
 # --- the commands that start them
@@ -266,8 +194,7 @@ def main() -> None:
 
     from measure import Rows, in_turns, show, write
 
-    peers: Cases = {name: functools.partial(loop, name) for name in PEERS if importlib.util.find_spec(name)}
-    one: Cases = {"plain": functools.partial(loop, "plain"), "Lockstep": lambda: lockstep(*BASICNET), **peers}
+    one: Cases = {"plain": functools.partial(loop, "plain"), "Lockstep": lambda: lockstep(*BASICNET)}
     digits: Cases = {"Lockstep": lambda: lockstep("steps=1")}
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
     two: Cases = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,34 +30,11 @@ SIZES = (32, 64, 96, 128, 192, 224)
 LIMIT_S = 600.0
 LARGE, BLOCKS = 200_000_000, 2  # a model with more parameters is cut to this many blocks, if its class can be
 COUNTING_S = 5.0  # the most time for counting the parameters of a family's models
-SMALL = (
-    "test",
-    "atto",
-    "femto",
-    "pico",
-    "nano",
-    "tiny",
-    "xxs",
-    "xs",
-    "micro",
-    "mini",
-    "small",
-    "lite",
-    "050",
-    "b0",
-    "18",
-)
+SMALL = re.compile("test|atto|femto|pico|nano|tiny|xxs|xs|micro|mini|small|lite|050|b0|18")
 WORDS = (
     *("dataset=fake", "dataset.examples=16", "dataset.classes=4", "batch=4", "steps=2", "augment=none"),
-    *(
-        "optimizer=sgd",
-        "optimizer.lr=0.01",
-        "device=cpu",
-        "launcher=inline",
-        "launcher.threads=1",
-        "telemetry.report=never",
-    ),
-    *("train.eval_every=100%", "checkpoint.every=100%", "train.eval_batch=4", "logger=[]"),
+    *("optimizer=sgd", "optimizer.lr=0.01", "device=cpu", "launcher=inline", "launcher.threads=1"),
+    *("train.eval_every=100%", "checkpoint.every=100%", "train.eval_batch=4", "logger=[]", "telemetry.report=never"),
 )
 
 
@@ -66,7 +44,7 @@ def smallest(family: str) -> tuple[str, int]:
     import torch
 
     models = [name for name in timm.list_models(module=family) if not name.endswith("_enc")]  # those give no logits
-    names = sorted(models, key=lambda name: (not any(word in name for word in SMALL), name))
+    names = sorted(models, key=lambda name: (not SMALL.search(name), name))
     sizes: dict[str, int] = {}
     end = time.monotonic() + COUNTING_S
     for name in names:
