@@ -31,7 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forks import Fork, Forks
-from lockstep.cli.prove_run import Command, running
+from lockstep.cli.processes import Command, running
 from lockstep.config import components, composition, yaml_io
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
@@ -367,7 +367,7 @@ def forked(*words: str, cwd: Path | None = None, timeout: float = 240, **environ
 
 @contextmanager
 def running_fork(words: list[str], *, capture: bool = False) -> Iterator[Fork | Command]:
-    """`prove_run.running`, with `python -m lockstep` as a fork of an interpreter that has imported torch."""
+    """`processes.running`, with `python -m lockstep` as a fork of an interpreter that has imported torch."""
     if words[:3] != [sys.executable, "-m", "lockstep"] or sys.platform != "linux":
         with running(words, capture=capture) as fresh:
             yield fresh

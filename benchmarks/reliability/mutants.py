@@ -194,7 +194,7 @@ strategy/strict.py: on four ranks a gradient counts twice and another one never 
 config/hydra_policy.py: a value of one job of a sweep stays in the next one [hydra_policy]
 - composed = copy.deepcopy(self.jobs[lines])
 + composed = self.jobs[lines]
-inference/evaluation.py: the calibration error is a share, not a percentage [predictor]
+cli/evaluate.py: the calibration error is a share, not a percentage [predictor]
 - 100 * scores.compute()
 + scores.compute()
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]

@@ -148,7 +148,7 @@ def load(path: str | Path, *, device: str | None = None, extensions: Sequence[st
         InputError: the weights do not exist, they have no description of their model, or the model cannot be built.
     """
     from lockstep.config import extensions as known
-    from lockstep.inference.load import load as load_predictor
+    from lockstep.inference.predictor import load as load_predictor
     from lockstep.runtime.guest import guest
 
     with guest():

@@ -14,13 +14,11 @@ from helpers import FAKE, forked, resolved, train
 
 SMALL = ("model=linear", "device=cpu", "logger=jsonl", "epochs=2")
 JOBS = {
-    "photos": ("dataset=folder", "dataset.path=photos", "dataset.input_size=8", *SMALL),
     "photos with a batch": ("dataset=folder", "dataset.path=photos", "dataset.input_size=8", "batch=32", *SMALL),
     "photos from files": (
         *("dataset=folder", "dataset.path=photos", "dataset.input_size=32", "batch=8"),
         *("loader=streaming", "loader.workers=0", "model=resnet34", "model.stem=cifar", *SMALL[1:]),
     ),
-    "a table": ("dataset=csv", "dataset.path=table.csv", "dataset.images=photos", "dataset.val_share=0.2", *SMALL),
     "in memory": (*FAKE, "dataset.examples=1000", "batch=16", "model=basicnet", *SMALL[1:]),
 }
 # What a machine of tests cannot have: downloads, and minutes of compiling.
@@ -30,14 +28,11 @@ COMPOSED_ONLY = ("pretrained", "compile")
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("advice")
-    lines = ["path,label"]
     for number in range(64):
         name = f"{'train' if number < 54 else 'val'}/{'mug' if number % 2 else 'lamp'}/{number}.jpg"
         path = folder / "photos" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 40), (4 * number, 9, 9)).save(path)
-        lines.append(f"{name},{number % 2}")
-    (folder / "table.csv").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -54,7 +49,7 @@ def advice_of(job: tuple[str, ...], folder: str, place: Path) -> Iterator[str]:
     doctor = forked("lockstep", "doctor", *job, "--json", cwd=place)
     assert doctor.code == 0, doctor.err
     texts = [finding["text"] for finding in json.loads(doctor.out)["findings"]]
-    rates = forked("lockstep", "lr-find", *job, "--steps=30", "--out=found.svg", cwd=place)
+    rates = forked("lockstep", "lr-find", *job, "--steps=12", "--out=found.svg", cwd=place)
     assert rates.code == 0, rates.err
     for text in [*texts, rates.out]:
         yield from re.findall(r"\b[a-z_]+(?:\.[a-z_]+)*=[\w.]*\w", text)

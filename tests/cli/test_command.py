@@ -38,14 +38,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     ("overrides", "expected"),
     [
         ("epoch=3", "Did you mean epochs=3?"),
-        ("epochs", "'epochs' cannot be read, expected KEY=VALUE"),
-        ("model=resnet5od", "Did you mean 'resnet50d'"),
         ("--config-name=nope", "there is no config named 'nope'"),
         ("hydra.run.dir=/dev/null/run", "/dev/null/run cannot be written (Not a directory)"),
         ("-m epochs=1,abc", "epochs is 'abc', expected a whole number"),
         ("epochs=1 -m seed=1,2 output_root=/dev/null/runs", "cannot be written (Not a directory)"),
         ("precision=fp16 device=cpu", "precision=fp16 needs a CUDA GPU"),
-        ("model=resnet18 model.name=resnet5o", "model.name is 'resnet5o', which timm does not have"),
     ],
 )
 def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overrides: str, expected: str) -> None:
@@ -55,23 +52,11 @@ def test_a_mistake_ends_with_code_2_and_one_line_on_stderr(tmp_path: Path, overr
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("override", "expected"),
-    [
-        ("epoch=3", "epoch: there is no such key in the config. Did you mean epochs=3?"),
-        ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
-    ],
-)
-def test_a_traceback_is_shown_when_asked_for(tmp_path: Path, override: str, expected: str) -> None:
-    done = train(override, f"output_root={tmp_path}", HYDRA_FULL_ERROR="1")
+def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
+    done = train("epochs=0", f"output_root={tmp_path}", HYDRA_FULL_ERROR="1")
     assert done.code == 2
     assert "Traceback (most recent call last)" in done.err
-    assert done.err.endswith(f"lockstep: {expected}\n")
-
-
-def test_a_refused_job_leaves_no_folder_of_its_own_name(tmp_path: Path) -> None:
-    assert "epochs is 0" in sentence(train("epochs=0", f"hydra.run.dir={tmp_path / 'mine'}"))
-    assert list(tmp_path.iterdir()) == []
+    assert done.err.endswith("lockstep: epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20\n")
 
 
 @pytest.fixture
@@ -88,17 +73,14 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_read_only_output_root_is_said(read_only: Path) -> None:
     message = sentence(train("steps=1", f"output_root={read_only}"))
-    assert (
-        "cannot be written (Read-only file system); choose a folder that can be, with output_root=FOLDER" in message
-    )
+    assert "cannot be written (Read-only file system); choose a folder that can be, with output_root=" in message
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path, ranks: int) -> None:
-    main, *silent = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}", ranks=ranks)
+def test_torchrun_with_a_sweep_is_refused_once(tmp_path: Path) -> None:
+    main, silent = as_ranks("-m", "seed=1,2", f"output_root={tmp_path / 'runs'}")
     expected = "torchrun would run the whole sweep in each rank; type python train.py -m ... instead"
     assert sentence(main) == expected
-    assert [(rank.code, rank.err) for rank in silent] == [(2, "")] * (ranks - 1)
+    assert (silent.code, silent.err) == (2, "")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,10 +98,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("loader", "launcher"),
-    [("streaming", "inline"), ("resident", "spawn")],
-)
+@pytest.mark.parametrize(("loader", "launcher"), [("streaming", "inline"), ("resident", "spawn")])
 def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: str, launcher: str) -> None:
     ranks = f"launcher.ranks={1 if launcher == 'inline' else 2}"
     where = (f"dataset.path={pictures}", f"output_root={tmp_path}")
@@ -159,16 +138,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "same values, or take only its weights with init_from=PATH",
         ),
         ("resume=latest", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
-        ("resume=ROOT/latest", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
         ("init_from=LATEST model=basicnet steps=1", " tensors differ, e.g. 1.bias (here None, there (32,))"),
     ],
 )
 def test_a_refused_resume_leaves_the_old_run_as_it_was(finished: Path, overrides: str, expected: str) -> None:
     before = tree(finished)
     run = finished / (finished / "latest").read_text().strip()
-    words = overrides.replace("LATEST", str(run)).replace("ROOT", str(finished)).split()
-    roots = [] if "ROOT" in overrides else [f"output_root={finished}"]
-    assert expected in sentence(train(*roots, "device=cpu", *words))
+    words = overrides.replace("LATEST", str(run)).split()
+    assert expected in sentence(train(f"output_root={finished}", "device=cpu", *words))
     assert tree(finished) == before
 
 

@@ -18,9 +18,7 @@ import pytest
 from PIL import Image
 
 from helpers import forked
-from lockstep.cli.doctor import Checkup, doctor
-from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.cli.doctor import Checkup
 from lockstep.data import inspection
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
@@ -45,6 +43,12 @@ def photos(tmp_path: Path) -> Path:
                 pixels = Image.fromarray(rng.integers(0, 256, (20, 20, 3), dtype=np.uint8))
                 pixels.save(tmp_path / "photos" / split / name / f"{number}.jpg")
     return tmp_path / "photos"
+
+
+@pytest.fixture(autouse=True)
+def _no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trying other settings takes most of an examination; the command does it in one of the tests."""
+    monkeypatch.setattr(examination, "tried", lambda *arguments, **options: {})
 
 
 def examined(*words: str, multirun: bool = False, **options: Any) -> Checkup:
@@ -80,52 +84,32 @@ def broken(photos: Path) -> None:
     file.write_bytes(file.read_bytes()[:200])
 
 
-def dangling(photos: Path) -> None:
-    (photos / "val" / "cat" / "z.jpg").symlink_to("nowhere")
-
-
 def in_both_splits(photos: Path) -> None:
     shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "val" / "cat" / "copy.jpg")
 
 
-def twice_in_a_split(photos: Path) -> None:
-    shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "train" / "cat" / "copy.jpg")
+def copied(target: str) -> Callable[[Path], object]:
+    return lambda photos: shutil.copy(photos / "train" / "cat" / "0.jpg", photos / target)
 
 
-def twice_with_two_labels(photos: Path) -> None:
-    shutil.copy(photos / "train" / "cat" / "0.jpg", photos / "train" / "dog" / "copy.jpg")
-
-
-def class_not_evaluated(photos: Path) -> None:
-    shutil.rmtree(photos / "val" / "dog")
-
-
-def class_not_trained(photos: Path) -> None:
-    shutil.rmtree(photos / "train" / "dog")
-
-
-def empty_class(photos: Path) -> None:
-    (photos / "train" / "fox").mkdir()
+def removed(folder: str) -> Callable[[Path], object]:
+    return lambda photos: shutil.rmtree(photos / folder)
 
 
 @pytest.mark.parametrize(
     ("plant", "words", "level", "check", "says"),
     [
-        (broken, (), "error", "images", "cat/0.jpg, cannot be decoded"),
         (broken, (), "error", "images", "use dataset.skip=1"),
         (broken, ("dataset.skip=1",), "warning", "images", "dataset.skip=1 leaves them out"),
-        (dangling, (), "error", "images", "val/cat/z.jpg, cannot be decoded"),
-        (in_both_splits, (), "warning", "twice", "1 twice in both splits, such as "),
         (in_both_splits, (), "warning", "twice", "val/cat/copy.jpg and "),
-        (twice_in_a_split, (), "warning", "twice", "1 twice in one split, such as "),
-        (twice_with_two_labels, (), "warning", "twice", "1 twice with two labels, such as "),
-        (class_not_evaluated, (), "warning", "classes", "1 of 3 classes have no image in the evaluation split"),
-        (class_not_trained, (), "error", "data", "val/dog is a class that "),
-        (empty_class, (), "error", "data", "train/fox has no images"),
+        (copied("train/cat/copy.jpg"), (), "warning", "twice", "1 twice in one split, such as "),
+        (copied("train/dog/copy.jpg"), (), "warning", "twice", "1 twice with two labels, such as "),
+        (removed("val/dog"), (), "warning", "classes", "1 of 3 classes have no image in the evaluation split"),
+        (removed("train/dog"), (), "error", "data", "val/dog is a class that "),
     ],
 )
 def test_what_is_wrong_with_the_data_is_told(
-    plant: Callable[[Path], None], words: tuple[str, ...], level: str, check: str, says: str, photos: Path
+    plant: Callable[[Path], object], words: tuple[str, ...], level: str, check: str, says: str, photos: Path
 ) -> None:
     plant(photos)
     planted = problems(of_photos(photos, *words))
@@ -156,14 +140,7 @@ def as_shards(photos: Path) -> tuple[str, ...]:
     return "dataset=webdataset", f"dataset.path={photos}", SIZE
 
 
-def as_table(photos: Path) -> tuple[str, ...]:
-    datasets = pytest.importorskip("datasets")
-    tables = datasets.load_dataset("imagefolder", data_dir=str(photos), cache_dir=str(photos.parent / "cache"))
-    tables.save_to_disk(str(photos / "hf"))
-    return "dataset=hf", f"dataset.path={photos / 'hf'}", SIZE
-
-
-@pytest.mark.parametrize("stored", [as_csv, as_packed, as_shards, as_table])
+@pytest.mark.parametrize("stored", [as_csv, as_packed, as_shards])
 def test_every_kind_of_data_set_tells_an_image_that_is_in_both_splits(
     stored: Callable[[Path], tuple[str, ...]], photos: Path
 ) -> None:
@@ -171,26 +148,6 @@ def test_every_kind_of_data_set_tells_an_image_that_is_in_both_splits(
     planted = problems(examined(*stored(photos), f"output_root={photos}"))
     assert [*planted] == ["twice"]
     assert planted["twice"][1].startswith("1 twice in both splits")
-
-
-def test_a_label_out_of_range_names_its_line(photos: Path) -> None:
-    words = as_csv(photos)
-    table = photos / "table.csv"
-    text = table.read_text().replace("cat", "0").replace("dog", "1").replace("eel", "7")
-    table.write_text(text.replace("/0/", "/cat/").replace("/1/", "/dog/").replace("/7/", "/eel/"))
-    planted = problems(examined(*words))
-    assert [*planted] == ["data"]
-    assert "has the label '7'" in planted["data"][1]
-
-
-def test_a_label_of_a_packed_data_set_out_of_range_is_told(photos: Path) -> None:
-    words = as_packed(photos)
-    labels = np.fromfile(photos / "packed" / "train.labels", dtype=np.int64)
-    labels[3] = 9
-    labels.tofile(photos / "packed" / "train.labels")
-    planted = problems(examined(*words))
-    assert [*planted] == ["data"]
-    assert "example 3" in planted["data"][1]
 
 
 def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,13 +166,9 @@ def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, mon
         (("batch=5", "train.micro_batches=2"), "warning", "batch", "which batch=4 avoids"),
         (("batch=11", "train.micro_batches=11"), "warning", "batch", "has 1 images for 11 micro-batches"),
         (("batch=13",), "error", "plan", "use batch=12"),
-        (("schedule.warmup=900%",), "error", "keys", "schedule.warmup"),
         (("model=resnet_18",), "error", "keys", "Did you mean"),
-        (("optimizer.rate=3",), "error", "keys", "optimizer.rate"),
         (("seed=1,2",), "error", "keys", "names several values"),
-        (("train.micro_batches=20",), "error", "plan", "train.micro_batches"),
         (("resume=latest",), "error", "keys", "no run has been started"),
-        (("init_from=nowhere",), "error", "keys", "nowhere"),
         (("budget.hours=1e-9",), "warning", "time", "budget.hours=1e-09 ends it before"),
         (("launcher.ranks=2", "launcher.threads=8"), "warning", "devices", "launcher.threads=auto"),
     ],
@@ -299,14 +252,6 @@ def test_a_step_that_does_not_fit_into_memory_is_told(
     assert text.endswith(says)
 
 
-def test_a_step_that_fails_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: object) -> None:
-        raise ValueError("3 is not 4")
-
-    monkeypatch.setattr(examination, "build_parts", fail)
-    assert problems(of_photos(photos))["step"] == ("error", "ValueError: 3 is not 4")
-
-
 def test_every_job_of_a_sweep_is_examined(photos: Path) -> None:
     checkup = of_photos(photos, "model=linear,resnet_18", "batch=4,12", multirun=True)
     assert len(checkup.jobs) == 4
@@ -321,7 +266,6 @@ def test_every_job_of_a_sweep_is_examined(photos: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "jobs"),
     [
-        (("seed=range(3)",), 3),
         (("optimizer.lr=choice(0.1,0.2)", "seed=1,2,3"), 6),
         (("hydra/sweeper=optuna", "optimizer.lr=tag(log,interval(0.001,0.1))", "batch=int(interval(2,4))"), 4),
     ],
@@ -337,7 +281,6 @@ def test_the_jobs_of_a_line_are_those_of_hydra(words: tuple[str, ...], jobs: int
     [
         (("optimizer.lr=interval(0.1,1)",), "use hydra/sweeper=optuna, or values with commas"),
         (("hydra/launcher=nope",), "nope"),
-        (("seed=1,",), "seed=1,"),
         (("resume=latest",), "cannot be part of a sweep"),
     ],
 )
@@ -375,27 +318,9 @@ def test_the_exit_code_says_whether_a_run_would_start(photos: Path) -> None:
     assert report["jobs"] == [[*words]]
 
 
-def test_on_a_terminal_a_finding_is_wrapped_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(log, "console", log.Terminal(file=screen, width=60, highlight=False))
-    monkeypatch.setattr(log, "has_terminal", lambda: True)
-    with pytest.raises(InputError, match="a run would not start: 1 error"):
-        doctor(["epochs=1.5"], multirun=False, everything=False, form="table")
-    first, *continued = screen.getvalue().splitlines()
-    assert first.startswith("error    keys     epochs is '1.5', expected a whole")
-    assert continued
-    assert all(line.startswith(" " * 18) and len(line) <= 60 for line in continued)
-
-
 # The last layers of this model have one value per channel of an image.
-POOLED = (
-    "dataset=fake",
-    "dataset.classes=2",
-    "dataset.channels=3",
-    "dataset.size=16",
-    "model=test_resnet",
-    "epochs=1",
-)
+SIXTEEN = ("dataset=fake", "dataset.classes=2", "dataset.channels=3", "dataset.size=16")
+POOLED = (*SIXTEEN, "model=test_resnet", "epochs=1")
 
 
 @pytest.mark.parametrize(
@@ -404,8 +329,6 @@ POOLED = (
         ("dataset.examples=9", "batch=4"),
         ("dataset.examples=9", "batch=4", "strategy=ddp", "launcher.ranks=2"),
         ("dataset.examples=9", "batch=4", "strategy=ddp", "launcher.ranks=2", "strategy.sync_batchnorm=false"),
-        ("dataset.examples=13", "batch=5", "strategy=fsdp", "launcher.ranks=4", "strategy.sync_batchnorm=false"),
-        ("dataset.examples=9", "batch=4", "strategy=strict", "repro=strict"),
     ],
     ids=" ".join,
 )

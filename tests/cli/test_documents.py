@@ -3,7 +3,7 @@
 Each command in a `bash` block is typed as it stands into a folder that looks like a checkout, in the order of the
 document, so that a later one finds what an earlier one left. A command that trains gets `steps=N` behind it, with an
 N that grows by each command that may go on with a run, so that it has something to do. What cannot be run here is in
-ELSEWHERE, with the reason, and is checked in another way.
+CHECKS, with the reason, and is checked in another way.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ class Command:
 
 
 def found() -> Iterator[Command]:
-    """Every command of every document; a line that ends with a backslash goes on in the next."""
+    """Every command of every document, once; a line that ends with a backslash goes on in the next."""
+    texts = set()
     for document in DOCUMENTS:
         number, steps = itertools.count(1), 1
         for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL):
             for line in block.replace("\\\n", " ").splitlines():
                 if text := re.sub(r"(^|\s+)#\s.*", "", line).strip():
                     steps += bool(re.search(r"\b(resume|hydra\.run\.dir)=", text))
-                    yield Command(document, next(number), steps, text)
+                    if text not in texts:
+                        texts.add(text)
+                        yield Command(document, next(number), steps, text)
 
 
 COMMANDS = list(found())
@@ -114,87 +117,58 @@ def proves(text: str) -> None:
     built(*(word for word in text.split()[2:] if "=" in word))
 
 
-Check = Callable[[str], None]
-ELSEWHERE: dict[str, tuple[str, Check]] = {
-    "python3 -m venv .venv && .venv/bin/pip install -r requirements.txt && .venv/bin/python train.py": (
-        "installs",
-        installs,
+Check = Callable[[str], object]
+VENV = "python3 -m venv .venv && .venv/bin/pip install -r"
+ATEN = "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2"
+ELASTIC = "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous"
+# The checks of the commands that cannot run here, or that another test runs.
+CHECKS: dict[Check, tuple[str, ...]] = {
+    installs: (
+        f"{VENV} requirements.txt && .venv/bin/python train.py",
+        f"{VENV} requirements-dev.txt && .venv/bin/python -m pytest -n 3 --dist loadfile",
+        f"{VENV} requirements-dev.txt",
     ),
-    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt && "
-    ".venv/bin/python -m pytest -n 3 --dist loadfile": (
-        "installs, and runs all tests",
-        installs,
+    is_in_ci: (
+        *("ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 3 --dist loadfile"),
+        "sphinx-build -M html . build -c docs -W --keep-going -q",
+        f'{ATEN} python -m pytest -n 3 --dist loadfile -m "numerics and not slow"',
     ),
-    "python3 -m venv .venv && .venv/bin/pip install -r requirements-dev.txt": ("installs", installs),
-    ". .venv/bin/activate": ("needs what was installed", lambda text: None),
-    ".ci/run": ("installs, and runs all tests", is_executable),
-    "ruff check .": ("CI's", is_in_ci),
-    "ruff format --check .": ("CI's", is_in_ci),
-    "mypy": ("CI's", is_in_ci),
-    "sphinx-build -M html . build -c docs -W --keep-going -q": ("CI's", is_in_ci),
-    "python -m pytest -n 3 --dist loadfile": ("runs all tests", is_in_ci),
-    "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2 "
-    'python -m pytest -n 3 --dist loadfile -m "numerics and not slow"': ("CI's", is_in_ci),
-    "python -m pytest tests/unit": ("runs many tests", is_declared),
-    'python -m pytest -m "not slow"': ("runs many tests", is_declared),
-    "python -m pytest -m gpu": ("needs a GPU", is_declared),
-    "torchrun --standalone --nproc-per-node 2 train.py": (
-        "imports torch three times; test_launchers.py types it",
-        composes,
+    is_executable: (".ci/run",),
+    is_declared: ("python -m pytest tests/unit", 'python -m pytest -m "not slow"', "python -m pytest -m gpu"),
+    # They download, or need two machines or SLURM; test_launchers.py, test_machines.py and test_slurm.py have those.
+    composes: (
+        "torchrun --standalone --nproc-per-node 2 train.py",
+        "torchrun --standalone --nproc-per-node 2 train.py epochs=2",
+        "python train.py experiment=cifar10_resnet34_modern",
+        "python train.py experiment=mnist_tutorial seed=1",
+        "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
+        "model.pretrained=true",
+        "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true",
+        "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
+        "experiment=cifar10_resnet34 batch=2048",
+        f"{ELASTIC}=10.0.0.1:29500",
+        *(f"{ELASTIC}=127.0.0.1:29500 launcher.ranks=1 launcher.node_rank={rank} epochs=2" for rank in range(2)),
+        "python train.py launcher=slurm launcher.nodes=2 launcher.gpus=8 launcher.partition=gpu launcher.time=4h",
+        "srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python train.py experiment=cifar10_resnet34 batch=2048",
     ),
-    "torchrun --standalone --nproc-per-node 2 train.py epochs=2": (
-        "imports torch three times; test_launchers.py types one",
-        composes,
+    # They run for minutes; test_prove.py and test_ladder.py run a part.
+    proves: (
+        *("lockstep prove", "lockstep prove --ranks 2 --steps 6", "lockstep prove model=resnet18 dataset=cifar10"),
+        "lockstep ladder dataset=digits model=digitnet epochs=2 --repeat 1",
     ),
-    "python train.py epochs=2 resume=outputs/whole/checkpoints/step-00000030": (
-        "needs 30 steps; test_course.py types it",
-        lambda text: None,
+    # test_course.py runs them, and the photos are there before the first command.
+    is_a_script: (
+        *(f"python docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("pitfall_*.py")),
+        *("python docs/photos.py", "python docs/course/figures.py"),
     ),
-    "python train.py experiment=cifar10_resnet34_modern": ("downloads", composes),
-    "python train.py experiment=mnist_tutorial seed=1": ("downloads", composes),
-    "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
-    "model.pretrained=true": ("downloads", composes),
-    "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true": (
-        "downloads",
-        composes,
-    ),
-    "lockstep prove": ("runs for minutes; test_prove.py runs a part", proves),
-    "lockstep prove --ranks 2 --steps 6": ("runs for a minute; test_prove.py runs a part", proves),
-    "lockstep prove model=resnet18 dataset=cifar10": ("downloads", proves),
-    "lockstep ladder dataset=digits model=digitnet epochs=2 --repeat 1": (
-        "runs for a minute or more; test_ladder.py runs a part",
-        proves,
-    ),
-    "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
-    "experiment=cifar10_resnet34 batch=2048": ("needs two machines", composes),
-    "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous=10.0.0.1:29500": (
-        "needs two machines; test_machines.py has them",
-        composes,
-    ),
-    **{
-        "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous=127.0.0.1:29500 launcher.ranks=1 "
-        f"launcher.node_rank={number} epochs=2": ("needs two terminals; test_machines.py has machines", composes)
-        for number in range(2)
-    },
-    **{
-        f"python docs/course/{path.name}": ("test_course.py runs it", is_a_script)
-        for path in (ROOT / "docs" / "course").glob("pitfall_*.py")
-    },
-    "python docs/photos.py": ("the photos are there before the first command", is_a_script),
-    "python docs/course/figures.py": ("test_course.py runs it", is_a_script),
-    "python train.py launcher=slurm launcher.nodes=2 launcher.gpus=8 launcher.partition=gpu launcher.time=4h": (
-        "needs SLURM; test_slurm.py has one",
-        composes,
-    ),
-    "python train.py -m launcher=slurm launcher.gpus=1 seed=1,2,3": (
-        "needs SLURM; test_slurm.py has one",
-        lambda text: None,
-    ),
-    "srun --nodes=2 --ntasks-per-node=8 --gpus-per-task=1 python train.py experiment=cifar10_resnet34 batch=2048": (
-        "needs SLURM; test_slurm.py has one",
-        composes,
+    # The environment is not installed here; test_course.py types the second, and test_slurm.py the third.
+    bool: (
+        ". .venv/bin/activate",
+        "python train.py epochs=2 resume=outputs/whole/checkpoints/step-00000030",
+        "python train.py -m launcher=slurm launcher.gpus=1 seed=1,2,3",
     ),
 }
+ELSEWHERE = {text: check for check, texts in CHECKS.items() for text in texts}
 
 
 @pytest.fixture(scope="module")
@@ -232,7 +206,7 @@ def shortened(documented: Command) -> str:
 )
 def test_a_command_of_the_documents_works(documented: Command, checkout: Path, tmp_path: Path) -> None:
     if documented.text in ELSEWHERE:
-        ELSEWHERE[documented.text][1](documented.text)
+        ELSEWHERE[documented.text](documented.text)
         return
     if documented.text.startswith("tensorboard "):
         assert_serves(documented.text, checkout)

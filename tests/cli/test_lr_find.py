@@ -56,18 +56,12 @@ def test_the_average_of_whole_batches_is_judged() -> None:
     )
     test = range_test(parts, len(losses), 1, 1e4, lambda step: None)
     assert rates == pytest.approx([1, 10, 100, 1000, 10_000])
-    # The average of the last losses, each with nine tenths of the weight of the one after it; the fifth explodes.
-    weights = [0.9**age for age in range(len(losses))]
-    averages = [
-        sum(weight * loss for weight, loss in zip(weights, reversed(losses[:end]), strict=False)) / sum(weights[:end])
-        for end in range(1, 5)
-    ]
-    assert test.losses == pytest.approx(averages)
+    assert test.losses == pytest.approx(averaged(losses[:4]))  # the fifth explodes
     assert (test.rates, test.lowest) == (rates[:4], 2)
 
 
 def averaged(losses: list[float]) -> list[float]:
-    """The averages that the test of a job with these losses has."""
+    """The average of the last losses, each with nine tenths of the weight of the one after it."""
     return [
         sum(0.9**age * loss for age, loss in enumerate(reversed(losses[:end]))) / sum(0.9**age for age in range(end))
         for end in range(1, len(losses) + 1)
@@ -79,8 +73,7 @@ def suggested(losses: list[float]) -> float | None:
     return RangeTest(rates=rates, losses=averaged(losses)).suggestion
 
 
-@pytest.mark.parametrize("steps", [40, 100, 200])
-@pytest.mark.parametrize("noise", [0.001, 0.1])
+@pytest.mark.parametrize(("steps", "noise"), [(40, 0.1), (200, 0.001)])
 def test_a_flat_noisy_curve_has_no_suggestion(steps: int, noise: float) -> None:
     draws = [random.Random(seed) for seed in range(100)]
     suggestions = [suggested([0.7 + noise * draw.gauss(0, 1) for _ in range(steps)]) for draw in draws]
@@ -97,17 +90,10 @@ def test_a_clear_fall_has_a_tenth_of_the_rate_where_the_loss_is_lowest() -> None
         assert 10 ** (-6 + 6 * 0.6) / 10 < suggestion < 10 ** (-6 + 6 * 0.95) / 10
 
 
-@pytest.mark.parametrize("lowest", [11, 12, 16, 17, 30, 60])
+@pytest.mark.parametrize("lowest", [11, 16, 17, 60])
 def test_no_rate_is_suggested_that_was_not_tried(lowest: int) -> None:
     suggestion = suggested([2.0 - 0.02 * step if step <= lowest else 9.0 for step in range(100)])
     assert (suggestion is not None) == (lowest > 16), "a factor of ten is 16 steps here"
-
-
-def test_the_picture_is_where_the_runs_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root = tmp_path / "runs"
-    lr_find((*JOB, f"output_root={root}"), steps=4, low=1e-3, high=1e-2, out=None)
-    assert [path.name for path in root.iterdir()] == ["lr-find.svg"]
-    assert "4 steps, from 0.001 to 0.01: the loss is lowest" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [(), ("experiment=mnist_tutorial", "dataset=digits")], ids=["default", "recipe"])
@@ -117,6 +103,7 @@ def test_the_batch_of_batch_auto_is_that_without_it(words: tuple[str, ...], tmp_
     assert (parts.job.batch, parts.plan.batch) == (usual.job.batch, usual.plan.batch)
     assert parts.job.optimizer.lr == usual.job.optimizer.lr
     lr_find((*job, "batch=auto"), steps=12, low=1e-4, high=1e-2, out=None)
+    assert [path.name for path in tmp_path.iterdir()] == ["lr-find.svg"]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +112,6 @@ def test_the_batch_of_batch_auto_is_that_without_it(words: tuple[str, ...], tmp_
         ({"steps": 1}, "--steps is 1, expected from 2"),
         ({"low": 1.0, "high": 0.1}, "--low is 1 and --high is 0.1, expected 0 < low < high"),
         ({"out": "no/such/folder.svg"}, "--out is no/such/folder.svg"),
-        ({"out": "/dev/null"}, "--out is /dev/null"),
         ({"out": "found.png"}, "--out is found.png, expected a file whose name ends with .svg"),
         ({"low": 1e5, "high": 1e6}, "the loss explodes at 100000 already"),
     ],

@@ -11,9 +11,7 @@ import re
 import shutil
 import struct
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ from hydra import initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, built, composed, train, train_here
-from lockstep.config import flags, messages, yaml_io
+from lockstep.config import messages, yaml_io
 from lockstep.config.invocation import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
@@ -29,9 +27,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
-from lockstep.job.validate import check_data_memory, check_memory
-from lockstep.models import Timm
-from lockstep.training.fingerprint import plan_of
+from lockstep.job.validate import check_data_memory
 from lockstep.training.resolved_job import ResolvedJob, load_job
 
 
@@ -60,228 +56,121 @@ def refusal(output_root: Path, *overrides: str) -> str:
     return str(error)
 
 
-KEYS = [
-    (
-        "model.width=8.5",
-        "model.width is '8.5', expected a whole number: model.width=10, or in a search model.width=int(",
-    ),
-    ("batch=8.5", "batch is '8.5', expected a whole number: batch=10, or in a search batch=int(interval(1,10))"),
-    (
-        "train.micro_batches=1e-05",
-        "train.micro_batches is '1e-05', expected a whole number: train.micro_batches=10, or",
-    ),
-    ("resume=newest", "name one with resume=PATH, or the newest run with resume=latest"),
-    ("dataset=CIFAR10", "Did you mean 'cifar10', 'cifar100'?"),
-    ("strategy=DDP", "strategy=DDP: there is no strategy of that name. Did you mean 'ddp', 'dp'?"),
-    ("model=vit_base", "Did you mean 'vit_base_"),
-    ("model=ResNet18", "Did you mean 'resnet18'"),
-    ("epoch=3", "epoch: there is no such key in the config. Did you mean 'epochs'?"),
-    ("modle=resnet18", "modle: there is no such key in the config. Did you mean 'model'?"),
-    ("lr=0.1", "lr: there is no such key in the config. Did you mean optimizer.lr="),
-    ("trian.ema=0.9", "trian: there is no such key in the config. Did you mean 'train'?"),
-    ("train.emma=0.9", "train.emma: there is no such key in the config. Did you mean 'train.ema'?"),
-    ("optimizer.beta=1", "optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?"),
-    ("model.foo=1", "model.foo: there is no such key in the config. model has width, dropout,"),
-    (
-        "+model.foo=1",
-        "model.foo is not a key of model=DigitNet; it has channels_last, compile, compile_mode, width, dropout",
-    ),
-    (
-        "dataset.val_share=0.1",
-        " dataset=csv, folder, hf, imagenet, webdataset has it: choose one",
-    ),
-    ("schedule.milestones=[3]", " schedule=step has it: add schedule=step, or leave it out."),
-    ("+foo=1", "foo: there is no such key in the config."),
-    ("~epochs", "epochs: a job cannot do without this key"),
-    ("~model", "model is None, expected one of the group's options: model=NAME"),
-]
-OPTIONS = [
-    ("model=resnet5od", "model=resnet5od: there is no model of that name. Did you mean 'resnet50d'"),
-    ("dataset=cifar", "dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?"),
-    (
-        "dataset=zzzz",
-        "dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits",
-    ),
-    ("strategy=dpp", "strategy=dpp: there is no strategy of that name. Did you mean 'dp', 'ddp'?"),
-    (
-        "experiment=zzzz",
-        "experiment=zzzz: there is no experiment of that name. It is one of cifar10_resnet34, cifar10",
-    ),
-    ("model=null", "a config group takes the name of one of its options: GROUP=NAME"),
-    (
-        "model=resnet18 model.name=resnet5o",
-        "model.name is 'resnet5o', which timm does not have. Did you mean 'resnet50'",
-    ),
-    ("optimizer=timm optimizer.opt=lambb", "optimizer.opt is 'lambb', which timm does not have. Did you mean 'lamb'"),
-]
-TYPES = [
-    ("epochs=abc", "epochs is 'abc', expected a whole number: epochs=10"),
-    ("epochs=null", "epochs is null, expected a value: epochs=VALUE"),
-    ("optimizer.lr=x", "optimizer.lr is 'x', expected auto or a number above 0"),
-    ("optimizer.lr=", "optimizer.lr is '', expected auto or a number above 0"),
-    ("optimizer.betas=3", "optimizer.betas is 3, expected a list: optimizer.betas=[0.9,0.999]"),
-    ("train.freeze=backbone", "train.freeze is 'backbone', expected a list: train.freeze=[backbone]"),
-    ("schedule=step schedule.milestones=50%", "milestones is '50%', expected a list: schedule.milestones=[33%,66%]"),
-    ("input.std=0.5", "input.std is 0.5, expected a list: input.std=[0.5]"),
-    ("telemetry.gpu=maybe", "telemetry.gpu is 'maybe', expected true or false: telemetry.gpu=true"),
-    ("launcher.backend=mpi", "launcher.backend is 'mpi', expected one of auto, nccl, gloo: launcher.backend=auto"),
-    ("train=3", "train is 3, expected keys below it: train.KEY=VALUE"),
-    ("optimizer.lr", "'optimizer.lr' cannot be read, expected KEY=VALUE"),
-    ("epochs=[1", "'epochs=[1' cannot be read, expected KEY=VALUE"),
-    ("seed=1,2", "seed=1,2 names several values; `lockstep train -m seed=1,2` runs a sweep over them"),
-]
-RANGES = [
-    ("epochs=0", "epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20"),
-    ("steps=-1", "steps is -1, expected a whole number from 1 to 1,000,000,000: steps=null"),
-    ("seed=-1", "seed is -1, expected a whole number from 0 to 9,223,372,036,854,775,807: seed=0"),
-    ("seed=9999999999999999999999", "seed is 9999999999999999999999, expected a whole number from 0"),
-    ("batch=0", "batch is 0, expected auto or a whole number from 1"),
-    ("batch=abc", "batch is 'abc', expected auto or a whole number from 1 to 1,000,000,000: batch=64"),
-    ("batch=2000", "batch is 2000, but the training split has 1442 examples; use batch=1442 or less"),
-    (
-        "train.micro_batches=65",
-        "train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64",
-    ),
-    ("train.ema=1.5", "train.ema is 1.5, expected a number above 0 and below 1: train.ema=null"),
-    ("loss.label_smoothing=1", "loss.label_smoothing is 1.0, expected a number from 0 to below 1"),
-    (
-        "train.eval_every=0",
-        "train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run",
-    ),
-    ("train.eval_every=5x", "train.eval_every is '5x', expected steps (100), epochs (2ep) or a share"),
-    ("schedule.warmup=-5", "schedule.warmup is -5, expected steps (100), epochs (2ep) or a share"),
-    ("schedule.final=-1", "schedule.final is -1.0, expected a number from 0 to 1,000"),
-    ("schedule=step schedule.gamma=-1", "schedule.gamma is -1.0, expected a number from 0 to 10"),
-    ("checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
-    ("optimizer.lr=0", "optimizer.lr is 0, expected auto or a number above 0"),
-    ("launcher.timeout=5parsec", "launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h"),
-    ("launcher.ranks=0", "launcher.ranks is 0, expected auto or a whole number from 1 to 65,536"),
-    ("loader.resident_gb=-1", "loader.resident_gb is -1.0, expected a number from 0 to 1,000,000"),
-    (
-        "strategy=ddp strategy.bucket_mb=-1",
-        "strategy.bucket_mb is -1.0, expected a number from 0.001 to 100,000",
-    ),
-    ("augment=standard augment.scale=[]", "augment.scale is [], expected two rising numbers: augment.scale=[0.08,1]"),
-]
-LIMITS = [
+def table(text: str) -> list[tuple[str, str]]:
+    """Lines `OVERRIDES -> what the sentence has in it`."""
+    rows = (row.partition(" -> ") for row in text.strip().splitlines())
+    return [(overrides, sentence.strip()) for overrides, _, sentence in rows]
+
+
+KEYS = table("""
+model.width=8.5 -> model.width is '8.5', expected a whole number: model.width=10, or in a search model.width=int(
+resume=newest -> name one with resume=PATH, or the newest run with resume=latest
+dataset=CIFAR10 -> Did you mean 'cifar10', 'cifar100'?
+model=vit_base -> Did you mean 'vit_base_
+epoch=3 -> epoch: there is no such key in the config. Did you mean 'epochs'?
+lr=0.1 -> lr: there is no such key in the config. Did you mean optimizer.lr=
+optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?
+model.foo=1 -> model.foo: there is no such key in the config. model has width, dropout,
++model.foo=1 -> model.foo is not a key of model=DigitNet; it has channels_last, compile, compile_mode, width, dropout
+dataset.val_share=0.1 ->  dataset=csv, folder, hf, imagenet, webdataset has it: choose one
+schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or leave it out.
++foo=1 -> foo: there is no such key in the config.
+~epochs -> epochs: a job cannot do without this key
+~model -> model is None, expected one of the group's options: model=NAME
+""")
+OPTIONS = table("""
+dataset=cifar -> dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?
+dataset=zzzz -> dataset=zzzz: there is no dataset of that name. It is one of cifar10, cifar100, csv, digits
+model=null -> a config group takes the name of one of its options: GROUP=NAME
+optimizer=timm optimizer.opt=lambb -> optimizer.opt is 'lambb', which timm does not have. Did you mean 'lamb'
+""")
+TYPES = table("""
+epochs=abc -> epochs is 'abc', expected a whole number: epochs=10
+epochs=null -> epochs is null, expected a value: epochs=VALUE
+optimizer.lr=x -> optimizer.lr is 'x', expected auto or a number above 0
+optimizer.betas=3 -> optimizer.betas is 3, expected a list: optimizer.betas=[0.9,0.999]
+launcher.backend=mpi -> launcher.backend is 'mpi', expected one of auto, nccl, gloo: launcher.backend=auto
+train=3 -> train is 3, expected keys below it: train.KEY=VALUE
+optimizer.lr -> 'optimizer.lr' cannot be read, expected KEY=VALUE
+epochs=[1 -> 'epochs=[1' cannot be read, expected KEY=VALUE
+seed=1,2 -> seed=1,2 names several values; `lockstep train -m seed=1,2` runs a sweep over them
+""")
+RANGES = table("""
+steps=-1 -> steps is -1, expected a whole number from 1 to 1,000,000,000: steps=null
+seed=9999999999999999999999 -> seed is 9999999999999999999999, expected a whole number from 0
+batch=0 -> batch is 0, expected auto or a whole number from 1
+batch=2000 -> batch is 2000, but the training split has 1442 examples; use batch=1442 or less
+train.micro_batches=65 -> train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64
+train.eval_every=0 -> train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run
+train.eval_every=5x -> train.eval_every is '5x', expected steps (100), epochs (2ep) or a share
+optimizer.lr=0 -> optimizer.lr is 0, expected auto or a number above 0
+launcher.timeout=5parsec -> launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h
+augment=standard augment.scale=[] -> augment.scale is [], expected two rising numbers: augment.scale=[0.08,1]
+""")
+LIMITS = table("""
+optimizer.lr=nan -> optimizer.lr is nan, expected auto or a number above 0
+model=resnet18 +model.options.depth=[nan] -> model.options is {'depth': [nan]}, expected numbers of at most
+device=cpu strategy=ddp launcher.ranks=65000 -> launcher.ranks is 65000, but this machine has
+device=cpu strategy=ddp launcher.ranks=8 launcher.threads=1024 -> launcher.threads is 1024 and loader.workers is auto,
+dataset=fake dataset.size=16384 dataset.examples=100000 -> the images of dataset=fake need 100,663.3 GB, and
+device=cpu dataset.input_size=16384 batch=1442 -> a micro-batch of 1442 images need 1,548.3 GB, and this machine
+""")
+EFFECTS = table("""
+model.compile_mode=max_autotune -> model.compile_mode is max_autotune, but model.compile is false
+train.cuda_graph=true strategy=ddp launcher.ranks=2 -> under strategy=ddp a step is more than the work of one d
+train.cuda_graph=true repro=strict -> train.cuda_graph is true, but under strategy=strict a step is
+train.cuda_graph=true optimizer=timm -> optimizer=timm computes with its learning rate in Python
+train.cuda_graph=true model.compile=true model.compile_mode=reduce_overhead -> model.compile_mode=reduce_overhead reco
+precision=bf16_pure train.ema=0.9 -> use precision=bf16, or leave out train.ema
+loader=streaming loader.workers=0 loader.prefetch=9 -> loader.prefetch is 9, but loader.workers is 0
+augment=shift augment.pad=0 augment.reflect=true -> augment.reflect is true, but augment.pad is 0, so nothing is padde
+optimizer=timm optimizer.opt=adamw optimizer.momentum=0.5 -> optimizer.momentum is 0.5, but optimizer.opt=adamw has no
+optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 -> optimizer.nesterov is true, but optimizer.mom
+repro=strict strategy.sync_batchnorm=false -> strategy.sync_batchnorm is false, but under repro=strict
+repro=exact strategy=strict -> strategy=strict belongs to repro=strict, but repro=exact is given
+dataset.root=there -> dataset.root: there is no such key in the config.
+model=resnet18 model.pretrained=true init_from=/nowhere.safetensors -> init_from takes the place of the weights
+resume=/nowhere init_from=/nowhere.safetensors -> /nowhere is neither a run folder nor a checkpoint
+""")
+MACHINE = table("""
+device=gpu -> device is 'gpu', expected one of auto, cpu, cuda: device=auto
+device=cpu precision=fp16 -> precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16
+device=cpu precision=tf32 -> precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32
+device=cpu launcher.backend=nccl -> launcher.backend=nccl needs CUDA GPUs, but device is cpu; use launcher.backend=glo
+device=cpu launcher=inline launcher.ranks=2 -> launcher=inline has one rank, but launcher.ranks asks for 2
+device=cpu launcher=inline strategy=ddp -> launcher=inline has one rank, but strategy=ddp asks for 2
+strategy=single launcher.ranks=2 device=cpu -> launcher.ranks is 2, but this strategy has one rank
+device=cpu strategy=pipeline launcher.ranks=2 model.compile=true -> model.compile is true, but under strategy=pipeline
+""")
+BOXES = table("""
+dataset=imagenet augment=shift -> dataset.crop_from=file cuts the boxes of a random resized crop from the files, and t
+dataset=imagenet augment=standard loader=resident -> loader=resident decodes each image once, but dataset.crop_from=fi
+""")
+PLACES = table("""
+dataset=folder -> dataset.path has no value; give it one with dataset.path=VALUE
+dataset=folder dataset.path=/nowhere -> dataset.path: there is no folder /nowhere/train, expected one subfolder
+resume=latest -> resume=latest: no run has been started in
+init_from=/nowhere.safetensors -> init_from: there are no weights at /nowhere.safetensors, expected a
+init_from=/etc/passwd -> init_from: there are no weights at /etc/passwd, expected a .safetensors file
+resume=/nowhere -> /nowhere is neither a run folder nor a checkpoint
+data_root=/dev/null -> data_root: /dev/null is no folder; name another with data_root=FOLDER
+""")
+HOSTILE = table("""
+model._target_=os.system -> model._target_ is 'os.system', expected a class of lockstep.models
+model._target_=lockstep.models.timm.Timm -> expected a class of lockstep.models; choose one with model=NAME
+optimizer._target_=subprocess.run -> optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim
+""")
+ABSURD = [
     ("model=resnet18 +model.options.depth=[" + "1," * 1000 + "1]", "lists of at most 1,000, and texts without"),
-    ("launcher.threads=1000000", "launcher.threads is 1000000, expected auto or a whole number from 1 to 1,024"),
-    ("launcher.ranks=100000", "launcher.ranks is 100000, expected auto or a whole number from 1 to 65,536"),
-    ("dataset=fake dataset.size=999999", "dataset.size is 999999, expected a whole number from 1 to 16,384"),
-    ("train.eval_every=" + "9" * 250 + "ep", "train.eval_every is '99999"),
     ("epochs=" + "9" * 250, "epochs is a number of more than 30 digits, expected a whole number"),
-    ("launcher.timeout=99999999999h", "launcher.timeout is '99999999999h', expected a time such as 30s, 10min or 2h"),
-    ("optimizer.lr=nan", "optimizer.lr is nan, expected auto or a number above 0"),
-    ("train.clip_norm=inf", "train.clip_norm is inf, expected a number above 0"),
-    ("model=resnet18 +model.options.depth=[nan]", "model.options is {'depth': [nan]}, expected numbers of at most"),
-    ("device=cpu strategy=ddp launcher.ranks=65000", "launcher.ranks is 65000, but this machine has "),
-    (
-        "device=cpu strategy=ddp launcher.ranks=8 launcher.threads=1024",
-        "launcher.threads is 1024 and loader.workers is auto, which on 8 ranks are 8,192 threads, expected at most",
-    ),
-    ("dataset=fake dataset.size=16384 dataset.examples=100000", "the images of dataset=fake need 100,663.3 GB, and"),
-    (
-        "device=cpu dataset.input_size=16384 batch=1442",
-        "a micro-batch of 1442 images need 1,548.3 GB, and this machine",
-    ),
-]
-EFFECTS = [
-    ("model.compile_mode=max_autotune", "model.compile_mode is max_autotune, but model.compile is false"),
-    (
-        "train.cuda_graph=true strategy=ddp launcher.ranks=2",
-        "under strategy=ddp a step is more than the work of one d",
-    ),
-    ("train.cuda_graph=true repro=strict", "train.cuda_graph is true, but under strategy=strict a step is"),
-    ("train.cuda_graph=true optimizer=timm", "optimizer=timm computes with its learning rate in Python"),
-    (
-        "train.cuda_graph=true model.compile=true model.compile_mode=reduce_overhead",
-        "model.compile_mode=reduce_overhead records graphs of its own; use model.compile_mode=default",
-    ),
-    ("precision=bf16_pure train.ema=0.9", "use precision=bf16, or leave out train.ema"),
-    ("loader=streaming loader.workers=0 loader.prefetch=9", "loader.prefetch is 9, but loader.workers is 0"),
-    (
-        "augment=shift augment.pad=0 augment.reflect=true",
-        "augment.reflect is true, but augment.pad is 0, so nothing is padded",
-    ),
-    (
-        "optimizer=timm optimizer.opt=adamw optimizer.momentum=0.5",
-        "optimizer.momentum is 0.5, but optimizer.opt=adamw has none",
-    ),
-    ("optimizer=sgd optimizer.nesterov=true optimizer.momentum=0", "optimizer.nesterov is true, but optimizer.mom"),
-    ("repro=strict strategy.sync_batchnorm=false", "strategy.sync_batchnorm is false, but under repro=strict"),
-    ("repro=exact strategy=strict", "strategy=strict belongs to repro=strict, but repro=exact is given"),
-    ("dataset.root=there", "dataset.root: there is no such key in the config."),
-    (
-        "model=resnet18 model.pretrained=true init_from=/nowhere.safetensors",
-        "init_from takes the place of the weights",
-    ),
-    ("resume=/nowhere init_from=/nowhere.safetensors", "/nowhere is neither a run folder nor a checkpoint"),
-]
-MACHINE = [
-    ("device=gpu", "device is 'gpu', expected one of auto, cpu, cuda: device=auto"),
-    ("device=cpu precision=fp16", "precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16"),
-    ("device=cpu precision=tf32", "precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32"),
-    (
-        "device=cpu launcher.backend=nccl",
-        "launcher.backend=nccl needs CUDA GPUs, but device is cpu; use launcher.backend=gloo",
-    ),
-    ("device=cpu launcher=inline launcher.ranks=2", "launcher=inline has one rank, but launcher.ranks asks for 2"),
-    ("device=cpu launcher=inline strategy=ddp", "launcher=inline has one rank, but strategy=ddp asks for 2"),
-    ("strategy=single launcher.ranks=2 device=cpu", "launcher.ranks is 2, but this strategy has one rank"),
-    (
-        "device=cpu strategy=pipeline launcher.ranks=2 model.compile=true",
-        "model.compile is true, but under strategy=pipeline a rank runs a part of the model",
-    ),
-]
-BOXES = [
-    (
-        "dataset=imagenet augment=shift",
-        "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
-        "CropFlip; use augment=standard or dataset.crop_from=square",
-    ),
-    (
-        "dataset=imagenet augment=standard loader=resident",
-        "loader=resident decodes each image once, but dataset.crop_from=file cuts another box from the file in each "
-        "epoch; use loader=streaming or dataset.crop_from=square",
-    ),
-]
-PLACES = [
-    ("dataset=folder", "dataset.path has no value; give it one with dataset.path=VALUE"),
-    (
-        "dataset=folder dataset.path=/nowhere",
-        "dataset.path: there is no folder /nowhere/train, expected one subfolder",
-    ),
-    ("resume=latest", "resume=latest: no run has been started in "),
-    ("init_from=/nowhere.safetensors", "init_from: there are no weights at /nowhere.safetensors, expected a"),
-    ("init_from=/etc/passwd", "init_from: there are no weights at /etc/passwd, expected a .safetensors file"),
     ("loss=" + "a" * 300, "there is no loss of that name"),
-    ("resume=/nowhere", "/nowhere is neither a run folder nor a checkpoint"),
-    ("resume=/etc/passwd", "/etc/passwd is neither a run folder nor a checkpoint"),
     ("resume=" + "a" * 300, "expected a path of at most 3,500 bytes and 255 a name, without control characters"),
-    ("data_root=/dev/null", "data_root: /dev/null is no folder; name another with data_root=FOLDER"),
-    ("data_root=/dev/null/there", "data_root: /dev/null is no folder; name another with data_root=FOLDER"),
-    ("data_root=", "data_root is '', expected a path"),
-    ("init_from=" + "a/" * 2000, "init_from is 'a/a/"),
     ("dataset=folder dataset.path=" + "a" * 256, "dataset.path is 'aaa"),
-    ("init_from=/dev/zero", "init_from: there are no weights at /dev/zero"),
 ]
-HOSTILE = [
-    ("model._target_=os.system", "model._target_ is 'os.system', expected a class of lockstep.models"),
-    ("model._target_=lockstep.models.timm.Timm", "expected a class of lockstep.models; choose one with model=NAME"),
-    ("model._target_=lockstep.models.dataclass", "expected a class of lockstep.models"),
-    (
-        "optimizer._target_=subprocess.run",
-        "optimizer._target_ is 'subprocess.run', expected a class of lockstep.optim",
-    ),
-    ("dataset._target_=3", "dataset._target_ is 3, expected a class of lockstep.data.datasets"),
-]
+VALUES = TYPES + RANGES + LIMITS + ABSURD + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE
 
 
-@pytest.mark.parametrize(
-    ("overrides", "sentence"),
-    KEYS + OPTIONS + TYPES + RANGES + LIMITS + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE,
-    ids=lambda text: text[:40],
-)
+@pytest.mark.parametrize(("overrides", "sentence"), KEYS + OPTIONS + VALUES, ids=lambda text: text[:40])
 def test_a_mistake_is_said_in_one_line_and_writes_nothing(tmp_path: Path, overrides: str, sentence: str) -> None:
     message = refusal(tmp_path / "runs", *overrides.split())
     assert sentence in message
@@ -313,7 +202,7 @@ ADVICE = re.compile(
 
 @pytest.mark.parametrize(
     "overrides",
-    [overrides for overrides, _ in TYPES + RANGES + LIMITS + EFFECTS + MACHINE + BOXES + PLACES + HOSTILE] + COMPUTED,
+    [overrides for overrides, _ in VALUES] + COMPUTED,
     ids=lambda text: text[:40],
 )
 def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -> None:
@@ -336,16 +225,11 @@ def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -
     ("word", "meant"),
     [
         ("dataset=own", "dataset=folder dataset.path=own"),
-        ("dataset=./own/", "dataset=folder dataset.path=./own/"),
         ("dataset='of mine'", "dataset=folder 'dataset.path=of mine'"),
-        ("dataset=/not/there", "dataset=folder dataset.path=/not/there"),
         ("dataset=list.csv", "dataset=csv dataset.path=list.csv"),
-        ("dataset=tars/train-0.tar", "dataset=webdataset dataset.path=tars"),
         ("dataset=tars", "dataset=webdataset dataset.path=tars"),
-        ("dataset=packs", "dataset=packed dataset.path=packs"),
         ("dataset=saved", "dataset=hf dataset.path=saved"),
         ("model=w.safetensors", "model=NAME init_from=w.safetensors"),
-        ("model=run", "model=NAME init_from=run"),
         ("dataset=a=b", "dataset=folder 'dataset.path=\"a=b\"'"),
         ("own", "dataset=folder dataset.path=own"),
         ("run", "resume=run"),
@@ -355,24 +239,23 @@ def test_what_a_sentence_proposes_can_be_typed(tmp_path: Path, overrides: str) -
 def test_a_path_in_place_of_a_name_is_answered_with_the_overrides_that_take_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, meant: str
 ) -> None:
-    for file in (
-        "own/a.jpg",
-        "of mine/a.jpg",
-        "a=b/a.jpg",
-        "tars/train-0.tar",
-        "packs/manifest.json",
-        "saved/dataset_dict.json",
-        "run/.hydra/config.yaml",
-        "w.safetensors",
-    ):
+    photos, folders = ("own/a.jpg", "of mine/a.jpg", "a=b/a.jpg"), ("tars/train-0.tar", "saved/dataset_dict.json")
+    for file in (*photos, *folders, "run/.hydra/config.yaml", "w.safetensors"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).touch()
     monkeypatch.chdir(tmp_path)
     assert refusal(tmp_path / "outputs", word).endswith(f" Did you mean {meant}?")
 
 
-@pytest.mark.parametrize("path", ["'~nobody-of-that-name/x'", "'a\nb'", "'\udc80'", "' '"])
-@pytest.mark.parametrize("key", ["data_root", "resume", "init_from", "dataset=folder dataset.path"])
+@pytest.mark.parametrize(
+    ("key", "path"),
+    [
+        ("data_root", "'~nobody-of-that-name/x'"),
+        ("resume", "'a\nb'"),
+        ("init_from", "'\udc80'"),
+        ("dataset=folder dataset.path", "' '"),
+    ],
+)
 def test_a_path_that_none_can_have_is_refused_by_its_key(tmp_path: Path, key: str, path: str) -> None:
     *words, last = key.split()
     message = refusal(tmp_path / "runs", *words, f"{last}={path}")
@@ -401,18 +284,9 @@ def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkey
     )
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_options_of_a_network_that_memory_has_no_room_for_are_refused(device: str, tmp_path: Path) -> None:
-    option: Any = Timm(name="vit_tiny_patch16_224", options={"embed_dim": 16_384, "num_heads": 4, "mlp_ratio": 1000})
-    job = load_job(prepared("device=cpu", f"output_root={tmp_path}").config)
-    with pytest.raises(InputError, match=r"[12] x [0-9,]+ parameters and the buffers need [0-9,.]+ GB"):
-        check_memory(replace(job, device=device, model=option), plan_of(job, 1000))
-
-
-OPTIONS = ["depth=16384", "depth=16385", "img_size=16384", "embed_dim=16384 num_heads=4 mlp_ratio=100 depth=64"]
-
-
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", ["depth=16384", "depth=16385", "embed_dim=16384 num_heads=4 mlp_ratio=100 depth=64"]
+)
 def test_options_of_a_network_of_any_size_are_refused(
     options: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,26 +324,6 @@ def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -
     assert len(str(raised.value)) < 200
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (["--epochs", "5"], "epochs=5"),
-        (["model=linear", "--batch-size=32"], "batch=32"),
-        (["-epochs", "batch=3"], "epochs=VALUE"),
-        (["--lr", "0.1", "--amp", "--resume", "a,b"], "optimizer.lr=0.1 precision=bf16 'resume=\"a,b\"'"),
-        (["--lr", "0.1", "--no-such"], "`lockstep train --cfg job` shows them all"),
-    ],
-)
-def test_a_key_that_is_written_as_a_flag_is_shown_as_it_should_be(words: list[str], key: str) -> None:
-    with pytest.raises(InputError) as raised:
-        flags.check_flags(words)
-    note = " (batch counts the images of all devices)" if key.startswith("batch=") else ""
-    assert str(raised.value).endswith(
-        f"is no flag of this program; a key is written without dashes, KEY=VALUE{note}: {key}"
-    )
-    flags.check_flags(["--cfg", "job", "--package", "model", "-m", "batch=1", "--config-dir=x"])
-
-
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:
     message = messages.translate_before_job(OverflowError("int too large"))
     assert str(message).startswith("the config cannot be composed (OverflowError: int too large); look at the values")
@@ -488,12 +342,10 @@ TORCHRUN, SRUN = {"TORCHELASTIC_RUN_ID": "none"}, {"SLURM_PROCID": "0"}
             "launcher.ranks is 4, but torchrun has started 2; use launcher.ranks=auto, or start 4 (torchrun --nproc",
         ),
         (SRUN, ("launcher.ranks=4",), "but srun has started 2; use launcher.ranks=auto, or start 4 (srun --ntasks)"),
-        ({}, ("launcher.ranks=4",), "launcher.ranks is 4, but whoever set RANK and WORLD_SIZE has started 2; use"),
         ({}, ("launcher=spawn",), "use launcher=auto, or launcher=spawn without RANK and WORLD_SIZE"),
         (TORCHRUN, ("launcher=elastic", "launcher.restarts=3"), "use launcher=auto and torchrun --max-restarts=3"),
         (TORCHRUN, ("launcher=spawn",), "launcher=spawn starts ranks, but torchrun has started them; use launcher=a"),
         (SRUN, ("launcher=slurm",), "but srun has started them; use launcher=auto, or launcher=slurm without srun"),
-        (SRUN, ("launcher=elastic",), "srun has started them; use launcher=auto, or launcher=elastic without srun"),
     ],
 )
 def test_what_another_launcher_has_decided_is_not_asked_for_again(
@@ -515,11 +367,16 @@ def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path
         assert (config["batch"], config["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
 
 
-def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path) -> None:
+def recipe_refusal(tmp_path: Path, line: str) -> str:
+    """The sentence that a recipe with this line is refused with."""
     conf = tmp_path / "more" / "experiment"
     conf.mkdir(parents=True)
-    (conf / "mine.yaml").write_text("# @package _global_\nbatch: auto\n")
-    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    (conf / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
+    return refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+
+
+def test_a_recipe_cannot_say_batch_auto_which_hides_its_own_batch(tmp_path: Path) -> None:
+    message = recipe_refusal(tmp_path, "batch: auto")
     assert message.startswith("batch=auto keeps the batch that a job has without it, so it only works on the command")
 
 
@@ -529,42 +386,29 @@ def test_all_that_is_wrong_with_the_groups_is_said_at_once(tmp_path: Path) -> No
 
 
 def test_a_wrong_key_in_a_recipe_names_the_file(tmp_path: Path) -> None:
-    conf = tmp_path / "more" / "experiment"
-    conf.mkdir(parents=True)
-    (conf / "mine.yaml").write_text("# @package _global_\nepoch: 3\n")
-    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    message = recipe_refusal(tmp_path, "epoch: 3")
     assert message == "experiment/mine.yaml: epoch: there is no such key in the config. Did you mean 'epochs'?"
 
 
 def test_a_recipe_that_is_not_yaml_is_named_with_the_place(tmp_path: Path) -> None:
-    conf = tmp_path / "more" / "experiment"
-    conf.mkdir(parents=True)
-    (conf / "mine.yaml").write_text("# @package _global_\nepochs: [3\n")
-    message = refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")
+    message = recipe_refusal(tmp_path, "epochs: [3")
     assert message.startswith("a config file is not YAML: ")
-    assert f'{conf / "mine.yaml"}", line 3' in message
+    assert 'experiment/mine.yaml", line 3' in message
 
 
 @pytest.mark.parametrize(
     "line",
     [
         "epochs: " + "9" * 5000,
-        "epochs: 0x" + "f" * 5000,
         "name: " + "[" * 3000 + "]" * 3000,
-        "name:  " + "[" * 200_000 + "]" * 200_000,
         "train: {clip_norm: " + "9" * 400 + "}",
         "optimizer: {lr: .nan}",
-        "model: {width: 0x" + "f" * 300 + "}",
         'data_root: "a\\0b"',
-        'init_from: "\\ud800"',
     ],
     ids=lambda text: text[:20],
 )
 def test_a_recipe_with_an_absurd_value_is_refused_in_one_short_sentence(tmp_path: Path, line: str) -> None:
-    conf = tmp_path / "more" / "experiment"
-    conf.mkdir(parents=True)
-    (conf / "mine.yaml").write_text(f"# @package _global_\n{line}\n")
-    assert len(refusal(tmp_path / "runs", f"hydra.searchpath=[{conf.parent}]", "experiment=mine")) < 800
+    assert len(recipe_refusal(tmp_path, line)) < 800
 
 
 def pictures(folder: Path, train: str = "ab", val: str = "ab") -> Path:
@@ -722,7 +566,6 @@ def tree(folder: Path) -> dict[str, bytes]:
             "steps=6 init_from=/there",
             "resume has the weights of its checkpoint, and init_from names others; leave out",
         ),
-        ("steps=6 checkpoint.keep=0", "checkpoint.keep is 0, expected a whole number from 1 to 1,000,000"),
     ],
 )
 def test_a_resume_of_another_run_is_refused_with_the_difference(
@@ -745,18 +588,12 @@ def of_pictures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return train_here(root / "run", *job).path, data
 
 
-def rename(data: Path, before: str, after: str) -> None:
-    (data / before).rename(data / after)
-
-
 @pytest.mark.parametrize(
     ("moved", "sentence"),
     [
         ({}, ""),
         ({"train/b/0.jpg": "train/b/7.jpg"}, "(train.b: here 2 files ("),
         ({"train/a/0.jpg": "train/b/7.jpg"}, "(train.a: here 1 file ("),
-        ({"val/b/0.jpg": "val/b/7.jpg"}, "(val.b: here 2 files "),
-        ({"val/b": "val/c"}, "(val.c: here 2 files ("),
         (
             {"train/b": "train/x", "val/b": "val/x"},
             "(class_names[1]: here c, there b; class_names[2]: here x, there c; train.x: here 2 files",
@@ -771,46 +608,16 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
     elsewhere, before = tmp_path / "elsewhere", tree(run)
     shutil.copytree(data, elsewhere)
     for path, to in moved.items():
-        rename(elsewhere, path, to)
+        (elsewhere / path).rename(elsewhere / to)
     job = ("dataset=folder", f"dataset.path={elsewhere}", "steps=4")
     if not sentence:
-        prepared(
-            f"resume={run / 'checkpoints' / 'step-00000002'}",
-            *job,
-            "dataset.decode_size=8",
-            "batch=3",
-            f"output_root={tmp_path}",
-        )
+        same = ("dataset.decode_size=8", "batch=3", f"output_root={tmp_path}")
+        prepared(f"resume={run / 'checkpoints' / 'step-00000002'}", *job, *same)
         return
     message = refusal(tmp_path / "runs", f"resume={run}", *job)
     assert "is a checkpoint of another run (" in message
     assert sentence in message
     assert tree(run) == before
-
-
-@pytest.mark.parametrize(
-    ("labels", "pixel", "sentence"),
-    [((1, 0), 0, "(train.labels: here"), ((0, 1), 9, "(train.images: here"), ((0, 1), 0, "")],
-)
-def test_arrays_of_other_labels_or_images_are_told(
-    tmp_path: Path, labels: tuple[int, int], pixel: int, sentence: str
-) -> None:
-    write_mnist(tmp_path / "data", label=1)
-    job = ("dataset=mnist", "model=linear", "augment=none", "batch=32", "steps=2", "train.eval_batch=64")
-    run = train_here(tmp_path / "run", *job, f"data_root={tmp_path / 'data'}").path
-    write_mnist(tmp_path / "other", label=labels[1])
-    raw = tmp_path / "other" / "MNIST" / "raw"
-    changed = bytearray((raw / "train-labels-idx1-ubyte").read_bytes())
-    changed[-1] = labels[0]
-    (raw / "train-labels-idx1-ubyte").write_bytes(changed)
-    changed = bytearray((raw / "train-images-idx3-ubyte").read_bytes())
-    changed[-1] = pixel
-    (raw / "train-images-idx3-ubyte").write_bytes(changed)
-    resumed = (f"resume={run}", "steps=4", f"data_root={tmp_path / 'other'}")
-    if not sentence:
-        prepared(*resumed)
-        return
-    assert sentence in refusal(tmp_path / "runs", *resumed)
 
 
 def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Path) -> None:
@@ -824,23 +631,19 @@ def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Pat
     ("lost", "today", "sentence"),
     [
         (["optimizer.lr=0.5"], (), "(optimizer.lr was 0.5 and is 'auto')"),
-        (["optimizer.lr=0.5"], ("steps=6", "optimizer.weight_decay=0.1"), "(optimizer.lr was 0.5 and is 'auto')"),
         (["optimizer.lr=0.5"], ("steps=6", "optimizer=adam"), ""),
         (["optimizer.lr=0.5"], ("steps=6", "optimizer.lr=0.001"), ""),
-        (["optimizer.lr=0.5"], ("steps=6", "optimizer.lr=0.7"), ""),
         (
             ["model=basicnet"],
             ("steps=6",),
             "(model._target_ was 'lockstep.models.BasicNet' and is 'lockstep.models.Digi",
         ),
-        (["~augment.pad"], ("steps=6",), "(augment.pad was None and is 1)"),
         (
             ["steps=3", "model=basicnet", "optimizer.lr=0.5", "~augment.pad"],
             ("epochs=9",),
             "(steps was 3 and is None, ",
         ),
         ([], ("steps=6", "model.compile=true", "loader=streaming"), ""),
-        ([], (), ""),
     ],
     ids=str,
 )
@@ -880,12 +683,9 @@ def test_a_run_whose_composed_config_is_gone_goes_on_with_a_warning_and_has_it_a
 REFUSED = (
     ("resume=nowhere",),
     ("resume=latest",),
-    ("resume=nowhere", "init_from=nowhere"),
     ("batch=auto", "train.micro_batches=3"),
-    ("sweep.retry=true",),
     ("launcher=slurm", "launcher.dry_run=true", "resume=nowhere"),
     ("launcher=elastic", "launcher.nodes=2"),
-    ("device=cpu", "model.pretrained=true", "init_from=nowhere"),
 )
 
 

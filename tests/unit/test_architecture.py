@@ -282,9 +282,9 @@ READS: dict[str, str] = {
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "core.locks": "what it locks, and reads nothing of it",
     "telemetry.pictures": "images, from bytes that were read",
-    "inference.demo": "its page, which is part of the program",
+    "cli.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
-    "cli.prove_run": "the files that `lockstep prove` has just had written",
+    "cli.prove": "the files that `lockstep prove` has just had written",
 }
 
 

@@ -24,15 +24,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.cli.compare import compare
-from lockstep.cli.report import report
-from lockstep.cli.runs import runs
+from lockstep.cli.runs import report, runs
 from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
-from lockstep.inference.load import find_weights
+from lockstep.inference.predictor import find_weights
 from lockstep.sweep.compare import causes, groups, interval
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Direction, Record, best_of

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lockstep.cli.evaluate import Evaluation
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder, listing
@@ -21,7 +22,6 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.inference.evaluation import Evaluation
 from lockstep.losses import BCE, CrossEntropy, Focal, MaskedLoss
 from lockstep.metrics import NO_SCORES, NoScores, build_scores
 from lockstep.models import DigitNet

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from helpers import NARROW, train_here
+from lockstep.cli import export as exporting
 from lockstep.core.errors import LockstepError
-from lockstep.inference import export as exporting
-from lockstep.inference.load import load
-from lockstep.inference.predictor import Predictor
+from lockstep.inference.predictor import Predictor, load
 from lockstep.precision import FP32
 
 CLASSES = 10
@@ -27,6 +28,11 @@ class Pixels(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return images.flatten(1)[:, :CLASSES]
+
+
+class Large(Pixels):
+    def forward(self, images: Tensor) -> Tensor:
+        return super().forward(images) * 1e5
 
 
 class Amplifying(Pixels):
@@ -71,7 +77,7 @@ def exported(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, 
         lambda _: lambda images: predictor.logits(images).clamp(max=LARGEST) + fault,
     )
     monkeypatch.setitem(exporting.FORMATS, "faulty", form)
-    return exporting.export(predictor, IMAGES, path / "model.file", kind="faulty", floats=False)
+    return exporting.write_export(predictor, IMAGES, path / "model.file", kind="faulty", floats=False)
 
 
 @pytest.mark.numerics
@@ -82,6 +88,16 @@ def test_a_model_that_amplifies_roundings_may_differ_by_ten_of_them(
     assert exported(amplifying, tmp_path, monkeypatch, fault=2e-3) == pytest.approx(2e-3, rel=0.01)
     assert "this model amplifies roundings" in capsys.readouterr().out
     assert (tmp_path / "model.file").exists()
+
+
+@pytest.mark.numerics
+def test_large_logits_may_differ_by_a_share_of_the_largest(
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with torch.no_grad():
+        large = replace(digits, model=Large())
+        assert large.logits(IMAGES).abs().max() > 1e5
+        assert exported(large, tmp_path, monkeypatch, fault=0.5) == pytest.approx(0.5, rel=0.1)
 
 
 @pytest.mark.numerics
@@ -101,3 +117,29 @@ def test_a_larger_difference_is_refused(
 def test_both_models_get_the_same_batches(digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     counting = replace(digits, model=CountingBatch())
     assert exported(counting, tmp_path, monkeypatch, fault=0) == 0
+
+
+def stub(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `--format torch` write an empty file, which has the logits of the weights in `model`."""
+    predictor = load(model, device="cpu", precision=FP32())
+    form = exporting.Format(".pt2", lambda *arguments: arguments[-1].touch(), lambda _: predictor.logits)
+    monkeypatch.setitem(exporting.FORMATS, "torch", form)
+
+
+def test_without_its_images_a_model_is_compared_on_random_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("train/a", "train/b", "val/a", "val/b"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(2):
+            Image.new("RGB", (16, 16), (99, number, 0)).save(tmp_path / "photos" / name / f"{number}.png")
+    photos = ("dataset=folder", f"dataset.path={tmp_path / 'photos'}", "dataset.input_size=16")
+    run = train_here(tmp_path / "run", NARROW, "steps=1", "batch=4", *photos)
+    (tmp_path / "photos").rename(tmp_path / "moved")
+    shutil.copy(run.weights, tmp_path / "alone.safetensors")
+    lost, alone = "those of the run are not here (dataset", "a file of weights has no images"
+    for path, reason in ((run.weights, lost), (tmp_path / "alone.safetensors", alone)):
+        stub(path, monkeypatch)
+        exporting.export(str(path), [], kind="torch", pixels="uint8", out=str(tmp_path / "model.pt2"))
+        assert f"on 64 images of random pixels, because {reason}" in capsys.readouterr().out
+        assert (tmp_path / "model.pt2").is_file()

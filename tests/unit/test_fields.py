@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from helpers import built, composed
-from lockstep.cli.pack import pack
+from lockstep.cli.data import pack
 from lockstep.config import components
 from lockstep.config.options import declared
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock

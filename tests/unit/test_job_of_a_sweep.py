@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import composed
-from lockstep.cli.run import plan
+from lockstep.cli.run import needs_of
 from lockstep.core.errors import InputError
 from lockstep.sweep.devices import Needs
 
@@ -14,7 +14,7 @@ CPU = Needs(cores=4)
 
 
 def job(*words: str, machine: Needs = CPU) -> Needs:
-    return plan(OmegaConf.create(composed(*words)), machine)
+    return needs_of(OmegaConf.create(composed(*words)), machine)
 
 
 @pytest.mark.parametrize(

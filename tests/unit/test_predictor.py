@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import timm  # noqa: F401, the time limit of a model must not include this import
 import torch
+from lockstep.data.datasets.splits import ArraySplit, FileSplit
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -21,16 +22,13 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep import checkpoint
-from lockstep.core.errors import BrokenImage, InputError, LockstepError
+from lockstep.cli.evaluate import evaluate_split
+from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
-from lockstep.data.datasets.files import ArraySplit, FileSplit
-from lockstep.inference.evaluation import evaluate_split
-from lockstep.inference.export import FORMATS, Format, export
 from lockstep.inference.images import files_in
-from lockstep.inference.load import run_of
-from lockstep.inference.predictor import Prediction, Predictor
+from lockstep.inference.predictor import Predictor, run_of
 from lockstep.training.evaluate import best_classes
 from lockstep.training.resolved_job import load_job
 
@@ -77,9 +75,7 @@ CONFIGS = {
     "default": "",
     "six views of a larger input": "train.eval_views=6 dataset.input_size=12",
     "batch norm and whitening, averaged": "model=whitenet model.widths=[8,8,8] dataset.input_size=12 train.ema=0.5",
-    "bf16": "precision=bf16",
     "bf16 throughout": "precision=bf16_pure",
-    "fp64, channels last": "precision=fp64 model.channels_last=true",
     "a model of timm with dropout": "model=timm model.name=test_resnet dataset.input_size=32 model.drop_rate=0.5",
 }
 
@@ -196,9 +192,8 @@ def test_a_model_with_published_weights_is_not_downloaded_again(
         raise AssertionError("a download")
 
     monkeypatch.setattr(urllib.request, "urlopen", refused)
-    run = train_here(
-        tmp_path / "run", "model=timm", "model.name=test_resnet", "dataset.input_size=32", "steps=1", "device=cpu"
-    )
+    timm_model = ("model=timm", "model.name=test_resnet", "dataset.input_size=32")
+    run = train_here(tmp_path / "run", *timm_model, "steps=1", "device=cpu")
     monkeypatch.setattr("timm.models._builder.load_pretrained", refused)
     card = {**vars(checkpoint.read_card(run.weights)), "model": {**checkpoint.read_card(run.weights).model}}
     card["model"]["pretrained"] = True
@@ -218,21 +213,15 @@ NAN, TIMM = float("nan"), "lockstep.models.Timm"
 HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "no card": (None, "it does not say what its model is; init_from= can train from weights of other programs"),
     "no JSON": ("{", "its description is not JSON"),
-    "no mapping": ("[]", r"its description has format \[\], expected 1"),
     "deep": ("[" * 50 + "]" * 50, "its description is not JSON"),
     "twice": ('{"format": 1, "format": 1}', "a key is there twice"),
     "newer": ({"format": 2}, "its description has format 2, expected 1"),
     "unknown key": ({"command": "rm"}, "its description has the unknown key 'command'"),
     "foreign code": ({"model": {"_target_": "os.system"}}, "model._target_ is 'os.system', expected a class of"),
-    "other code of ours": (
-        {"model": {"_target_": "lockstep.api.main"}},
-        "model._target_ is 'lockstep.api.main', expected a class of lockstep.models",
-    ),
     "a class of another group": (
         {"model": {"_target_": "lockstep.precision.FP32"}},
         "model._target_ is 'lockstep.precision.FP32'",
     ),
-    "no class": ({"model": {"width": 8}}, "its model is .*, expected a class, as _target_"),
     "unknown field": ({"model": {"_target_": "lockstep.models.DigitNet", "depth": 1}}, "model.depth is not a key of"),
     "a file of timm": (
         {"model": {"_target_": "lockstep.models.Timm", "options": {"checkpoint_path": "/etc/passwd"}}},
@@ -249,30 +238,18 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
         {"model": {"_target_": TIMM, "name": "vit_tiny_patch16_224", "options": {"depth": 16384}}},
         "the layers of the model take more than 0.3 s to list",
     ),
-    "huge images": (
-        {"model": {"_target_": TIMM, "name": "maxvit_tiny_tf_224"}, "input_shape": [1, 16384, 16384]},
-        "the layers of the model take more than 0.3 s to list",
-    ),
     "a wide model": (
         {"model": {"_target_": TIMM, "name": "swin_tiny_patch4_window7_224", "options": {"embed_dim": 16384 - 64}}},
         "cannot be built|is of another model",
     ),
-    "a deeper number": (
-        {"model": {"_target_": TIMM, "name": "vit_tiny_patch16_224", "options": {"depth": 16385}}},
-        "model.options is .*, expected numbers of at most 16,384",
-    ),
     "huge classes": ({"classes": 10**12}, "its classes is 1000000000000, expected a whole number from 1"),
-    "true classes": ({"classes": True}, "its classes is True, expected a whole number"),
     "names of others": ({"class_names": ["a"]}, "it has 1 class_names, expected one for each of 10"),
-    "names of numbers": ({"class_names": [1] * 10}, "its class_names is .*, expected a list of texts"),
     "zero std": ({"std": [0]}, r"its std is \[0\], expected a list of numbers from"),
-    "infinite mean": ({"mean": [float("inf")]}, r"its mean is \[inf\], expected"),
     "too many means": ({"mean": [0.5] * 3}, "its image_shape, mean and std have 1, 3 and 1 channels, expected the 1"),
     "three views": ({"eval_views": 3}, "its eval_views is 3, expected one of 1, 2, 6"),
     "NaN crop": ({"eval_crop": NAN}, "its eval_crop is nan, expected a number above 0"),
     "nearest": ({"interpolation": "nearest"}, "its interpolation is 'nearest', expected one of bilinear, bicubic"),
     "argmax": ({"probabilities": "argmax"}, "its probabilities is 'argmax', expected one of softmax, sigmoid"),
-    "a text of a step": ({"step": "9"}, "its step is '9', expected a whole number"),
 }
 
 
@@ -295,10 +272,6 @@ def test_a_hostile_description_is_one_sentence(
     assert len(str(caught.value)) < 1000
 
 
-def with_header(file: Path, header: bytes, length: int | None = None) -> None:
-    file.write_bytes((len(header) if length is None else length).to_bytes(8, "little") + header)
-
-
 def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
 
@@ -307,11 +280,7 @@ def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
             lockstep.load(file)
 
     refused("weights: there are no weights at .*, expected a .safetensors file or a run folder")
-    file.write_bytes(b"")
-    refused("cannot be read as safetensors")
-    with_header(file, b"{}", length=2**62)
-    refused("cannot be read as safetensors")
-    with_header(file, b"\xff\xfe")
+    file.write_bytes((2**62).to_bytes(8, "little") + b"{}")
     refused("cannot be read as safetensors")
     with file.open("wb") as sparse:
         sparse.write((100 * 2**20).to_bytes(8, "little"))
@@ -393,12 +362,6 @@ def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
     assert result.loss == pytest.approx(whole.loss, rel=1e-5)
 
 
-def test_of_equal_probabilities_the_predicted_class_is_first() -> None:
-    prediction = Prediction(label=2, names=tuple("abcd"), probabilities=torch.tensor([0.1, 0.3, 0.3, 0.3]))
-    assert prediction.top(2)[0][1] == "c"
-    assert [probability for *_, probability in prediction.top(9)] == pytest.approx([0.3, 0.3, 0.3, 0.1])
-
-
 def test_loading_a_model_leaves_the_random_numbers_of_its_program(digits: RunDir) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -414,44 +377,11 @@ def test_images_are_resized_as_in_the_training_of_the_weights(digits: RunDir, tm
         assert lockstep.load(path).transforms.interpolation == interpolation
 
 
-def test_weights_with_one_number_that_is_not_finite_are_refused(digits: RunDir, tmp_path: Path) -> None:
-    for number in (float("nan"), float("inf")):
-        tensors = load_file(digits.weights)
-        next(iter(tensors.values())).flatten()[0] = number
-        save_file(tensors, tmp_path / "bad.safetensors", changed(digits))
-        with pytest.raises(InputError, match="has numbers that are not finite in 1 tensors"):
-            lockstep.load(tmp_path / "bad.safetensors")
-
-
 def test_the_run_of_weights_is_that_of_their_checkpoint(digits: RunDir, tmp_path: Path) -> None:
     checkpoint_folder = max(digits.checkpoints.glob("step-*"))
     for file in (digits.weights, checkpoint_folder / "model.safetensors"):
         assert run_of(file) == digits
     assert run_of(tmp_path / "a" / "b" / "model.safetensors") is None
-
-
-@pytest.mark.parametrize("floats", [True, False])
-def test_an_export_is_written_only_if_its_logits_are_the_models(
-    digits: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, floats: bool
-) -> None:
-    predictor, written = lockstep.load(digits.path, device="cpu"), []
-
-    def pretend(error: float) -> None:
-        def write(module: Any, example: torch.Tensor, metadata: dict[str, str], path: Path) -> None:
-            written.append(module)
-            path.write_bytes(b"a model")
-
-        form = Format(".pt2", write, lambda path: lambda images: written[-1](images) + error)
-        monkeypatch.setitem(FORMATS, "torch", form)
-
-    stored, path = Digits().eval().images[:3], tmp_path / "model.pt2"
-    pretend(1.0)
-    with pytest.raises(LockstepError, match="the logits of the exported model differ by 1"):
-        export(predictor, stored, path, kind="torch", floats=floats)
-    assert not path.exists()
-    pretend(0.0)
-    assert export(predictor, stored, path, kind="torch", floats=floats) < 1e-4
-    assert path.read_bytes() == b"a model"
 
 
 def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
@@ -470,9 +400,3 @@ def test_a_card_without_probabilities_is_an_older_one_and_its_longer_side_counts
     wide = ModelCard(**{**card, "input_shape": (1, 8, 12), "image_shape": (1, 16, 10)})
     trained = TrainedInput.of_card(wide)
     assert (trained.size, trained.stored) == (12, 16)
-
-
-def test_a_gpu_that_is_not_there_is_refused(digits: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="weights: device is cuda, but PyTorch finds no GPU here; leave it out"):
-        lockstep.load(digits.path, device="cuda")

@@ -16,11 +16,11 @@ from helpers import train_here
 from lockstep import checkpoint
 from lockstep.checkpoint.optimizer import optimizer_state
 from lockstep.checkpoint.removal import drop_state
-from lockstep.cli.clean import clean
+from lockstep.cli.runs import clean
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
-from lockstep.inference.load import load
+from lockstep.inference.predictor import load
 from lockstep.job.run_folder import Lock
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm

@@ -17,7 +17,7 @@ import pytest
 
 from browser import CHROMIUM, DRIVER, browser
 from helpers import train_here
-from lockstep.cli.report import report
+from lockstep.cli.runs import report
 from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
 from lockstep.core.predictions import Predictions

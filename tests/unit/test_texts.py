@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.table import Table
 
-from lockstep.cli.csv_row import csv_row
+from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, BrokenImage, LockstepError, RankFailed, as_known
 from lockstep.runtime import program

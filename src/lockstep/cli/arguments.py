@@ -2,19 +2,15 @@
 
 import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 from lockstep.config.commands import typed
 from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.launched import is_launched, launched
-from lockstep.core.run_dir import LATEST, RunDir
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
-EXPORTED = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # suffixes, and their format
 ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # a job's line, whose ranks they start themselves
-RUN = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
 
 
 def arguments() -> argparse.Namespace:
@@ -22,25 +18,13 @@ def arguments() -> argparse.Namespace:
     parser = Parser(prog="lockstep", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep: what train.py does in a checkout")
-    _evaluate(commands)
-    _predict(commands)
-    _export(commands)
-    demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
-    _model(demo)
-    demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")
-    _runs(commands)
-    _compare(commands)
-    report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
-    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep with its changed jobs")
-    _clean(commands)
+    _of_models(commands)
+    _of_runs(commands)
     new = commands.add_parser("new", help="write a small project of your own: a model, a data set, a test")
     new.add_argument("project", metavar="PROJECT", help="the folder to create, named like its package")
-    _doctor(commands)
-    _show(commands)
-    _lr_find(commands)
-    _prove(commands)
-    _ladder(commands)
-    pack = _pack(commands)
+    _before_training(commands)
+    _comparing_ways(commands)
+    _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
     options, rest = parser.parse_known_args()
     if options.command in ONE_PROCESS and is_launched() and launched().size > 1:
@@ -51,31 +35,7 @@ def arguments() -> argparse.Namespace:
         vars(options)[options.rest] += rest  # argparse does not take positional arguments after an option
     elif rest:
         commands.choices[options.command].unknown(rest)
-    run = next((word for word in getattr(options, "files", ()) if _is_run(word)), None)
-    if run is not None and not _is_run(options.path) and Path(options.path).suffix != ".safetensors":
-        files = [options.path if word == run else word for word in options.files]
-        raise InputError(f"expected the run first: {typed(['lockstep', options.command, run, *files])}")
-    if hasattr(options, "rest") and getattr(options, "out", "") is None:
-        _check_out_is_named(options)
-    if options.command == "pack":
-        packing = ("source", "target", "size", "skip", "val_share")
-        named = {name for name in packing if getattr(options, name) is not None}
-        if not (named >= {"source", "target"} if options.check is None else not named):
-            pack.error("expected SOURCE and TARGET, or --check TARGET alone")
     return options
-
-
-def _is_run(word: str) -> bool:
-    return Path(word).name == LATEST or RunDir(Path(word)).config.is_file()
-
-
-def _check_out_is_named(options: argparse.Namespace) -> None:
-    """Refuse a word that is to be the file to write, and would be taken for one to read, or for an override."""
-    for word in getattr(options, options.rest):
-        is_input = "=" in word or word.startswith("~") if options.rest == "overrides" else Path(word).exists()
-        if not is_input or Path(word).suffix in EXPORTED:
-            what = "KEY=VALUE" if options.rest == "overrides" else "an image to compare on, in a file that exists"
-            raise InputError(f"{word}: expected {what}; what to write has a flag: --out {word}")
 
 
 def _check_command(words: list[str], commands: list[str]) -> None:
@@ -93,10 +53,18 @@ def _check_command(words: list[str], commands: list[str]) -> None:
     raise InputError(f"there is no command {first!r}.{hint}")
 
 
-def _model(command: argparse.ArgumentParser) -> None:
-    """The arguments of every command that uses a trained model."""
-    command.add_argument("path", metavar="RUN", help=RUN)
-    command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
+def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
+    """The arguments of a command of which there can be any number, before and after its options."""
+    command.add_argument(name, nargs="*", metavar=metavar, help=description)
+    command.set_defaults(rest=name)
+
+
+def _run(command: argparse.ArgumentParser, *, device: bool = True) -> None:
+    """The trained model that a command uses, and where."""
+    described = "a run folder, `latest`, a checkpoint, or a safetensors file of weights"
+    command.add_argument("path", metavar="RUN", help=described)
+    if device:
+        command.add_argument("--device", choices=("cpu", "cuda"), help="where to compute [a GPU if there is one]")
 
 
 def _forms(command: argparse.ArgumentParser, *forms: str) -> None:
@@ -108,103 +76,47 @@ def _forms(command: argparse.ArgumentParser, *forms: str) -> None:
         )
 
 
-def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
-    """The arguments of a command of which there can be any number, before and after its options."""
-    command.add_argument(name, nargs="*", metavar=metavar, help=description)
-    command.set_defaults(rest=name)
-
-
-def _evaluate(commands: Any) -> None:
+def _of_models(commands: Any) -> None:
     evaluate = commands.add_parser(
         "evaluate",
         help="evaluate a trained model on every example of a split",
         description="Evaluate the weights of a run on its own data, or on other data: top-1, top-5, loss, each "
         "class, calibration. Writes evaluation.json and predictions.csv.",
     )
-    _model(evaluate)
+    _run(evaluate)
     _rest(evaluate, "overrides", "OVERRIDE", "other data: dataset.path=FOLDER")
     evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run folder, or the current one]")
-
-
-def _predict(commands: Any) -> None:
     predict = commands.add_parser(
         "predict",
         help="predict the classes of image files",
         description="Print the classes of each image. The exit code is 2 if a file is not an image; the other "
         "files are printed anyway.",
     )
-    _model(predict)
+    _run(predict)
     predict.add_argument("files", nargs="+", metavar="FILE", help="an image, a folder of images, or a pattern")
-    predict.add_argument(
-        "--format", dest="form", choices=("table", "csv", "json"), default="table", help="output format [table]"
-    )
+    forms = ("table", "csv", "json")
+    predict.add_argument("--format", dest="form", choices=forms, default="table", help="output format [table]")
     predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
     predict.add_argument("--out", metavar="FILE", help="the file to write instead of printing")
-
-
-def _export(commands: Any) -> None:
     export = commands.add_parser(
         "export",
         help="write a trained model as one file for other programs",
         description="Write a model with its preprocessing as one file: crop, normalisation, resizing, views. It is "
         "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
     )
-    export.add_argument("path", metavar="RUN", help=RUN)
+    _run(export, device=False)
     _rest(export, "images", "FILE", "images to compare on [the run's evaluation split]")
-    export.add_argument(
-        "--format", dest="kind", choices=("onnx", "torch"), default="onnx", help="ONNX or torch.export's [onnx]"
-    )
+    kinds = ("onnx", "torch")
+    export.add_argument("--format", dest="kind", choices=kinds, default="onnx", help="ONNX or torch.export's [onnx]")
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
     export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
+    demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
+    _run(demo)
+    demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")
 
 
-def _doctor(commands: Any) -> None:
-    doctor = commands.add_parser(
-        "doctor",
-        help="check before a long run that it would start, and how long it would take",
-        description="Check a job, or every job of a sweep, on this machine: keys, devices, classes, broken and "
-        "repeated images, the batch, the disk, the memory of a real step, the time. Writes nothing. The exit code is "
-        "2 if a run would not start.",
-    )
-    _rest(doctor, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
-    doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
-    _forms(doctor, "json")
-
-
-def _show(commands: Any) -> None:
-    show = commands.add_parser(
-        "show",
-        help="draw the augmented training images of a job as one picture",
-        description="Write a picture with the images that the model of a job would get: a row for each image, a "
-        "column for each epoch, the normalisation undone, the classes under the images. The pixels are those of "
-        "`lockstep train`.",
-    )
-    _rest(show, "overrides", "OVERRIDE", "as for `lockstep train`: dataset=cifar10")
-    show.add_argument("--images", type=int, default=6, metavar="N", help="how many images, from the first step [6]")
-    show.add_argument("--epochs", type=int, default=6, metavar="N", help="in how many epochs [6]")
-    show.add_argument("--out", metavar="FILE", help="the picture [show.png in the current folder]")
-
-
-def _lr_find(commands: Any) -> None:
-    find = commands.add_parser(
-        "lr-find",
-        help="try rising learning rates for a few steps, and suggest one",
-        description="Train a job for a few steps while its learning rate rises from --low to --high, on one device, "
-        "and write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at "
-        "which the loss is lowest (Smith 2017, the learning rate range test).",
-    )
-    _rest(find, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
-    find.add_argument(
-        "--steps", type=int, default=100, help="the most, whatever the job has; it ends when the loss explodes [100]"
-    )
-    find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
-    find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
-    find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
-
-
-def _runs(commands: Any) -> None:
+def _of_runs(commands: Any) -> None:
     runs = commands.add_parser(
         "runs",
         help="list the runs and sweeps of a folder",
@@ -217,9 +129,6 @@ def _runs(commands: Any) -> None:
     condition = "state=done, model=resnet18, 'score>90'; may be repeated"
     runs.add_argument("--filter", dest="filters", action="append", default=[], metavar="CONDITION", help=condition)
     _forms(runs, "json")
-
-
-def _compare(commands: Any) -> None:
     compare = commands.add_parser(
         "compare",
         help="compare the scores of runs by what differs between them",
@@ -227,19 +136,16 @@ def _compare(commands: Any) -> None:
         "first, and the interval of each difference to the best. For two runs, show what differs in data, config, "
         "code, versions and machine, the likeliest cause of another score first.",
     )
-    compare.add_argument(
-        "paths", nargs="+", metavar="SWEEP|RUN", help="a sweep, a run, `latest`, or a folder of them"
-    )
+    paths = "a sweep, a run, `latest`, or a folder of them"
+    compare.add_argument("paths", nargs="+", metavar="SWEEP|RUN", help=paths)
     compare.set_defaults(rest="paths")
     by = "compare the values of this key alone; may be repeated"
     compare.add_argument("--by", action="append", default=[], metavar="KEY", help=by)
-    compare.add_argument(
-        "--sort", metavar="COLUMN", help="a key or a figure, as --csv names it [score, the best first]"
-    )
+    sort = "a key or a figure, as --csv names it [score, the best first]"
+    compare.add_argument("--sort", metavar="COLUMN", help=sort)
     _forms(compare, "csv", "json")
-
-
-def _clean(commands: Any) -> None:
+    report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
+    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep with its changed jobs")
     clean = commands.add_parser(
         "clean",
         help="show which checkpoints of runs can be removed, and remove them",
@@ -257,7 +163,45 @@ def _clean(commands: Any) -> None:
     clean.add_argument("--all", dest="everything", action="store_true", help=everything)
 
 
-def _prove(commands: Any) -> None:
+def _before_training(commands: Any) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check before a long run that it would start, and how long it would take",
+        description="Check a job, or every job of a sweep, on this machine: keys, devices, classes, broken and "
+        "repeated images, the batch, the disk, the memory of a real step, the time. Writes nothing. The exit code is "
+        "2 if a run would not start.",
+    )
+    _rest(doctor, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
+    doctor.add_argument("-m", "--multirun", action="store_true", help="the line is one of a sweep")
+    doctor.add_argument("--all", dest="everything", action="store_true", help="look at all images [for 30 seconds]")
+    _forms(doctor, "json")
+    show = commands.add_parser(
+        "show",
+        help="draw the augmented training images of a job as one picture",
+        description="Write a picture with the images that the model of a job would get: a row for each image, a "
+        "column for each epoch, the normalisation undone, the classes under the images. The pixels are those of "
+        "`lockstep train`.",
+    )
+    _rest(show, "overrides", "OVERRIDE", "as for `lockstep train`: dataset=cifar10")
+    show.add_argument("--images", type=int, default=6, metavar="N", help="how many images, from the first step [6]")
+    show.add_argument("--epochs", type=int, default=6, metavar="N", help="in how many epochs [6]")
+    show.add_argument("--out", metavar="FILE", help="the picture [show.png in the current folder]")
+    find = commands.add_parser(
+        "lr-find",
+        help="try rising learning rates for a few steps, and suggest one",
+        description="Train a job for a few steps while its learning rate rises from --low to --high, on one device, "
+        "and write the loss over the rate as a picture. No run folder is made. Suggested is a tenth of the rate at "
+        "which the loss is lowest (Smith 2017, the learning rate range test).",
+    )
+    _rest(find, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
+    steps = "the most, whatever the job has; it ends when the loss explodes [100]"
+    find.add_argument("--steps", type=int, default=100, help=steps)
+    find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="the first rate [1e-6]")
+    find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="the last rate [10]")
+    find.add_argument("--out", metavar="FILE", help="the picture [lr-find.svg in output_root]")
+
+
+def _comparing_ways(commands: Any) -> None:
     prove = commands.add_parser(
         "prove",
         help="show on this machine that a config is the same run under every strategy and world size",
@@ -268,12 +212,8 @@ def _prove(commands: Any) -> None:
     _rest(prove, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     prove.add_argument("--steps", type=int, default=20, help="of each run, whatever the job has [20]")
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
-    prove.add_argument(
-        "--all", dest="everything", action="store_true", help="every strategy and every kill on every number of ranks"
-    )
-
-
-def _ladder(commands: Any) -> None:
+    everything = "every strategy and every kill on every number of ranks"
+    prove.add_argument("--all", dest="everything", action="store_true", help=everything)
     ladder = commands.add_parser(
         "ladder",
         help="train a job on each rung from one device to many, and compare speed, memory and results",
@@ -285,14 +225,13 @@ def _ladder(commands: Any) -> None:
     ladder.add_argument("--ranks", type=int, metavar="N", help="ranks of the rungs with several [GPUs, or CPU cores]")
     ladder.add_argument("--repeat", dest="repeats", type=int, default=3, metavar="N", help="turns [3]")
     ladder.add_argument("--only", metavar="RUNG,RUNG", help="the rungs besides the first: ddp,fsdp [all]")
-    ladder.add_argument(
-        "--script", dest="scripts", action="append", default=[], metavar="FILE", help="a script of yours as a rung"
-    )
+    script = "a script of yours as a rung"
+    ladder.add_argument("--script", dest="scripts", action="append", default=[], metavar="FILE", help=script)
     _forms(ladder, "csv", "json")
 
 
-def _pack(commands: Any) -> Parser:
-    pack: Parser = commands.add_parser(
+def _pack(commands: Any) -> None:
+    pack = commands.add_parser(
         "pack",
         usage="lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET\n"
         "       lockstep pack --check TARGET",
@@ -308,4 +247,3 @@ def _pack(commands: Any) -> Parser:
     share = "the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share"
     pack.add_argument("--val-share", type=float, metavar="SHARE", help=share)
     pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")
-    return pack

@@ -1,13 +1,12 @@
 """`lockstep compare`: runs side by side, and what differs between two."""
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
 from rich.table import Column, Table
 
-from lockstep.cli.csv_row import csv_row
+from lockstep.cli.rows import show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run import Run, State
@@ -48,17 +47,6 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
         _show_groups(runs, rows)
     if left_out:
         raise InputError(*left_out)
-
-
-def show_rows(rows: Sequence[Row], form: str) -> None:
-    """Print rows for another program, as `csv` or `json`."""
-    if form == "json":
-        lines = json.dumps(rows, indent=1).splitlines()
-    else:
-        lines = [csv_row(["" if value is None else value for value in row.values()]) for row in rows]
-        lines = [csv_row([*rows[0]]), *lines] if rows else []
-    for line in lines:
-        log.console.print(line, soft_wrap=True)
 
 
 def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:

@@ -1,20 +1,53 @@
-"""`lockstep demo`: a page on this machine for trying a model by hand."""
+"""`lockstep demo`: a local web page, on which the user drops a photo and sees the model's prediction.
+
+The server is uvicorn. It listens on the loopback address only, and answers only requests that address it by that
+name. So a page of another site in the same browser can neither call it nor read its answers.
+"""
+
+import asyncio
+import errno
+import json
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.core import log
-from lockstep.core.errors import check_installed
-from lockstep.inference.load import find_weights, load, say_which
+from lockstep.core.errors import InputError, escaped
+from lockstep.core.model_card import SIGMOID
+from lockstep.core.safe_read import MB
+from lockstep.inference.predictor import Predictor, find_weights, load, say_which
 from lockstep.runtime.signals import listen
+
+ADDRESS = "127.0.0.1"
+PAGE = Path(__file__).parent / "demo.html"
+NONCE = "NONCE"  # the mark of the page's own script and style; each answer replaces it by the nonce of its header
+IMAGE, JSON, HTML = "application/octet-stream", "application/json", "text/html; charset=utf-8"
+LARGEST = 32 * MB  # the most bytes of a photo
+AT_ONCE = 4  # the most photos in memory; other requests wait until they are read
+SHOWN = 5  # the most classes in an answer
+WAIT_S = 10  # the longest time for the headers of a request, and for its photo
+POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
+    "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
+)
+SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
 
 
 def demo(path: str, *, port: int, device: str | None) -> None:
     """Serve the page of a model until a signal ends it.
 
     Raises:
-        InputError: the weights cannot be loaded, the port is in use, or the server is not installed.
+        InputError: the weights cannot be loaded or the port is in use.
     """
-    check_installed("uvicorn", "lockstep demo", extra="demo")
-    from lockstep.inference.demo import DemoServer
-
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     server = DemoServer(predictor, port)
@@ -23,3 +56,161 @@ def demo(path: str, *, port: int, device: str | None) -> None:
         log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")
         log.console.file.flush()
         server.run([server.socket])
+
+
+class Refused(Exception):
+    """A request that the server refuses. Its arguments are the status and a sentence."""
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if the headers of its request do not arrive in time."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(WAIT_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
+
+
+class DemoServer(uvicorn.Server):
+    """The server of the page for one model.
+
+    Args:
+        port: the port to listen on; 0 is any free port.
+
+    Raises:
+        InputError: the port is taken.
+    """
+
+    def __init__(self, predictor: Predictor, port: int) -> None:
+        self.predictor, self.page = predictor, PAGE.read_text()
+        self.is_short = False  # of descriptors, and a warning said so
+        self.photos, self.model = asyncio.Semaphore(AT_ONCE), asyncio.Lock()  # a model computes with all threads
+        try:
+            if not 0 <= port <= 65_535:
+                raise OSError(errno.EDOM, "ports end at 65535")
+            self.socket = socket.create_server((ADDRESS, port), backlog=1024)
+        except OSError as error:
+            reason = f"no server can listen there ({error.strerror})"
+            raise InputError(f"--port is {port}, but {reason}: --port 0") from error
+        self.port = self.socket.getsockname()[1]
+        plain: dict[str, Any] = {"interface": "asgi3", "http": Connection, "ws": "none", "lifespan": "off"}
+        # The terminal shows only the address of the page, and a defect of this program.
+        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
+        super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._report)
+        await super().startup(sockets)
+
+    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Say once that no connection can be accepted; asyncio tries again, and reports each try with a traceback."""
+        if self.should_exit:  # asyncio tries once more after the socket is closed
+            return
+        if not isinstance(error := context.get("exception"), OSError) or error.errno not in SCARCE:
+            loop.default_exception_handler(context)
+        elif not self.is_short:
+            self.is_short = True
+            log.show_warning(f"connections have to wait ({error.strerror}); raise the limit with ulimit -n")
+
+    @property
+    def url(self) -> str:
+        return f"http://{ADDRESS}:{self.port}/"
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        return frozenset({f"{ADDRESS}:{self.port}", f"localhost:{self.port}"})
+
+    def about(self) -> dict[str, Any]:
+        card = self.predictor.card
+        return {
+            "model": str(card.model["_target_"]).rpartition(".")[2],
+            "name": card.model.get("name"),
+            "classes": card.classes,
+            "input": "x".join(map(str, card.input_shape)),
+            "top1": card.top1,
+            "independent": card.probabilities == SIGMOID,
+            "step": card.step,
+        }
+
+    def classes(self, photo: bytes) -> dict[str, Any]:
+        """The model's prediction for an image file. Raises InputError if it is not one."""
+        (prediction,) = self.predictor.predict(photo)
+        return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
+
+    async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        status: HTTPStatus = HTTPStatus.OK
+        try:
+            if headers.get("host") not in self.hosts:
+                raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.url} only")
+            kind, text = await self._respond(f"{scope['method']} {scope['path']}", headers, receive)
+        except Refused as error:
+            status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
+        except InputError as error:
+            status, kind, text = HTTPStatus.BAD_REQUEST, JSON, json.dumps({"error": escaped(str(error))})
+        nonce = secrets.token_urlsafe(16)
+        content = (text.replace(NONCE, nonce) if kind == HTML else text).encode()
+        fields = {
+            "Content-Type": kind,
+            "Content-Length": str(len(content)),
+            "Content-Security-Policy": POLICY.format(nonce=nonce),
+            "Cache-Control": "no-store",
+            "Connection": "close",  # `Connection` limits the time of one request, and nobody can wait behind it
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+        }
+        encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
+        await send({"type": "http.response.start", "status": int(status), "headers": encoded})
+        await send({"type": "http.response.body", "body": content})
+
+    async def _respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
+        """The type and the text of the answer to `METHOD PATH`."""
+        match request:
+            case "GET /":
+                return HTML, self.page
+            case "GET /model":
+                return JSON, json.dumps(self.about())
+            case "POST /predict":
+                length = self._length(headers)
+                async with self.photos:
+                    photo = await self._photo(receive, length)
+                    async with self.model:
+                        return JSON, json.dumps(await asyncio.to_thread(self.classes, photo))
+        raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
+
+    def _length(self, headers: Mapping[str, str]) -> int:
+        """The bytes of a photo, by the headers of its request, which may be a reason to refuse it."""
+        if headers.get("origin") not in {f"http://{host}" for host in self.hosts}:
+            raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
+        # Before a page of another site sends this type, the browser asks the server, which does not allow it.
+        if headers.get("content-type") != IMAGE:
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"a photo is sent as {IMAGE}")
+        if "content-length" not in headers or "transfer-encoding" in headers:
+            raise Refused(HTTPStatus.LENGTH_REQUIRED, "the length of the photo is missing")
+        if (length := int(headers["content-length"])) > LARGEST:
+            raise Refused(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the photo has {length / MB:,.0f} MB, expected at most {LARGEST // MB}",
+            )
+        return length
+
+    async def _photo(self, receive: Receive, length: int) -> bytes:
+        """The photo in a request. uvicorn reads it only as fast as it is taken here, and never more than `length`."""
+        photo, read, more = bytearray(length), 0, True  # one that grows is copied, and takes a multiple of its size
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
+                    body = message.get("body", b"")
+                    photo[read : read + len(body)] = body
+                    read += len(body)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the photo did not arrive within {WAIT_S} s") from None
+        return bytes(photo)

@@ -6,6 +6,7 @@ of a sweep (`lockstep.sweep.ledger`). A rung that was cut is measured again from
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -18,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from lockstep.cli.compare import show_rows
-from lockstep.cli.ladder_table import MOST_RATE, WIDEST, is_measured, picture, row_of, show
-from lockstep.cli.prove_run import ending, running
+from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
+from lockstep.cli.processes import ending, running
+from lockstep.cli.rows import show_rows
 from lockstep.config.commands import override, typed
 from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.core import log, run_dir, safe_read
@@ -54,12 +55,7 @@ MOST_REPEATS = 100
 
 @dataclass(frozen=True)
 class Rung:
-    """A way to train the job: a strategy of Lockstep, or a script.
-
-    Fields:
-        script: the user's own script, which is run instead.
-        code: the content of the script.
-    """
+    """A way to train the job: a strategy of Lockstep, or a script of the user's, with its content."""
 
     name: str
     words: tuple[str, ...] = ()
@@ -69,11 +65,9 @@ class Rung:
 
     @property
     def change(self) -> str:
-        return typed(
-            ["python", self.script]
-            if self.script
-            else [*self.launcher, *("train.py",) * bool(self.launcher), *self.words]
-        )
+        if self.script is not None:
+            return typed(["python", self.script])
+        return typed([*self.launcher, *("train.py",) * bool(self.launcher), *self.words])
 
     @property
     def has_ranks(self) -> bool:
@@ -188,23 +182,23 @@ def climb(ledger: Ledger, climbed: Sequence[Rung], repeats: int, words: Sequence
         Stopped: a rung was stopped.
     """
     turns = [(turn, rung) for turn in range(repeats) for rung in climbed]
-    records = ledger.enter((_key(rung, turn), run_dir.slug(shell_name(rung.name))) for turn, rung in turns)
+    records = ledger.enter((rung_key(rung, turn), run_dir.slug(shell_name(rung.name))) for turn, rung in turns)
     with progress("climbing", len(records)) as advance:
         for (_, rung), record in zip(turns, records, strict=True):
-            if record.state is not State.done or not is_measured(Run(ledger.folder / record.folder)):
-                record = run(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
+            if record.state is not State.done or not RunDir(ledger.folder / record.folder).summary.is_file():
+                record = run_rung(ledger, rung, record, rung.command(words, job, ledger.folder / record.folder))
             if record.state is State.failed and rung is climbed[0]:
                 raise BY_EXIT_CODE.get(record.exit_code, LockstepError)(record.error)
             advance(1)
 
 
-def _key(rung: Rung, turn: int) -> tuple[str, ...]:
+def rung_key(rung: Rung, turn: int) -> tuple[str, ...]:
     """What tells a run of a ladder from the others. A script that was changed is another rung."""
     code = (f"code={hashlib.sha256(rung.code).hexdigest()[:8]}",) if rung.script else ()
     return f"rung={shell_name(rung.name)}", f"repeat={turn}", f"change={rung.change}", *code
 
 
-def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
+def run_rung(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Record:
     """Run a rung from its start, and record how it ended.
 
     Raises:
@@ -213,9 +207,7 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
     """
     folder = ledger.folder / record.folder
     with storing(folder):
-        if folder.is_symlink() or folder.is_file():  # what it names is not of this ladder
-            folder.unlink()
-        elif folder.exists():
+        if folder.exists():
             shutil.rmtree(folder)
     record = ledger.start(record)
     try:
@@ -247,19 +239,18 @@ def run(ledger: Ledger, rung: Rung, record: Record, command: list[str]) -> Recor
 def _figures_said(out: str) -> dict[str, float] | None:
     """The figures in the last line that a script has printed; None if it has none, or they cannot be true."""
     try:
-        facts = safe_read.checked(safe_read.parsed_json(out.strip().splitlines()[-1]))
-        rate, top1 = facts["img_per_s"], facts["top1"]
-    except (ValueError, LookupError, TypeError, RecursionError):
+        facts = safe_read.parsed_json(out.strip().splitlines()[-1])
+        rate, top1 = float(facts["img_per_s"]), float(facts["top1"])
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError):
         return None
-    are_true = safe_read.is_number(rate) and safe_read.is_number(top1) and 0 < rate <= MOST_RATE and 0 <= top1 <= 100
-    return {"img_per_s": rate, "objective": top1} if are_true else None
+    return {"img_per_s": rate, "objective": top1} if 0 < rate < math.inf and 0 <= top1 <= 100 else None
 
 
 def _rows(ledger: Ledger, climbed: Sequence[Rung], repeats: int, gpus: int | None) -> list[Row]:
     by_key = {frozenset(record.overrides): record for record in ledger.records()}
     rows: list[Row] = []
     for rung in climbed:
-        records = [by_key[frozenset(_key(rung, turn))] for turn in range(repeats)]
+        records = [by_key[frozenset(rung_key(rung, turn))] for turn in range(repeats)]
         runs = [Run(ledger.folder / record.folder) for record in records if record.state is State.done]
         first, devices = rows[0] if rows else None, gpus if rung.has_ranks else None
         facts = {"lines": rung.lines, "change": rung.change, "reason": "" if runs else records[0].error}

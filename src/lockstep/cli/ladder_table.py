@@ -19,13 +19,7 @@ NOTE = (
     "float64); code: the lines that a user writes"
 )
 
-MOST_RATE = 1e9  # images per second that can be true
 WIDEST = 20  # characters of a rung's name
-
-
-def is_measured(run: Run) -> bool:
-    """Whether the figures of a run are there: a folder may have been removed or damaged since."""
-    return 1 / MOST_RATE <= (run.summary.get("img_per_s") or 0) <= MOST_RATE
 
 
 def row_of(rung: str, runs: Sequence[Run], first: Row | None, *, devices: int | None, **facts: Any) -> Row:

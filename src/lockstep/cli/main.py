@@ -6,15 +6,17 @@ import re
 import sys
 
 from lockstep.cli.arguments import arguments
+from lockstep.core.errors import check_installed
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
-# Each has a module with a function of its name, which takes the options of the command as arguments.
+# Each has a function of its name, which takes its options as arguments, in a module of its name or in one of these.
 COMMANDS = (
     *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
     *("runs", "compare", "report", "clean"),
 )
+MODULES = {"show": "data", "pack": "data", "report": "runs", "clean": "runs"}
 
 
 def main() -> None:
@@ -25,7 +27,7 @@ def main() -> None:
     elif sys.argv[1:2] == ["train"]:
         train()
     else:
-        run()
+        run_command()
     from lockstep.runtime import program
 
     program.finish()
@@ -52,14 +54,17 @@ def complete() -> None:
         completion.write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], shell)
 
 
-def run() -> None:
+def run_command() -> None:
     from lockstep.core.safe_read import unusable_paths
     from lockstep.runtime import program
 
     with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors(), unusable_paths():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
-        name = options.command.replace("-", "_")
-        if name != "new":
-            configure_native_threads()  # these import torch
-        getattr(importlib.import_module(f"lockstep.cli.{name}"), name)(**values)
+        if options.command == "demo":
+            check_installed("uvicorn", "lockstep demo", extra="demo")
+        if options.command != "new":
+            configure_native_threads()  # the others import torch
+        function = options.command.replace("-", "_")
+        module = importlib.import_module(f"lockstep.cli.{MODULES.get(function, function)}")
+        getattr(module, function)(**values)

@@ -9,14 +9,13 @@ import torch
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
-from lockstep.cli.csv_row import csv_row
+from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.load import find_weights, load, say_which
-from lockstep.inference.predictor import Prediction, Predictor
+from lockstep.inference.predictor import Prediction, Predictor, find_weights, load, say_which
 from lockstep.runtime.limits import cores
 from lockstep.telemetry.progress import progress
 

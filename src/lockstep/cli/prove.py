@@ -5,36 +5,40 @@ only, so a wrong scale, sample, mask or statistic is visible. The rest of the co
 and stochastic depth.
 """
 
-import os
+import json
 import shutil
+import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.cli.prove_run import Case, RunResult, run
+from lockstep.checkpoint import MODEL, latest_valid
+from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
 from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError, NumericalError
+from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
 from lockstep.core.model import has_batchnorm
-from lockstep.core.protocols import Strategy
-from lockstep.job.run_folder import Lock
+from lockstep.core.run_dir import RunDir
 from lockstep.models.nets import sketch
-from lockstep.precision import FP64
 from lockstep.telemetry.progress import progress
 
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = MOST_STEPS = 1_000_000
-# The strategies that cut state over the ranks; besides ddp, they are killed and resumed.
+# The strategies besides `ddp` whose runs must be equal.
+OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
+# Those that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
 # The overrides of every run, after the user's.
 COMMON = (
@@ -56,6 +60,24 @@ EXPLANATION = (
 )
 
 
+@dataclass(frozen=True)
+class Case:
+    """One run, and the earlier one with which it is compared."""
+
+    name: str
+    overrides: tuple[str, ...]
+    reference: str
+    exact: bool = False  # must the two agree to the bit?
+    killed: bool = False
+
+
+@dataclass(frozen=True)
+class RunResult:
+    losses: list[float]
+    weights: dict[str, Tensor]
+    samples: list[tuple[int, int, int, int]]  # epoch, step, index, hash of pixels
+
+
 def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False) -> None:
     """Run the cases, or all of them with `everything`, and print how much each differs from its reference.
 
@@ -67,27 +89,18 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     overrides = without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
-    planned = cases(
-        _sizes(ranks), micro_batches=_other_micro_batches(job), others=_equal_strategies(job), everything=everything
-    )
+    planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), everything=everything)
     with _folder_of_runs() as folder:
         _compare_all(planned, folder, overrides, steps)
 
 
 @contextmanager
 def _folder_of_runs() -> Iterator[Path]:
-    """A new folder for the runs, which is kept if a run failed or differs. Those of killed proofs are removed."""
-    for file in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/lock"):
-        with closing(Lock()) as lock, suppress(InputError, OSError):  # it is in use, or of another user
-            if file.parent.lstat().st_uid == os.getuid():
-                lock.take(file)
-                shutil.rmtree(file.parent)
+    """A new folder for the runs, which is kept if a run failed or differs."""
     is_kept = False
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     try:
-        with closing(Lock()) as lock:
-            lock.take(folder / "lock")
-            yield folder
+        yield folder
     except LockstepError as error:
         if is_kept := error.exit_code in (LockstepError.exit_code, NumericalError.exit_code):
             raise type(error)(f"{error}; the runs are kept in {folder}") from error
@@ -98,11 +111,6 @@ def _folder_of_runs() -> Iterator[Path]:
 
 
 def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int) -> None:
-    """Run the cases one after another, and print how much each differs from its reference.
-
-    Raises:
-        LockstepError: a run failed, or differs from its reference.
-    """
     log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
     print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
@@ -138,14 +146,14 @@ def cases(
     sizes: list[int],
     *,
     micro_batches: int | None,
-    others: Sequence[str] = ("allreduce", "allreduce_hooks"),
+    others: Sequence[str] = OTHERS,
     everything: bool = False,
 ) -> list[Case]:
     """The runs on one rank and on `sizes` ranks (all above one), each after its reference.
 
     Each strategy runs on the first of `sizes`, where each that keeps its state in another way is also killed, and
     `ddp` on all of them. With `everything`, all run on all. `micro_batches` is a number that differs from the user's
-    config; None if it would change the run. `others` are the strategies besides `ddp` that work with the job.
+    config; None if it would change the run. `others` are the strategies besides `ddp`.
     """
 
     def with_micro_batches(case: Case) -> list[Case]:
@@ -209,21 +217,6 @@ def _flat(result: RunResult, names: Iterable[str]) -> Tensor:
     return torch.cat([result.weights[name].flatten() for name in names])
 
 
-def _equal_strategies(job: Job) -> list[str]:
-    """The strategies besides `ddp` whose runs must be equal, that are installed, and that work with the job."""
-    names = []
-    for name in ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline"):
-        strategy: Strategy = components.build_option("strategy", name)
-        try:
-            strategy.check(2, "cpu")
-            strategy.check_parts(job.optimizer, FP64(), job.train.micro_batches)
-        except InputError as error:
-            log.console.print(f"  without {name}: {error}", soft_wrap=True)
-        else:
-            names.append(name)
-    return names
-
-
 def _other_micro_batches(job: Job) -> int | None:
     """Another number of micro-batches for a job; None if every other number would change the run.
 
@@ -256,15 +249,50 @@ def _sizes(ranks: str | None) -> list[int]:
 
 
 def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult | None:
-    """Run a case; None if its strategy refuses the config, such as a model that cannot be cut for so many ranks.
+    """Run a case; None if its strategy is not installed or refuses the config.
 
     `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in
     these cases are raised.
     """
     try:
-        return run(case, folder / case.name.replace(" ", "-"), overrides, steps)
+        return run_case(case, folder / case.name.replace(" ", "-"), overrides, steps)
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
         log.console.print(f"  without {case.name}: {error}", soft_wrap=True)
         return None
+
+
+def run_case(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
+    """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
+    words = [*overrides, *case.overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
+    command = [sys.executable, "-m", "lockstep", "train", *words]
+    run_dir = RunDir(folder)
+    if case.killed:
+        _kill_halfway(command, run_dir, steps)
+    with running(command) as process:
+        error = process.communicate()[1]
+    if code := process.returncode:
+        which = f"{case.name}: " * (code != InputError.exit_code)
+        raise BY_EXIT_CODE.get(code, LockstepError)(which + ending(code, error))
+    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
+    newest = latest_valid(run_dir.checkpoints)
+    assert newest is not None
+    samples = [
+        (record["epoch"], record["step"], record["index"], record["hash"])
+        for path in run_dir.logs.glob("rank*.samples.jsonl")
+        for record in map(json.loads, path.read_text().splitlines())
+    ]
+    return RunResult(
+        [line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples
+    )
+
+
+def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
+    """Start a run and kill all its processes once half of the steps are saved."""
+    half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
+    with running(command) as process:
+        while process.poll() is None and not half.exists():
+            time.sleep(0.01)
+        if process.poll() is not None:
+            raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")

@@ -7,24 +7,31 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import composition
+from lockstep.config import components, composition
 from lockstep.config.invocation import Invocation
 from lockstep.config.messages import key_of
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.launched import RUN_FOLDER, is_launched
-from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.slurm import is_submitted
+from lockstep.core.terminal import forgive_output
+from lockstep.job.create import Preparation, create_run, import_for_ranks, prepare
 from lockstep.job.resume import Resume, refuse_in_sweep
-from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.job.run_folder import Lock
+from lockstep.job.submit import submission
+from lockstep.job.worker import launch
+from lockstep.launcher import Elastic, create_on_main
+from lockstep.sweep import report
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.line import NOT_OF_SWEEP
+from lockstep.training.resolved_job import load_job
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[[], Resume]
@@ -34,31 +41,41 @@ NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", 
 
 
 def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Lock, check and launch one job; returns its objective, or None if main is on another machine.
+    """Lock, check and launch one job, or submit it to SLURM.
+
+    Returns its objective; None if SLURM runs it, or if main is on another machine.
 
     Raises:
         LockstepError: the job was refused, was stopped or failed.
     """
-    folder = None if invocation.sweep or is_launched() else decide().folder
+    # For a rank that `srun` has started, `resolve` refuses launcher=slurm.
+    if not (is_submitted() or is_launched()) and decide().launcher.get("_target_") == SLURM:
+        _submit(decide(), invocation, lock)
+        return None
+    objective = _lead(decide, invocation, lock) if is_launched() else _run(decide, invocation, lock)
+    forgive_output()  # train.log has the lines of the run
+    return objective
+
+
+def _run(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
+    """Run a job that this command starts; one of a sweep that goes on alone has its record there."""
+    agent = decide().has_several_machines
+    run = partial(_run_agent, decide(), invocation) if agent else partial(_lead, decide, invocation, lock)
+    folder = None if invocation.sweep else decide().folder
     entry = record_of(folder) if folder is not None else None
-    if entry is None or entry[1].state is State.done:
-        return _run_job(decide, invocation, lock)
-    return recorded(*entry, lambda: _run_job(decide, invocation, lock))  # a job of a sweep, which goes on alone
+    return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
 
 
-def _run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    if is_launched() or str(decide().launcher.get("nodes", 1)) in ("1", "1:1"):
-        return _lead(decide, invocation, lock)
-    return _run_agent(decide(), invocation)
+def _submit(resume: Resume, invocation: Invocation, lock: Lock) -> None:
+    """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end."""
+    launcher = components.build("launcher", resume.launcher)
+    report.WAITING.append(submission(resume, launcher, invocation, lock))
+    if not invocation.sweep:
+        report.submit_all()
 
 
 def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     """Run a job of several machines: here and there, torch's agent starts this command again, once for each rank."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a machine is gone
-    configure_native_threads()
-    from lockstep.job.create import prepare  # these need torch
-    from lockstep.launcher import Elastic
-
     if invocation.sweep:
         raise InputError(
             f"launcher.nodes is {resume.launcher['nodes']}, but the jobs of a sweep run on one machine, or each as a "
@@ -82,42 +99,8 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     return objective
 
 
-def submits(decide: Decide) -> bool:
-    """Whether to submit a job to SLURM instead of running it in this process."""
-    if is_submitted() or is_launched():  # for a rank that `srun` has started, `resolve` refuses launcher=slurm
-        return False
-    return decide().launcher.get("_target_") == SLURM
-
-
-def submit_job(decide: Decide, invocation: Invocation, lock: Lock) -> None:
-    """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end.
-
-    Raises:
-        InputError: the job is wrong, or SLURM refuses it.
-    """
-    configure_native_threads()
-    from lockstep.config import components  # these need torch
-    from lockstep.job.submit import submission
-    from lockstep.sweep import report
-
-    launcher = components.build("launcher", decide().launcher)
-    report.WAITING.append(submission(decide(), launcher, invocation, lock))
-    if not invocation.sweep:
-        report.submit_all()
-
-
 def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     """Run a job whose main is this process, or a rank of it."""
-    if not is_launched() and (folder := decide().folder) is not None:
-        lock_run_folder(folder, lock)  # refuse a folder in use before torch is imported
-    if is_launched():
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
-    configure_native_threads()
-    from lockstep.job.create import Preparation, create_run  # these need torch
-    from lockstep.job.worker import launch
-    from lockstep.launcher import create_on_main
-    from lockstep.training.resolved_job import load_job
-
     jobs = []  # of main; the other ranks that torchrun started read it from the folder
 
     def create(earlier: str) -> Preparation:
@@ -126,8 +109,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
         return preparation
 
     own = [word for word in invocation.overrides if key_of(word) != "launcher.node_rank"]  # as on no other machine
-    words = (*invocation.configs.words, *own)
-    with create_on_main(create, words) as run_dir:
+    with create_on_main(create, (*invocation.configs.words, *own)) as run_dir:
         return launch(run_dir, jobs[0] if jobs else load_job(run_dir.config))
 
 
@@ -137,15 +119,12 @@ def kind(values: Mapping[str, Any]) -> str:
     return json.dumps(deciding, sort_keys=True, default=str)
 
 
-def plan(composed: Any, machine: Needs) -> Needs:
+def needs_of(composed: Any, machine: Needs) -> Needs:
     """What the pool asks about a job before any starts: its devices on a `machine` that has these, and what it is.
 
     On the CPU a job has the cores that it would have alone: another number of threads would change its last bits.
     With fewer threads (`launcher.threads=1`), more jobs run at once.
     """
-    from lockstep.config import components  # these need torch
-    from lockstep.job.create import import_for_ranks
-
     values = composition.of_sweep(composed)
     job = components.build_job(values)
     refuse_in_sweep(job.resume)

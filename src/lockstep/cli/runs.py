@@ -1,22 +1,30 @@
-"""`lockstep runs`: the runs and sweeps of a folder as a table."""
+"""`lockstep runs`, `report` and `clean`: what a folder of runs holds, as a table, as pages, and what can go of it."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
-from lockstep.cli.compare import show_rows
+from lockstep.checkpoint import Removable, removable, remove
+from lockstep.cli.rows import show_rows
+from lockstep.config.commands import typed
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run import Run, State
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import storing
+from lockstep.job.run_folder import Lock
 from lockstep.runtime.host import GB, amount
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import Direction, best_of, score_text
-from lockstep.sweep.runs import differing, existing, read_jobs, run_folders
+from lockstep.sweep.runs import differing, existing, read_jobs, read_single, run_folders
 from lockstep.telemetry.columns import moment
+from lockstep.telemetry.progress import progress
+from lockstep.telemetry.report import is_current, write_report
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")
 
@@ -124,3 +132,105 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
         return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
     except ValueError:
         return False
+
+
+def report(path: str) -> None:
+    """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs that has changed.
+
+    Raises:
+        InputError: the path is no run and no sweep, or its ledger is damaged; what can be read has its page.
+        StorageError: a page cannot be written.
+    """
+    folder = existing(path)
+    ledger, damaged, unchanged = Ledger(folder), [], 0
+    if ledger.exists:
+        records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
+        damaged = [record.error for record in records if record.state is State.damaged]
+        with progress("reporting", len(records)) as advance:
+            for record in records:
+                run_dir = RunDir(folder / record.folder)
+                # That a job which runs was killed is in no file.
+                if record.state is not State.running and is_current(run_dir, ledger.path_of(record.number)):
+                    unchanged += 1
+                else:
+                    write_report(read_single(run_dir.path))
+                advance(1)
+        written = write_sweep_report(ledger)
+    elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
+        written = write_report(read_single(folder))
+    else:
+        raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
+    others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""
+    log.show(f"wrote {written}{others}")
+    if damaged:
+        raise InputError(*damaged)
+
+
+def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
+    """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
+
+    `keep` counts undamaged checkpoints besides the best. `everything` leaves completed runs their weights alone.
+
+    Raises:
+        InputError: a folder does not exist, or `keep` is less than 1.
+        StorageError: a checkpoint cannot be removed.
+    """
+    if keep < 1:
+        raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
+    size = checkpoints = runs = more = 0
+    for run_dir in _runs(folders):
+        is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
+        done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
+        if done is not None and not is_best:
+            more += done.more
+        if done is not None and done.go:
+            size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
+    summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
+    summary += amount(size / GB)
+    if not checkpoints:
+        log.console.print("there is nothing to remove", soft_wrap=True)
+    elif yes:
+        log.console.print(f"removed {summary}", soft_wrap=True)
+    else:
+        options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
+        command = typed(["lockstep", "clean", *folders, *options, "--yes"])
+        log.show_command(f"{summary} can go; nothing is removed yet:", command)
+    if more:
+        log.show(f"--all frees {amount(more / GB)} more: the checkpoints of completed runs; their weights stay")
+
+
+def _runs(folders: Sequence[str]) -> list[RunDir]:
+    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run elsewhere."""
+    runs: dict[Path, RunDir] = {}
+    for root in map(existing, folders):
+        real = {path.resolve(): RunDir(path) for path in run_folders(root)}
+        runs |= {path: run for path, run in real.items() if path.is_relative_to(root.resolve())}
+    return [run for _, run in sorted(runs.items()) if _has_checkpoints(run)]
+
+
+def _has_checkpoints(run: RunDir) -> bool:
+    try:
+        return run.checkpoints.is_dir() and not run.checkpoints.is_symlink()
+    except PermissionError as error:
+        log.show_warning(f"{run.path} cannot be read ({error.strerror}): all of its checkpoints stay")
+        return False
+
+
+def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
+    """Show the removable checkpoints of a run, and remove them if `yes` is set; None if the run is active."""
+    with closing(Lock()) as lock:
+        try:
+            lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them
+        except InputError as error:
+            log.show_warning(f"{error.args[0].partition(';')[0]}: all of its checkpoints stay")
+            return None
+        plan = removable(run_dir, keep, everything=everything)
+        if plan.go:
+            names = ", ".join(path.name for path in plan.go)
+            stay = ", ".join(path.name for path in plan.stay) or "none"
+            log.show(f"{amount(plan.size / GB):>9}  {run_dir.path}: {names} ({stay} stay)")
+        if yes:
+            with storing(run_dir.checkpoints):
+                for path in plan.go:
+                    remove(path)
+        return plan

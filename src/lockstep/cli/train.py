@@ -5,6 +5,7 @@
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,11 +17,14 @@ from lockstep.config import completion, composition, extensions
 from lockstep.config.commands import quoted_path, started_as
 from lockstep.config.flags import check_flags
 from lockstep.config.hydra_policy import TRUSTED
+from lockstep.config.invocation import Invocation
 from lockstep.config.own_hydra import own_hydra
 from lockstep.config.schema import CONF
-from lockstep.core.launched import check_launched, without_local_rank
+from lockstep.core.launched import check_launched, is_launched, without_local_rank
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.slurm import adopt_srun
-from lockstep.core.terminal import forgive_output
+from lockstep.job.resume import decide_resume
+from lockstep.job.run_folder import job_lock
 from lockstep.runtime import program
 
 
@@ -43,26 +47,21 @@ def main(packages: Sequence[str] = ()) -> None:
 
 def train_job(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    from lockstep.cli.run import run_job, submit_job, submits  # imported late: --cfg job must not wait for it
-    from lockstep.config.invocation import Invocation
-    from lockstep.job.resume import decide_resume
-    from lockstep.job.run_folder import job_lock
-
     with program.bypass_hydra_errors(), job_lock(invocation := Invocation.current()) as lock:
         decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
-        if submits(decide):
-            submit_job(decide, invocation, lock)
-            return None
-        objective = run_job(decide, invocation, lock)
-    forgive_output()  # train.log has the lines of the run
-    return objective
+        if is_launched() or decide().has_several_machines:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
+        configure_native_threads()
+        from lockstep.cli.run import run_job  # the border: what is above imports no torch, for --help and --cfg job
+
+        return run_job(decide, invocation, lock)
 
 
 def plan_job(composed: DictConfig, machine: Any) -> Any:
-    """What the pool asks about a job of a sweep before it starts any; see `lockstep.cli.run`."""
-    from lockstep.cli.run import plan
+    """What the pool asks about a job of a sweep before it starts any."""
+    from lockstep.cli.run import needs_of  # the pool has imported torch
 
-    return plan(composed, machine)
+    return needs_of(composed, machine)
 
 
 train_job.plan = plan_job  # type: ignore[attr-defined]

@@ -1,1 +1,1 @@
-"""Uses a trained model: loads it from its weights alone, evaluates it, predicts with it, exports it, shows a demo."""
+"""Uses a trained model: loads it from its weights alone, and predicts with it."""

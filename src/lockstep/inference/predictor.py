@@ -1,17 +1,33 @@
-"""A trained model and everything that it needs for use. Evaluation, prediction, export and the demo use it."""
+"""A trained model and everything that it needs for use, from its file of weights alone.
+
+Evaluation, prediction, export and the demo use it; no run folder and no data is needed.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.core.model import probabilities
+from lockstep import checkpoint
+from lockstep.config import components
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.model import infinite_buffers, is_sound, probabilities
 from lockstep.core.model_card import ModelCard
-from lockstep.core.protocols import Precision
+from lockstep.core.named_paths import pointed
+from lockstep.core.protocols import Model, Precision
+from lockstep.core.run_dir import LATEST, RunDir, relative
+from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
+from lockstep.models.nets import check_size, sketch, without_weights
+from lockstep.precision import FP32
 from lockstep.training.evaluate import best_classes, logits_of
+
+KEY = "weights"  # the first word of the errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,3 +139,110 @@ class Predictor:
                 for label, row in zip(labels, shares, strict=True)
             ]
         return predictions
+
+
+def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
+    """The model at `path`, ready to be used.
+
+    Args:
+        path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
+        device: `cpu` or `cuda`; None is the GPU if there is one.
+        precision: the number format to compute in; None is that of the evaluation.
+
+    Raises:
+        InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
+            is a GPU, and there is none.
+    """
+    file = find_weights(path)
+    card = checkpoint.read_card(file)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; leave it out, or use cpu")
+    try:
+        option = without_weights(components.build("model", card.model))
+        precision = precision or _precision(card, target)
+        model = _model_with_weights(option, card, precision, file)
+    except InputError as error:
+        if str(error).startswith(f"{KEY}: "):
+            raise
+        raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
+    return Predictor(
+        card=card,
+        model=model.to(target).to(memory_format=option.memory_format).eval(),
+        precision=precision,
+        transforms=DeviceTransforms.of(
+            card,
+            NoAugment(),
+            device=target,
+            precision=precision,
+            memory_format=option.memory_format,
+            seed=0,
+            interpolation=card.interpolation,
+        ),
+    )
+
+
+def find_weights(path: str | Path) -> Path:
+    """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
+
+    For `latest` it is that of the newest run, or, if this one has none, the newest file of a run or a sweep's job.
+
+    Raises:
+        InputError: there are no weights.
+    """
+    path = Path(path)
+    folder = pointed(path, Path("outputs"), KEY)
+    if path.name == LATEST and not path.is_dir() and not (folder / checkpoint.MODEL).is_file():
+        root = Path("outputs") if path == Path(LATEST) else path.parent
+        files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{checkpoint.MODEL}"))
+        folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / checkpoint.MODEL).parent
+    return checkpoint.weights_file(folder, KEY)
+
+
+def say_which(file: Path, card: ModelCard) -> None:
+    """Say on standard error which run the weights of a file are from, because `latest` moves."""
+    run, data = run_of(file), str(card.trained_on.get("_target_")).rpartition(".")[2]
+    name = card.model.get("name") or str(card.model.get("_target_")).rpartition(".")[2]
+    score = f", {card.top1:.2f} % top-1 at step {card.step}" if card.top1 is not None else ""
+    log.note(f"{relative(file if run is None else run.path)}: {name}, trained on {data}{score}")
+
+
+def run_of(file: Path) -> RunDir | None:
+    """The run of a file of weights: its best weights, or a file in a checkpoint; None if the file is elsewhere."""
+    folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
+    return next(map(RunDir, folders), None)
+
+
+def _precision(card: ModelCard, device: torch.device) -> Precision:
+    """The number format of the card, or float32 if the device lacks it and the weights are float32."""
+    precision: Precision = components.build("precision", card.precision)
+    try:
+        precision.check(device.type)
+    except InputError as error:
+        if precision.storage != FP32.storage:
+            raise
+        log.show_warning(f"{error}; the model is used in float32 here")
+        return FP32()
+    return precision
+
+
+def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
+    """The model with its weights, on the CPU."""
+    try:
+        shapes = sketch(option, card.classes, card.input_shape)
+    except InputError:
+        raise
+    except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
+        shapes = None
+    if shapes is not None:
+        checkpoint.check_tensors(shapes, file, KEY)
+        check_size(shapes)
+    with torch.random.fork_rng(devices=[]):
+        model = precision.convert(option.build(card.classes, card.input_shape))
+    infinite = infinite_buffers(model)
+    checkpoint.check_tensors(model, file, KEY)
+    model.load_state_dict(load_file(file))
+    tensors = model.state_dict()
+    if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:
+        raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")
+    return model

@@ -64,6 +64,11 @@ class Resume:
         node = self.values["launcher"]
         return node if isinstance(node, Mapping) else {}
 
+    @property
+    def has_several_machines(self) -> bool:
+        """Whether torch's agents start the ranks, on each of several machines."""
+        return str(self.launcher.get("nodes", 1)) not in ("1", "1:1")
+
     def fetch_data(self, dataset: Source) -> None:
         """Download what is missing of the data, if `may_fetch`.
 

@@ -1,6 +1,7 @@
-"""`lockstep show`: the training images of a job as the model gets them, as one picture."""
+"""`lockstep show` and `pack`: the training images of a job as one picture, and a folder of images decoded once."""
 
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,20 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from lockstep.config.commands import override, typed
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
+from lockstep.core.fields import problems
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
+from lockstep.data.datasets import packed
+from lockstep.data.datasets.files import USUAL_STORED
+from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_of
+from lockstep.runtime.limits import cores
+from lockstep.telemetry.progress import progress
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -23,6 +31,26 @@ MOST = 64  # rows or columns
 CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
 CHARACTER = 6.5  # the usual width of a character, in pixels
 Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
+# Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.
+WORDS = {
+    "dataset.path: ": "",
+    "the folder above: dataset.path=": "the folder above: lockstep pack ",
+    "dataset.path=FOLDER": "lockstep pack SOURCE TARGET",
+    "dataset.skip=N": "--skip N",
+    "dataset.val_folder: ": "",
+    "name the one of the validation split with dataset.val_folder=NAME": "make it",
+    "name the one of the validation split with dataset.val_folder=": "link it there as ",
+    "use dataset.train_folder=. dataset.val_share=0.1": "move them into train/ and add --val-share 0.1",
+    "use dataset.path=": "link the class folders in ",
+    " dataset.train_folder=": " as train: ",
+    " dataset.val_folder=": " as val: ",
+    "dataset.val_share=0.1": "--val-share 0.1",
+    "dataset.val_share": "--val-share",
+    "dataset.decode_size=auto": f"--size={USUAL_STORED}",
+    "dataset.decode_size": "--size",
+    "dataset.skip": "--skip",
+    "expected auto or ": "expected ",
+}
 
 
 def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None) -> None:
@@ -97,3 +125,61 @@ def caption(shares: Tensor, classes: Sequence[str]) -> list[str]:
     ordered = [(round(100 * float(shares[label])), escaped(classes[label], keep="")) for label in shares.argsort()]
     mixed = [f"{percent} % {name}" for percent, name in ordered[:-3:-1] if percent]
     return mixed if len(mixed) == 2 else [ordered[-1][1]]
+
+
+def pack(
+    source: str | None,
+    target: str | None,
+    *,
+    size: int | None = None,
+    skip: int | None = None,
+    val_share: float | None = None,
+    check: str | None = None,
+) -> None:
+    """Pack the class folders of `source`, as images of side `size`, into the new folder `target`; or check `check`.
+
+    `skip` and `val_share` are the keys of `dataset=folder`.
+
+    Raises:
+        InputError: the source does not exist, too many of its images are broken, or `target` exists.
+        StorageError: `target` cannot be written.
+    """
+    if check is not None and all(option is None for option in (source, size, skip, val_share)):
+        check_packed(check)
+        return
+    if check is not None or source is None or target is None:
+        raise InputError("pack: expected SOURCE and TARGET, or --check TARGET alone; `lockstep pack --help`")
+    size, skip = USUAL_STORED if size is None else size, skip or 0
+    for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}, "dataset."):
+        raise InputError(_with_flags(problem))
+    torch.set_num_threads(1)  # each core decodes another image
+    folder = Folder(path=source, decode_size=size, skip=skip, val_share=val_share)
+    try:
+        images = len(folder.train()) + len(folder.eval())
+        for note in folder.notes():
+            log.warn(note)
+        with progress("packing", images) as advance:
+            broken = packed.pack(folder, Path(target).absolute(), threads=cores(), advanced=advance)
+    except InputError as error:
+        raise InputError(_with_flags(str(error))) from error
+    for image in broken:
+        log.warn(f"{image.failure}: left out")
+    gigabytes = images * math.prod(folder.image_shape) / 1e9
+    words = typed(["dataset=packed", override("dataset.path", target)])
+    log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
+    log.say(f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run")
+
+
+def _with_flags(sentence: str) -> str:
+    for key, flag in WORDS.items():
+        sentence = sentence.replace(key, flag)
+    return sentence
+
+
+def check_packed(target: str) -> None:
+    """Read a packed data set whole and compare it with the hashes in its manifest."""
+    folder = Path(target).absolute()
+    size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
+    with progress("checking", size) as advance:
+        packed.check(folder, advance)
+    log.say(f"{target} is whole: every file matches its sha256")

@@ -1,10 +1,13 @@
-"""A row of a CSV file for users, with names of files and classes that anybody can have chosen."""
+"""Rows for other programs, as CSV or JSON, with names of files and classes that anybody can have chosen."""
 
 import csv
 import io
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from lockstep.core import log
 from lockstep.core.errors import escaped
 
 # A spreadsheet computes a cell that begins like this; the last four are the wide forms of the first.
@@ -25,3 +28,14 @@ def csv_row(values: Sequence[object]) -> str:
 def _cell(text: str) -> str:
     computed = _FORMULA.match(text) and not _NUMBER.fullmatch(text)
     return escaped(f"'{text}" if computed else text, keep="")
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
+    """Print rows as `csv` or `json`."""
+    if form == "json":
+        lines = json.dumps(rows, indent=1).splitlines()
+    else:
+        lines = [csv_row([*row]) for row in rows[:1]]
+        lines += [csv_row(["" if value is None else value for value in row.values()]) for row in rows]
+    for line in lines:
+        log.console.print(line, soft_wrap=True)

@@ -1,25 +1,15 @@
-"""One run of `lockstep prove`: the real command in new processes, killed and resumed if its case asks for it."""
+"""Commands in new processes: the runs of `lockstep prove` and the rungs of `lockstep ladder`."""
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
-from safetensors.torch import load_file
-from torch import Tensor
-
-from lockstep.checkpoint import MODEL, latest_valid
-from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError
-from lockstep.core.run_dir import RunDir
 from lockstep.runtime.program import LONGEST_LINE
 from lockstep.runtime.signals import PARENT
 
@@ -31,70 +21,6 @@ from lockstep.runtime.signals import die_with_parent
 die_with_parent(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run.
-
-    Fields:
-        reference: the name of the earlier run with which it is compared.
-        exact: whether the two runs must agree to the bit.
-    """
-
-    name: str
-    overrides: tuple[str, ...]
-    reference: str
-    exact: bool = False
-    killed: bool = False
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """The results of a run.
-
-    Fields:
-        samples: (epoch, step, index, hash of pixels) of each example.
-    """
-
-    losses: list[float]
-    weights: dict[str, Tensor]
-    samples: list[tuple[int, int, int, int]]
-
-
-def run(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
-    """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
-    words = [*overrides, *case.overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
-    command = [sys.executable, "-m", "lockstep", "train", *words]
-    run_dir = RunDir(folder)
-    if case.killed:
-        _kill_halfway(command, run_dir, steps)
-    with running(command) as process:
-        error = process.communicate()[1]
-    if code := process.returncode:
-        which = f"{case.name}: " * (code != InputError.exit_code)
-        raise BY_EXIT_CODE.get(code, LockstepError)(which + ending(code, error))
-    lines = [json.loads(line) for line in run_dir.metrics.read_text().splitlines()]
-    newest = latest_valid(run_dir.checkpoints)
-    assert newest is not None
-    samples = [
-        (record["epoch"], record["step"], record["index"], record["hash"])
-        for path in run_dir.logs.glob("rank*.samples.jsonl")
-        for record in map(json.loads, path.read_text().splitlines())
-    ]
-    return RunResult(
-        [line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples
-    )
-
-
-def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:
-    """Start a run and kill all its processes once half of the steps are saved."""
-    half = run_dir.checkpoints / f"step-{max(1, steps // 2):08d}"
-    with running(command) as process:
-        while process.poll() is None and not half.exists():
-            time.sleep(0.01)
-        if process.poll() is not None:
-            raise LockstepError(f"the run in {run_dir.path} ended before it could be killed; use more --steps")
 
 
 def ending(code: int, err: str) -> str:
