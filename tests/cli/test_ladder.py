@@ -20,7 +20,7 @@ from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs
 from lockstep.cli.ladder_table import row_of, show
 from lockstep.cli.processes import running
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.run import State, born
+from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
@@ -248,13 +248,13 @@ def test_a_ladder_has_the_ranks_of_the_gpus(monkeypatch: pytest.MonkeyPatch, gpu
         ladder(JOB, ranks=gpus + 1, **options)
 
 
-def finished(folder: Path, rate: float, losses: dict[int, float], **facts: object) -> RunDir:
+def finished(folder: Path, rate: float, losses: dict[int, float], **facts: object) -> Run:
     run = RunDir.at(folder)
     run.summary.write_text(json.dumps({"img_per_s": rate, "objective": 90.0, **facts}))
     run.metrics.write_text(
         "".join(json.dumps({"step": step, "loss/train": loss}) + "\n" for step, loss in losses.items())
     )
-    return run
+    return Run(folder)
 
 
 def test_a_row_is_the_median_of_its_turns_beside_the_first_rung(
