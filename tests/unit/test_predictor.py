@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import timm  # noqa: F401, the time limit of a model must not include this import
 import torch
-from lockstep.data.datasets.splits import ArraySplit, FileSplit
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -27,6 +26,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
+from lockstep.data.datasets.files import ArraySplit, FileSplit
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, run_of
 from lockstep.training.evaluate import best_classes
