@@ -27,14 +27,11 @@ import yaml
 from lockstep.config.components import locate
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.fields import rule_of
-from lockstep.core.rules import Choice, Duration, Options, PathText, Rule, Text, Time
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
 # How a comment names a document, and how docs/configuration.md links to it.
 DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
-# Short names of rules whose descriptions are too long for a table; docs/configuration.md explains these names.
-SHORT_NAMES: Mapping[type[Any], str] = {Time: "a time", Text: "a text", PathText: "a path", Options: "a mapping"}
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def type_of(cls: type[Any], name: str) -> str:
     hint, rule = typing.get_type_hints(cls)[name], rule_of(cls, name)
     members = typing.get_args(hint) or (hint,)
     values: list[str] = []
-    if isinstance(rule, Choice):
+    if rule is not None and rule.values:
         values = [str(value) for value in rule.values]
     elif bool in members:
         values = ["true", "false"]
@@ -162,19 +159,12 @@ def type_of(cls: type[Any], name: str) -> str:
     if values:
         values += ["null"] * null
         return f"{', '.join(values[:-1])} or {values[-1]}"
-    words = describe(rule) if rule is not None else "a text"
+    words = rule.short or rule.expected if rule is not None else "a text"
     return (
         "a list, each " * any(typing.get_origin(member) is list for member in (hint, *members))
         + words
         + ", or null" * null
     )
-
-
-def describe(rule: Rule) -> str:
-    """The values that a rule allows, in a few words."""
-    if isinstance(rule, Duration):
-        return "a duration or a time" if rule.timed else "a duration"
-    return SHORT_NAMES.get(type(rule), rule.expected)
 
 
 def job_table(keys: Iterable[Key]) -> str:

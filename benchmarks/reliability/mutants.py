@@ -80,16 +80,16 @@ training/fingerprint.py: a resume may change how often each class is drawn [fing
 training/evaluate.py: the mean of the blocks' means, though the last block is short [evaluate]
 - summed += losses.sum()
 + summed += losses.mean() * loader.eval_batch
-checkpoint/validation.py: the optimizer's state is not hashed before it is used [checkpoint]
+checkpoint/files.py: the optimizer's state is not hashed before it is used [checkpoint]
 - if digest != digests[name]:
 + if digest != digests[name] and name != STATE:
-checkpoint/removal.py: the worst checkpoint stays in the place of the best one [checkpoint]
+checkpoint/files.py: the worst checkpoint stays in the place of the best one [checkpoint]
 - key=lambda path: -scores[path]
 + key=lambda path: scores[path]
 training/trainer.py: replicas are not compared when a checkpoint is saved between log points [trainer]
 - if not self.plan.due("log", self.progress.step):
 + if self.plan.due("log", self.progress.step):
-core/rules.py: a bound that is not in its range is allowed [fields]
+core/fields.py: a bound that is not in its range is allowed [fields]
 - value > self.low if self.low_open else value >= self.low
 + value >= self.low
 training/trainer.py: only the ranks that know of a round of a halving stop at its end [trainer]

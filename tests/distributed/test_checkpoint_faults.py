@@ -169,15 +169,12 @@ def fill_but(room: int) -> Callable[[RunDir], None]:
 
 FAULTS: list[tuple[Callable[[RunDir], Any], Callable[[RunDir], Any], str]] = [
     (fill, lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
-    (fill_but(4096), lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
     (fill_but(12288), lambda run: (run.checkpoints / "filler").unlink(), "no space left on device"),
     (lambda run: remount(run, "ro"), lambda run: remount(run, "rw"), "read-only file system"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "repair", "reason"), FAULTS, ids=["full", "no room for weights", "no room for the state", "read-only"]
-)
+@pytest.mark.parametrize(("fault", "repair", "reason"), FAULTS, ids=["full", "no room for the state", "read-only"])
 def test_saving_goes_on_once_the_disk_is_well_again(
     small_disk: RunDir,
     fault: Callable[[RunDir], Any],
@@ -205,32 +202,20 @@ def test_saving_goes_on_once_the_disk_is_well_again(
     assert loaded_step(small_disk.checkpoints / (small_disk.checkpoints / "last").read_text()) == 4
 
 
-@pytest.mark.parametrize("fault", [fill, lambda run: remount(run, "ro")], ids=["full", "read-only"])
 def test_a_run_that_can_no_longer_save_trains_to_its_end_and_says_so(
-    small_disk: RunDir,
-    fault: Callable[[RunDir], Any],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    small_disk: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = checkpoint.mark_saved_or_not
 
     def mark_and_fail(run_dir: RunDir) -> None:
         mark(run_dir)
-        fault(run_dir)
+        fill(run_dir)
 
     monkeypatch.setattr(checkpoint, "mark_saved_or_not", mark_and_fail)
     with pytest.raises(StorageError, match="the last checkpoint could not be written to"):
         train_here(small_disk.path, "steps=6", "checkpoint.every=1")
     assert len(losses(small_disk)) == 6
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
-
-
-@pytest.mark.parametrize("fault", [fill, lambda run: remount(run, "ro")], ids=["full", "read-only"])
-def test_a_run_that_can_never_save_does_not_begin(small_disk: RunDir, fault: Callable[[RunDir], Any]) -> None:
-    fault(small_disk)
-    with pytest.raises(StorageError, match="none-yet cannot be written"):
-        train_here(small_disk.path, "steps=6", "checkpoint.every=1")
-    assert not small_disk.metrics.exists()
 
 
 JOB = (NARROW, "batch=300", "steps=60", "logger=[jsonl,tensorboard]", "checkpoint.every=4", "train.eval_every=3")

@@ -29,19 +29,19 @@ NORMED = (*DATA, "model=test_resnet", "model.channels_last=true", "dataset.size=
 IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 
-def state(run: Path) -> dict[str, object]:
-    """Everything of the newest checkpoint, in a form that compares."""
+def everything(run: Path) -> dict[str, object]:
+    """All values of the newest checkpoint, with the options of the optimizer's groups, by their places."""
     newest = checkpoint.latest_valid(run / "checkpoints")
     assert newest is not None
     loaded = checkpoint.load(newest)
-    optimizer = loaded.state["optimizer"]["state"]
-    assert loaded.ema is not None
-    tensors = {
-        **loaded.model,
-        **{f"ema.{name}": tensor for name, tensor in loaded.ema.items()},
-        **{f"momentum.{name}": value["momentum_buffer"] for name, value in optimizer.items()},
-    }
-    return {"facts": loaded.facts, **{name: tensor.numpy().tobytes() for name, tensor in tensors.items()}}
+    flat, parts = {}, [("", {"model": loaded.model, "ema": loaded.ema, "state": loaded.state, "facts": loaded.facts})]
+    for place, part in parts:  # which grows
+        if isinstance(part, dict | list):
+            named = part.items() if isinstance(part, dict) else enumerate(part)
+            parts += [(f"{place}/{name}", value) for name, value in named]
+        else:
+            flat[place] = part.numpy().tobytes() if isinstance(part, torch.Tensor) else part
+    return flat
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_here(tmp_path_factory.mktemp("whole") / "run", *COMMON).path
 
 
-@pytest.mark.parametrize("stop", [1, 4, 5, 6, STEPS - 1])
+@pytest.mark.parametrize("stop", [1, 5, 6])
 def test_one_rank_resumes_to_the_bit_from_any_step(whole: Path, tmp_path: Path, stop: int) -> None:
     run = train_here(tmp_path / "run", *COMMON, stop_at=stop).path
     assert records(run)[-1]["step"] <= stop
     train_here(run, *COMMON)
-    assert state(run) == state(whole)
+    assert everything(run) == everything(whole)
     assert losses(run) == losses(whole)
 
 
@@ -91,7 +91,7 @@ def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
     (newest, *_) = checkpoint.candidates(run / "checkpoints")
     assert checkpoint.read_facts(newest)["progress"]["step"] == step
     train_here(run, *IN_BLOCKS)
-    assert state(run) == state(whole_in_blocks)
+    assert everything(run) == everything(whole_in_blocks)
     assert untimed(run) == untimed(whole_in_blocks)
 
 
@@ -110,7 +110,7 @@ def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None
     progress = checkpoint.read_facts(newest)["progress"]
     assert (progress["step"], progress["score"]) == (5, None)
     gang(tmp_path / "again", 3, [Case(tmp_path / "run", job)])
-    assert state(tmp_path / "run") == state(tmp_path / "whole")
+    assert everything(tmp_path / "run") == everything(tmp_path / "whole")
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
 
@@ -119,21 +119,6 @@ ENDING = (*DATA, NARROW, "model.dropout=0.3", "steps=4", "train.eval_every=4", "
 AT_THE_END = {"evaluation": {"stop_in": 2}, "save": {"stop_at": 4}}
 SOLO = {"single": ("optimizer=sgd", "train.ema=0.9"), "dp": ("strategy=dp",)}
 TOGETHER = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "strict")
-
-
-def everything(run: Path) -> dict[str, object]:
-    """All values of the newest checkpoint, with the options of the optimizer's groups, by their places."""
-    newest = checkpoint.latest_valid(run / "checkpoints")
-    assert newest is not None
-    loaded = checkpoint.load(newest)
-    flat, parts = {}, [("", {"model": loaded.model, "ema": loaded.ema, "state": loaded.state, "facts": loaded.facts})]
-    for place, part in parts:  # which grows
-        if isinstance(part, dict | list):
-            named = part.items() if isinstance(part, dict) else enumerate(part)
-            parts += [(f"{place}/{name}", value) for name, value in named]
-        else:
-            flat[place] = part.numpy().tobytes() if isinstance(part, torch.Tensor) else part
-    return flat
 
 
 @pytest.mark.parametrize("place", AT_THE_END)
@@ -167,15 +152,6 @@ def test_a_stop_of_several_ranks_at_the_very_end_changes_no_bit(tmp_path: Path) 
         assert untimed(case.path) == untimed(reference), case.path.name
 
 
-def test_a_resume_leaves_every_step_once_in_the_files(whole: Path, tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", *COMMON, "logger=[jsonl,tensorboard]", stop_at=4).path
-    train_here(run, *COMMON, "logger=[jsonl,tensorboard]")
-    trained = [line["step"] for line in records(run) if "loss/train" in line]
-    assert trained == list(range(1, STEPS + 1))
-    rows = (run / "metrics.csv").read_text().splitlines()
-    assert [row.split(",")[0] for row in rows[1:]] == ["5", "10"]
-
-
 RARE = (*COMMON, "telemetry.interval=4")
 
 
@@ -184,26 +160,11 @@ def rare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train_here(tmp_path_factory.mktemp("rare") / "run", *RARE).path
 
 
-@pytest.mark.parametrize("stop", [2, 5, 6])
+@pytest.mark.parametrize("stop", [2, 5])
 def test_a_log_point_counts_the_steps_before_the_stop_too(rare: Path, tmp_path: Path, stop: int) -> None:
     run = train_here(tmp_path / "run", *RARE, stop_at=stop).path
     train_here(run, *RARE)
     assert losses(run) == losses(rare)
-
-
-def test_a_damaged_checkpoint_is_passed_over_and_the_run_still_ends_the_same(
-    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = train_here(tmp_path / "run", *COMMON, stop_at=7).path
-    newest = checkpoint.candidates(run / "checkpoints")[0]
-    weights_file = newest / checkpoint.MODEL
-    data = bytearray(weights_file.read_bytes())
-    data[len(data) // 2] ^= 1
-    weights_file.write_bytes(bytes(data))
-    capsys.readouterr()
-    train_here(run, *COMMON)
-    assert capsys.readouterr().out.count("is damaged") == 1
-    assert state(run) == state(whole)
 
 
 def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_order(tmp_path: Path) -> None:
@@ -223,7 +184,7 @@ def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_orde
     again = [Case(paths["stopped"], two), Case(paths["rare stopped"], (*two, "telemetry.interval=4"))]
     gang(tmp_path / "again", 2, again)
     assert losses(paths["rare stopped"]) == losses(paths["rare"])
-    assert state(paths["stopped"]) == state(paths["whole"])
+    assert everything(paths["stopped"]) == everything(paths["whole"])
     assert losses(paths["stopped"]) == losses(paths["whole"])
     train_here(paths["elastic"], *here)
     for name, tensor in weights(paths["whole"]).items():

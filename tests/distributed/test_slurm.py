@@ -17,9 +17,8 @@ import torch
 import slurm_cluster
 from helpers import ROOT, command, losses, records, train, weights
 from lockstep.config.commands import override
-from lockstep.core.launched import launched
+from lockstep.core.launch_env import adopt_srun, launched_place
 from lockstep.core.run import State
-from lockstep.core.slurm import adopt_srun
 from lockstep.job.process_group import own_gpu
 from lockstep.sweep.ledger import Ledger
 from processes import JOB, ended, start, steps_done, summary, wait_for
@@ -150,7 +149,8 @@ def test_each_task_of_srun_takes_another_gpu(
             task.setenv("RANK", "")  # what `adopt_srun` sets is undone too
             task.delenv("RANK")
             adopt_srun()
-            places.append((launched().rank, launched().local_size, visible[own_gpu(launched().local_rank)]))
+            place = launched_place()
+            places.append((place.rank, place.local_size, visible[own_gpu(place.local_rank)]))
     assert sorted(places) == [(0, 2, "0"), (1, 2, "1")]
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from helpers import command, losses, records, resolved, run_dir, run_until, train, weights
 from lockstep.core import rng
 from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.sharding import whole
+from lockstep.core.model import whole
 from lockstep.core.world import World
 from lockstep.data.datasets.files import ArraySplit
 from lockstep.data.loading.loaders import Streaming

@@ -266,7 +266,7 @@ def test_modules_for_composing_a_config_do_not_import_torch() -> None:
 # Modules that read files without the guarded reader, and why their content needs no guard.
 READS: dict[str, str] = {
     "core.safe_read": "is the reader",
-    "core.safe_write": "opens what it has the disk hold, and reads nothing of it",
+    "core.safe_write": "opens what it locks or has the disk hold, and reads nothing of it",
     "core.terminal": "opens /dev/null in the place of a closed stream",
     "config.extensions": "what pip has installed",
     "config.composition": "the help's text, which is part of the program",
@@ -280,7 +280,6 @@ READS: dict[str, str] = {
     "data.datasets.decode": "images, whose decoders refuse what is none",
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
-    "core.locks": "what it locks, and reads nothing of it",
     "telemetry.pictures": "images, from bytes that were read",
     "cli.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
@@ -306,7 +305,7 @@ def test_every_file_is_read_by_the_guarded_reader() -> None:
 
 
 def test_locks_are_taken_in_one_way() -> None:
-    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.locks"]
+    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.safe_write"]
 
 
 def test_files_are_written_in_one_way() -> None:

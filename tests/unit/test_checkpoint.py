@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -23,8 +22,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer, staging
-from lockstep.checkpoint.weights import whole_weights
+from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.files import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
@@ -161,32 +160,6 @@ def test_everything_comes_back_as_it_was(run: RunDir, optimizer: Any) -> None:
     assert same(resumed.everything(), trained.everything())
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(run: RunDir) -> None:
-    trained = parts()
-    trained.train(2)
-    target = writer(run)
-    save(target, 2, trained)
-    target.close()
-    resumed = parts(1)
-    restore(run.checkpoints / "step-00000002", resumed)
-    for contents in (trained, resumed):
-        torch.manual_seed(5)
-        contents.train(3)
-    assert same(resumed.everything(), trained.everything())
-
-
-def test_the_options_of_an_optimizer_are_those_of_the_run_that_goes_on(run: RunDir) -> None:
-    trained, target = parts(0, SGD(momentum=0.9, weight_decay=0.1)), writer(run)
-    trained.train(2)
-    save(target, 2, trained)
-    target.close()
-    resumed = parts(1, SGD(momentum=0.5, weight_decay=0.2))
-    restore(run.checkpoints / "step-00000002", resumed)
-    groups = resumed.optimizer.param_groups
-    assert [(group["momentum"], group["weight_decay"]) for group in groups] == [(0.5, 0.2), (0.5, 0.0)]
-    assert same(resumed.everything()[2]["state"], trained.everything()[2]["state"])
-
-
 def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run: RunDir) -> None:
     trained, target = parts(), writer(run)
     before, trained_on = trained.everything(), threading.Event()
@@ -208,19 +181,6 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     target.save(model=model, ema=None, optimizer=optimizer, scaler=contents.scaler, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
-
-
-def test_everything_loads_with_weights_only(run: RunDir) -> None:
-    (path,) = saved(run, 1)
-    state = torch.load(path / "state.pt", weights_only=True)
-    assert state.keys() == {"optimizer", "scaler", "ema_updates", "names"}
-    assert load_file(path / "model.safetensors").keys() == parts().model.state_dict().keys()
-
-
-def test_the_facts_name_the_run_and_its_progress(run: RunDir) -> None:
-    (path,) = saved(run, 7)
-    facts = {"format": 1, "identity": IDENTITY, "progress": progress(7), "names": {"run": "this", "step": 7}}
-    assert checkpoint.read_facts(path) == facts
 
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
@@ -263,7 +223,7 @@ def test_a_file_that_is_cut_short_huge_or_missing_is_found(run: RunDir, name: st
     assert name in checkpoint.find_corruption(path)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"sha256": 3}', '{"sha256": {}}', "null", "[" * 100_000])
+@pytest.mark.parametrize("content", ["", "[]", '{"sha256": {}}', "[" * 100_000])
 def test_an_invalid_manifest_is_damage(run: RunDir, content: str) -> None:
     (path,) = saved(run, 1)
     (path / "manifest.json").write_text(content)
@@ -295,16 +255,6 @@ def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     assert f"checkpoint {second} is damaged" in warnings[1]
     flip(first / "ema.safetensors", 100)
     assert checkpoint.latest_valid(run.checkpoints) is None
-
-
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    first, second, third = saved(run, 9, 10, 11)
-    flip(second / "state.pt", 100)
-    (third / "facts.json").write_text("{")
-    loaded = checkpoint.load_newest(run)
-    assert loaded is not None
-    assert loaded.path == first
-    assert capsys.readouterr().out.count("; trying the one before it") == 2
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(run: RunDir, tmp_path: Path) -> None:
@@ -376,16 +326,6 @@ def test_the_mark_of_a_run_without_checkpoints_goes_with_the_first_save(run: Run
     assert not run.none_yet.exists()
 
 
-def test_a_flipped_bit_in_the_facts_is_damage_and_no_other_run(run: RunDir) -> None:
-    first, second = saved(run, 1, 2)
-    content = (second / "facts.json").read_text()
-    (second / "facts.json").write_text(content.replace('"batch": 64', '"batch": 65'))
-    assert checkpoint.find_corruption(second) == "facts.json does not match its sha256"
-    assert checkpoint.newest_of_run(run) == first
-    with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json does not match its sha256\)"):
-        checkpoint.check_fingerprint(IDENTITY, second)
-
-
 def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any_name(
     run: RunDir, tmp_path: Path
 ) -> None:
@@ -395,33 +335,6 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
     second.rename(run.checkpoints / "step-00000007")
     assert checkpoint.find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
     assert checkpoint.newest_of_run(run) == first
-
-
-def test_a_checkpoint_is_overdue_by_the_clock_of_the_rank_that_writes(run: RunDir) -> None:
-    assert not writer(run).overdue()
-    assert not writer(run, every_s=3600.0).overdue()
-    target = writer(run, every_s=1.0)
-    target.saved_at -= 2
-    assert target.overdue()
-    assert not writer(run, every_s=0.0, writes=False).overdue()
-    save(target, 1)
-    assert not target.overdue()
-    target.close()
-
-
-def test_a_folder_without_checkpoints_has_no_good_one(tmp_path: Path) -> None:
-    assert checkpoint.latest_valid(tmp_path) is None
-    assert checkpoint.latest_valid(tmp_path / "none") is None
-
-
-def test_the_newest_and_the_best_are_kept(run: RunDir) -> None:
-    target = writer(run, keep=2)
-    for step in range(1, 7):
-        save(target, step, best=step in (1, 3), score=30.0 if step == 3 else 20.0)
-    target.close()
-    assert steps_left(run) == [6, 5, 3]
-    assert (run.checkpoints / "last").read_text() == "step-00000006"
-    assert (run.checkpoints / "best").read_text() == "step-00000003"
 
 
 @pytest.mark.parametrize(
@@ -485,20 +398,6 @@ def test_a_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(run: RunDir
     assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000003"
 
 
-def test_the_best_weights_are_those_of_the_run_folder(run: RunDir) -> None:
-    target, averages = writer(run), []
-    for step, best in ((1, True), (2, False), (3, True), (4, False)):
-        contents = parts(step)
-        contents.train(2)
-        averages.append(checkpoint.HostCopies().of(contents.ema.module.state_dict()))
-        save(target, step, contents, best=best)
-    target.close()
-    assert same(load_file(run.weights), averages[2])
-    run.weights.unlink()
-    writer(run).repair_export(3)  # after a kill before the export
-    assert same(load_file(run.weights), averages[2])
-
-
 @pytest.mark.parametrize("left", ["nothing", "older", "older of its size"])
 def test_an_export_that_a_kill_interrupted_is_repaired(run: RunDir, left: str) -> None:
     (best,) = saved(run, 4)
@@ -529,25 +428,12 @@ def test_a_file_of_holes_in_the_place_of_weights_is_not_read_to_its_end(run: Run
     assert not whole_weights(best)
 
 
-def test_the_best_weights_whose_save_failed_are_exported_by_the_next_one(run: RunDir, full_disk: FullDisk) -> None:
-    target, best = writer(run), parts(1)
-    best.train(2)
-    expected = checkpoint.HostCopies().of(dict(best.ema.module.state_dict()))
-    with full_disk(100):
-        save(target, 1, best, best=True)
-        target.wait()
-    assert not run.weights.exists()
-    best.train(1)
-    save(target, 2, best)
-    target.close()
-    assert same(load_file(run.weights), expected)
-    assert [path.name for path in run.path.glob("*.tmp")] == []
-
-
 def test_a_later_save_leaves_the_best_weights_that_wait_for_their_export(
     run: RunDir, full_disk: FullDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "_on_gpu", lambda tensor: True)  # copies of a GPU's tensors share one buffer
+    monkeypatch.setattr(
+        "lockstep.checkpoint.state.on_gpu", lambda tensor: True
+    )  # copies of a GPU's tensors share one buffer
     target, best = writer(run), parts(1)
     best.train(2)
     expected = {name: tensor.clone() for name, tensor in best.ema.module.state_dict().items()}
@@ -629,9 +515,9 @@ def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) 
         assert steps_left(run) == [step]
 
 
-@pytest.mark.parametrize("best_of", [1, 2, 5])
-@pytest.mark.parametrize("keep_best", [0, 1, 3])
-@pytest.mark.parametrize("keep", [1, 2, 3])
+@pytest.mark.parametrize("best_of", [1, 5])
+@pytest.mark.parametrize("keep_best", [0, 1])
+@pytest.mark.parametrize("keep", [1, 3])
 def test_a_run_never_takes_more_than_its_bound(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, keep: int, keep_best: int, best_of: int
 ) -> None:
@@ -659,29 +545,7 @@ def test_a_run_never_takes_more_than_its_bound(
         keep_best=keep_best,
     )
     assert max(held) <= bound + 100, "the facts of checkpoints differ in length, and there are `last` and `best`"
-    if keep_best < 3:  # else the best ones are among the newest ones here
-        assert max(held) > bound - whole
-
-
-def test_the_best_weights_whose_export_alone_failed_are_exported_by_the_next_save(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, whole = writer(run), Path.replace
-    expected = checkpoint.HostCopies().of(dict(parts().ema.module.state_dict()))
-
-    def refusing(path: Path, to: Path) -> Path:
-        if to == run.weights:
-            raise OSError("no space left on device")
-        return whole(path, to)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", refusing)
-        save(target, 1, best=True)
-        target.wait()
-    assert not run.weights.exists()
-    save(target, 2, parts(5))
-    target.close()
-    assert same(load_file(run.weights), expected)
+    assert max(held) > bound - whole
 
 
 def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
@@ -703,45 +567,16 @@ def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
 FullDisk = Callable[[int], AbstractContextManager[None]]
 
 
-# The first size is too small for the weights (1.6 kB), the second only for the optimizer's state (1.8 kB).
-@pytest.mark.parametrize("room", [100, 1700])
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
-    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], room: int
+    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = writer(run)
-    with full_disk(room):
+    with full_disk(1700):  # too small for the optimizer's state (1.8 kB), not for the weights (1.6 kB)
         save(target, 1)
         target.wait()
     assert "a checkpoint could not be written (file too large); the run goes on" in capsys.readouterr().out
     assert checkpoint.latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
-        target.close()
-
-
-def test_a_failed_write_leaves_the_checkpoint_before_it_and_the_next_one_is_tried(
-    run: RunDir, full_disk: FullDisk
-) -> None:
-    target = writer(run)
-    save(target, 1)
-    target.wait()
-    with full_disk(100):
-        save(target, 2)
-        target.wait()
-    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000001"
-    save(target, 3)
-    target.close()
-    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000003"
-
-
-def test_a_folder_that_went_away_is_a_storage_error(run: RunDir) -> None:
-    target = writer(run)
-    run.checkpoints.rmdir()
-    save(target, 1)
-    target.wait()
-    assert steps_left(run) == [1], "the folder alone is made again"
-    shutil.rmtree(run.path)
-    save(target, 2)
-    with pytest.raises(StorageError, match=str(run.path)):
         target.close()
 
 
@@ -833,11 +668,6 @@ def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path:
         checkpoint.load_start(parts().model, run.path)
 
 
-def test_the_manifest_is_the_sha256_of_every_other_file(run: RunDir) -> None:
-    (path,) = saved(run, 1)
-    assert json.loads((path / "manifest.json").read_text())["sha256"].keys() == set(FILES) - {"manifest.json"}
-
-
 def replace_file(path: Path, name: str, content: bytes) -> None:
     """Replace a file of a checkpoint and write a manifest that matches it."""
     (path / name).write_bytes(content)
@@ -857,19 +687,12 @@ def manifest_entries(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return manifest["bytes"], manifest["sha256"]
 
 
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "extra", "manifest.json", ""])
+@pytest.mark.parametrize("name", ["../secret", "extra"])
 def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     sizes, digests = manifest_entries(path)
     replace_manifest(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
-
-
-@pytest.mark.parametrize("digest", [None, 3, "", "0" * 63, "z" * 64, ["0" * 64]])
-def test_an_invalid_digest_is_damage(run: RunDir, digest: object) -> None:
-    (path,) = saved(run, 1)
-    replace_manifest(path, sha256={**manifest_entries(path)[1], "state.pt": digest})
-    assert checkpoint.find_corruption(path) == "state.pt does not match its sha256"
 
 
 @pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])
@@ -881,7 +704,7 @@ def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> 
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
 def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path: Path, name: str) -> None:
     (path,) = saved(run, 1)
     (path / name).rename(tmp_path / name)
@@ -901,9 +724,7 @@ def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_pat
         checkpoint.load(second)
 
 
-@pytest.mark.parametrize(
-    "facts", [[], {}, {"format": 2}, {"progress": {}}, {"progress": {"step": "2"}}, {"identity": 3}]
-)
+@pytest.mark.parametrize("facts", [[], {"format": 2}, {"progress": {"step": "2"}}])
 def test_other_facts_are_damage_and_no_traceback(run: RunDir, facts: Any) -> None:
     first, second = saved(run, 1, 2)
     ours = {"format": 1, "identity": IDENTITY, "progress": progress(2)}
@@ -927,7 +748,7 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("state", [[], 3, {}, {"optimizer": 3, "scaler": {}}, {"optimizer": {"param_groups": 3}}])
+@pytest.mark.parametrize("state", [[], {}, {"optimizer": {"param_groups": 3}}])
 def test_a_state_of_other_types_does_not_fit(run: RunDir, tmp_path: Path, state: object) -> None:
     (path,) = saved(run, 1)
     names = checkpoint.read_facts(path)["names"]
@@ -942,9 +763,8 @@ OTHERS = {
     "seed": {"run": "that", "fingerprint": {**IDENTITY, "seed": 4}},
     "learning rate": {"run": "that"},
 }
-CONTENTS = FILES[1:]
-SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(CONTENTS, size)]
-SETS = [subset for subset in SUBSETS if {"facts.json", "state.pt"} & {*subset}]  # the files that name their run
+# The files that name their run, alone and together, and all but one of a checkpoint's.
+SETS = [("facts.json",), ("state.pt",), ("facts.json", "state.pt"), ("facts.json", *FILES[3:])]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from lockstep.config.invocation import ConfigFiles
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.core.fields import rule_of
-from lockstep.core.rules import Choice
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Auto, Resident
 from lockstep.data.transforms.augment import CropFlip
@@ -82,7 +81,7 @@ def test_every_word_of_a_field_is_written_so_that_it_is_read_again(nodes: dict[s
         component = components.build(group, nodes[option])
         for field in dataclasses.fields(component):
             rule = rule_of(type(component), field.name)
-            for word in rule.values if isinstance(rule, Choice) else ():
+            for word in rule.values if rule is not None else ():
                 changed = dataclasses.replace(component, **{field.name: word})
                 assert components.build(group, components.node(changed)) == changed
                 words += 1

@@ -16,7 +16,7 @@ from lockstep.core.plan import Plan
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
 from lockstep.telemetry.clock import TimeLeft, TrainingClock
-from lockstep.telemetry.columns import Columns, clock, figures, fitting
+from lockstep.telemetry.columns import Columns, figures, fitting, format_duration
 from lockstep.telemetry.display import Bar, Display, Lines, display
 from lockstep.telemetry.progress import Work, progress
 from lockstep.telemetry.window import Window
@@ -55,7 +55,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch, width: int = 120) -> Screenful:
     [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (36_061, "10:01:01")],
 )
 def test_seconds_on_a_clock(seconds: float, expected: str) -> None:
-    assert clock(seconds) == expected
+    assert format_duration(seconds) == expected
 
 
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:

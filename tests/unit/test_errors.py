@@ -26,12 +26,6 @@ def test_every_error_has_the_exit_code_of_its_kind(name: str, code: int) -> None
     assert code == 70 or BY_EXIT_CODE[code] is error
 
 
-def test_a_failed_rank_brings_its_traceback() -> None:
-    error = errors.RankFailed("rank 1 failed", "Traceback ...")
-    assert str(error) == "rank 1 failed"
-    assert error.details == "Traceback ..."
-
-
 def test_a_misspelt_word_gets_suggestions() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from helpers import ROOT
 from lockstep.config import hydra_policy, messages
 from lockstep.core.errors import InputError
-from lockstep.core.rules import nested
+from lockstep.core.fields import nested
 
 
 def test_three_undocumented_names_of_hydra_and_omegaconf_are_used() -> None:

@@ -15,7 +15,7 @@ import pytest
 from rich.table import Column, Table
 
 from lockstep.core import log
-from lockstep.core.errors import InputError, RankFailed
+from lockstep.core.errors import InputError, Interrupted, NumericalError, RankFailed, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime import program
 
@@ -133,3 +133,33 @@ def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, widt
     log.show_table(table)
     for cell in ("likely cause", "score", "to the best", "2 failed", "+0.5"):
         assert cell in file.getvalue()
+
+
+def failing(error: Exception, closed: list[str]) -> Callable[[], None]:
+    def close() -> None:
+        closed.append("failing")
+        raise error
+
+    return close
+
+
+@pytest.mark.parametrize("ended_by", [NumericalError("the loss is nan", step=3), Interrupted(), KeyboardInterrupt()])
+def test_the_first_error_is_raised_and_later_ones_are_printed(
+    ended_by: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed: list[str] = []
+    with (
+        pytest.raises(type(ended_by)) as caught,
+        log.close_all(failing(OSError("no space left"), closed), lambda: closed.append("last")),
+    ):
+        raise ended_by
+    assert caught.value is ended_by
+    assert closed == ["failing", "last"]
+    assert "another error at the end of the run: OSError: no space left" in capsys.readouterr().out
+
+
+def test_a_second_interrupt_waits_for_no_other_part() -> None:
+    closed: list[str] = []
+    with pytest.raises(Interrupted), log.close_all(failing(Interrupted(), closed), lambda: closed.append("never")):
+        raise StorageError("no space left")
+    assert closed == ["failing"]

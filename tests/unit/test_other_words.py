@@ -10,7 +10,7 @@ from hydra.errors import HydraException
 
 from helpers import composed
 from lockstep.config import components, flags, messages
-from lockstep.config.other_words import ABSENT, KEYS, VALUES, ours, ours_of, suggest_overrides
+from lockstep.config.other_words import ABSENT, KEYS, VALUES, suggest_option, suggest_override, suggest_overrides
 from lockstep.config.schema import GROUPS
 from lockstep.core.errors import InputError
 
@@ -38,15 +38,17 @@ def test_what_is_proposed_for_a_key_can_be_typed(word: str, template: str) -> No
     key = template.split()[-1].partition("=")[0]
     last = key.rpartition(".")[2]
     value = SAMPLES.get(last, "0.1" if last in SMALL else "2")
-    (proposal,) = {ours(name, value) for name in (word, word.replace("_", "-"), word.upper(), f"trainer.{word}")}
+    (proposal,) = {
+        suggest_override(name, value) for name in (word, word.replace("_", "-"), word.upper(), f"trainer.{word}")
+    }
     assert value in proposal or "{}" not in template
     check(proposal)
-    assert key in ours(word) or template in GROUPS or template == "device"
+    assert key in suggest_override(word) or template in GROUPS or template == "device"
 
 
 @pytest.mark.parametrize(("group", "name"), NAMES)
 def test_what_is_proposed_for_a_value_can_be_typed(group: str, name: str) -> None:
-    proposal = ours_of(group, name.upper())
+    proposal = suggest_option(group, name.upper())
     assert proposal.startswith(f"{group}=")
     check(proposal)
 
@@ -91,7 +93,13 @@ def test_the_sentence_has_the_value_of_the_user(words: str, proposal: str, monke
 
 
 def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
-    assert ours("use_amp", "false") == ours("zzz", "1") == ours("model.name", "x") == ours("opt", "zzz") == ""
+    assert (
+        suggest_override("use_amp", "false")
+        == suggest_override("zzz", "1")
+        == suggest_override("model.name", "x")
+        == suggest_override("opt", "zzz")
+        == ""
+    )
     with pytest.raises(InputError, match=r"--zzz is no flag .*--cfg job"):
         flags.check_flags(["--zzz"])
 

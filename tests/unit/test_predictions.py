@@ -18,8 +18,8 @@ from torch import Tensor
 
 from helpers import records, train_here
 from lockstep.core.errors import InputError
+from lockstep.core.figures import BINS, Predictions
 from lockstep.core.observer import Observer
-from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.training.predictions import SIDE, WORST, CollectedPredictions

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -14,8 +13,8 @@ import torch
 
 from helpers import train_here
 from lockstep import checkpoint
-from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.removal import drop_state
+from lockstep.checkpoint.files import drop_state
+from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli.runs import clean
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
@@ -24,7 +23,7 @@ from lockstep.inference.predictor import load
 from lockstep.job.run_folder import Lock
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
-from lockstep.runtime.host import GB, amount
+from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.training.banner import state_bytes
 
@@ -63,10 +62,10 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     best_first(run)
     assert cleaned(run, yes=False) == [8, 6, 4, 2]
     out = capsys.readouterr().out
-    best = {path.name for path in checkpoint.removal.best_scored(checkpoint.candidates(run.checkpoints), 1)}
+    best = {path.name for path in checkpoint.files.best_scored(checkpoint.candidates(run.checkpoints), 1)}
     go = [path for path in checkpoint.candidates(run.checkpoints)[1:3] if path.name not in best]
     size = sum(file.stat().st_size for path in go for file in path.iterdir())
-    checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {amount(size / GB)} can go"
+    checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {format_bytes(size)} can go"
     assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
     assert all(path.name in out for path in go)
 
@@ -74,7 +73,7 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     best_first(run)
     (run.checkpoints / ".step-00000009.tmp").mkdir()
-    scored = {path.name for path in checkpoint.removal.best_scored(checkpoint.candidates(run.checkpoints), 1)}
+    scored = {path.name for path in checkpoint.files.best_scored(checkpoint.candidates(run.checkpoints), 1)}
     left = cleaned(run)
     assert set(left) == {8, 2, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
@@ -166,9 +165,3 @@ def test_the_optimizers_share_of_a_checkpoint_is_known_before_the_first_step(opt
     torch.save(optimizer_state(built, model)["state"], file)
     assert estimate is not None
     assert estimate <= len(file.getvalue()) <= estimate + 30_000  # names, counters and torch's own headers
-
-
-def test_the_manifest_of_weights_alone_is_one_of_ours(run: RunDir) -> None:
-    path = run.checkpoints / "step-00000004"
-    drop_state(path)
-    assert set(json.loads((path / "manifest.json").read_text())["sha256"]) == {"facts.json", "model.safetensors"}

@@ -20,7 +20,7 @@ from helpers import train_here
 from lockstep.cli.runs import report
 from lockstep.config import yaml_io
 from lockstep.core.errors import InputError
-from lockstep.core.predictions import Predictions
+from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger

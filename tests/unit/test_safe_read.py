@@ -135,11 +135,6 @@ def test_invalid_or_huge_json_is_unreadable(tmp_path: Path, content: bytes) -> N
         read_json(tmp_path / "file")
 
 
-def test_json_is_read(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text('{"a": [1, 2.5, null, true, "x"]}')
-    assert read_json(tmp_path / "file") == {"a": [1, 2.5, None, True, "x"]}
-
-
 BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi"))  # noqa: B905
 YAML = {
     "an alias bomb": BOMB,
@@ -182,13 +177,6 @@ def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFac
     for read in (yaml_io.load, read_overrides, read_json):
         with suppress(InputError):
             read(path)
-
-
-@pytest.mark.parametrize("content", ["- a\n- b\n", "42"])
-def test_a_list_or_a_number_is_no_config(tmp_path: Path, content: str) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(InputError, match=f"^{tmp_path}/config.yaml is "):
-        yaml_io.load(tmp_path / "config.yaml")
 
 
 def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:

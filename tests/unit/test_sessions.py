@@ -14,7 +14,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.page import costs_of
 from lockstep.sweep.record import Record
-from lockstep.telemetry.columns import clock
+from lockstep.telemetry.columns import format_duration
 from lockstep.telemetry.report import facts_of
 
 JOB = ("model=linear", "batch=100", "steps=40", "train.eval_every=10")
@@ -43,6 +43,6 @@ def test_the_figures_of_a_run_are_sums_over_its_sessions(tmp_path: Path) -> None
     assert last["img_per_s"] == pytest.approx(IMAGES / spent["training_seconds"], rel=1e-3)
     waits = 100 * spent["waiting_seconds"] / spent["training_seconds"]
     assert last["data_wait_pct"] == pytest.approx(waits, abs=1e-3)
-    assert ("duration", clock(last["seconds"])) in facts_of(Run(run.path))["summary"]
+    assert ("duration", format_duration(last["seconds"])) in facts_of(Run(run.path))["summary"]
     record = Record(number=0, overrides=(), folder=run.path.name)
     assert costs_of(Run(tmp_path / record.folder))["seconds"] == last["seconds"]

@@ -30,9 +30,8 @@ from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
 from lockstep.core.errors import StorageError
-from lockstep.core.figures import read_figures
+from lockstep.core.figures import Predictions, read_figures
 from lockstep.core.plan import Plan
-from lockstep.core.predictions import Predictions
 from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines

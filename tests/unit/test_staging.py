@@ -10,15 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lockstep.checkpoint import staging
-from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
+from lockstep.checkpoint.state import HostCopies, gathered, map_tensors, with_own_storage
 from lockstep.core.world import World
 from thread_ranks import ThreadRanks
 
 
 @pytest.fixture
 def _staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_on_gpu", lambda tensor: True)
+    monkeypatch.setattr("lockstep.checkpoint.state.on_gpu", lambda tensor: True)
 
 
 def state() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers import ROOT
-from lockstep.checkpoint.optimizer import optimizer_state
+from lockstep.checkpoint.state import optimizer_state
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan

@@ -8,6 +8,15 @@ does a command that uses the weights. A checkpoint that is only kept as one of t
 first checkpoint is saved, the file `checkpoints/none-yet` exists.
 """
 
+from lockstep.checkpoint.files import (
+    MODEL,
+    Removable,
+    find_corruption,
+    manifest_text,
+    most_bytes,
+    removable,
+    remove,
+)
 from lockstep.checkpoint.reading import (
     LoadedCheckpoint,
     check_fingerprint,
@@ -20,9 +29,7 @@ from lockstep.checkpoint.reading import (
     read_facts,
     restore,
 )
-from lockstep.checkpoint.removal import Removable, most_bytes, removable, remove
-from lockstep.checkpoint.staging import HostCopies, gathered
-from lockstep.checkpoint.validation import MODEL, find_corruption, manifest_text
+from lockstep.checkpoint.state import HostCopies, gathered
 from lockstep.checkpoint.weights import check_tensors, find_card, load_start, read_card, weights_file
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.run import candidates

@@ -19,18 +19,27 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint import validation
-from lockstep.checkpoint.optimizer import restore_optimizer
-from lockstep.checkpoint.validation import EMA, MODEL, NAMES, Facts, find_corruption, has_state, manifest, read_state
-from lockstep.checkpoint.weights import whole_weights
-from lockstep.config.commands import override, program_words, typed
+from lockstep.checkpoint import files
+from lockstep.checkpoint.files import (
+    EMA,
+    MODEL,
+    NAMES,
+    Facts,
+    find_corruption,
+    has_state,
+    manifest,
+    read_state,
+    whole_weights,
+)
+from lockstep.checkpoint.state import restore_optimizer
+from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.model import load_whole
 from lockstep.core.model_card import class_name
 from lockstep.core.run import Run, candidates, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync, write_atomic
-from lockstep.core.sharding import load_whole
 
 SHOWN = 4  # an error lists at most this many differences between two runs
 Say = Callable[[str], None]
@@ -82,10 +91,9 @@ def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint 
 
 
 def mark_saved_or_not(run_dir: RunDir) -> None:
-    """Before a run logs a step, record on the disk whether the run has saved a checkpoint.
+    """Before a run logs a step, record on the disk whether it has saved a checkpoint. Raises StorageError.
 
-    Raises:
-        StorageError: the disk is full. Killed later, the run would look like one that has lost its checkpoints.
+    Without the record, a run that is killed later would look like one that has lost its checkpoints.
     """
     if _has_saved(run_dir):
         with suppress(OSError):
@@ -110,10 +118,10 @@ def _all_damaged(run_dir: RunDir) -> InputError:
     reasons = [f"{path.name}: {find_corruption(path, run) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
-    usable = f"; {typed([override('init_from', whole)])} takes the weights that are whole" if whole else ""
+    usable = f"; {shell_command([override('init_from', whole)])} takes the weights that are whole" if whole else ""
     command = "the command of this run and another hydra.run.dir=FOLDER"
     with suppress(InputError):
-        command = typed([*program_words(), *read_overrides(run_dir.overrides)])
+        command = shell_command([*program_words(), *read_overrides(run_dir.overrides)])
     return InputError(
         f"resume: no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(reasons)}), and nothing was changed; "
         f"put a whole one back, or start afresh in another folder with `{command}`{usable}; to start afresh in this "
@@ -122,17 +130,13 @@ def _all_damaged(run_dir: RunDir) -> InputError:
 
 
 def load(path: Path) -> LoadedCheckpoint:
-    """Read a checkpoint to the CPU.
-
-    Raises:
-        InputError: the checkpoint is damaged, or has weights only.
-    """
+    """Read a checkpoint to the CPU. Raises InputError if it is damaged or has weights only."""
     if reason := find_corruption(path):
         raise _damaged(path, reason)
     if not has_state(path):
         raise InputError(
             f"resume: {path} has weights only, because newer checkpoints of its run have the state to resume from; "
-            f"begin a new run with its weights: {typed([override('init_from', path)])}"
+            f"begin a new run with its weights: {shell_command([override('init_from', path)])}"
         )
     return _read(path)
 
@@ -159,7 +163,7 @@ def _read(path: Path) -> LoadedCheckpoint:
 def read_facts(path: Path) -> dict[str, Any]:
     """The facts of a checkpoint. Raises InputError if the checkpoint is damaged."""
     try:
-        return validation.read_facts(path)
+        return files.read_facts(path)
     except ValueError as error:
         raise _damaged(path, str(error)) from error
 
@@ -205,13 +209,9 @@ def _flattened(facts: Facts) -> dict[str, Any]:
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
     """Restore the scale of a loss scaler. If the saved run had no scaler, `scaler` keeps its initial scale."""
-    own = scaler.state_dict()
-    if not own or not saved:
-        return
-    if own.keys() != saved.keys() or not all(isinstance(value, (int, float)) for value in saved.values()):
-        raise ValueError("the saved state is not the state of a loss scaler")
-    # The other entries are options of how the scale grows, not state.
-    scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
+    if saved and (own := scaler.state_dict()):
+        # The other entries are options of how the scale grows, not state.
+        scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
 
 
 def restore(
@@ -222,11 +222,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
 ) -> dict[str, Any]:
-    """Load a checkpoint into the parts of a run; returns its progress.
-
-    Raises:
-        InputError: the tensors do not fit the model.
-    """
+    """Load a checkpoint into the parts of a run; returns its progress. Raises InputError if it does not fit."""
     try:
         if ema is not None and loaded.ema is None:
             raise ValueError("it has no averaged weights; use train.ema=null")

@@ -4,20 +4,19 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from lockstep.checkpoint.validation import MODEL, manifest, sha256
-from lockstep.config.commands import typed
+from lockstep.checkpoint.files import MODEL, header
+from lockstep.config.commands import shell_command
 from lockstep.config.other_words import WEIGHTS
-from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
+from lockstep.core.errors import InputError, shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.named_paths import near_path
-from lockstep.core.run_dir import BEST, LATEST, MANIFEST
-from lockstep.core.safe_read import UnreadableFile, opened
+from lockstep.core.run_dir import BEST, LATEST
+from lockstep.core.safe_read import UnreadableFile
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
 WRAPPERS = "(module|_orig_mod|model|net)[.]"
@@ -31,31 +30,8 @@ CONVERT = (
 )
 
 
-def whole_weights(path: Path) -> bool:
-    """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
-    file = path / MODEL
-    try:
-        if (path / MANIFEST).exists():
-            # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
-            return manifest(path)[MODEL] == sha256(file)
-        return bool(_header(file)[0])
-    except (UnreadableFile, ValueError, SafetensorError):
-        return False
-
-
-def _header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of the tensors in a file of weights, and its metadata; raises UnreadableFile or SafetensorError."""
-    with opened(file, links=True), safe_open(file, framework="pt") as tensors:
-        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        return shapes, tensors.metadata() or {}
-
-
 def read_card(file: Path, key: str = "weights") -> ModelCard:
-    """The description in a file of weights. `key` begins the errors.
-
-    Raises:
-        InputError: it cannot be read, has no card, or has a wrong one.
-    """
+    """The description in a file of weights. `key` begins the errors, which are InputErrors."""
     _, metadata = _read_header(file, key)
     try:
         return ModelCard.parse(metadata)
@@ -66,18 +42,14 @@ def read_card(file: Path, key: str = "weights") -> ModelCard:
 def find_card(file: Path) -> ModelCard | None:
     """The card of a file of weights; None if it has none, like weights of other programs, or cannot be read."""
     try:
-        _, metadata = _header(file)
+        _, metadata = header(file)
     except (UnreadableFile, SafetensorError):  # loading the weights will raise the error
         return None
     return read_card(file) if METADATA_KEY in metadata else None
 
 
 def weights_file(path: Path, key: str = "init_from") -> Path:
-    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins the errors.
-
-    Raises:
-        InputError: there are no weights at `path`.
-    """
+    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors."""
     places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
@@ -93,7 +65,7 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
 def _conversion(file: Path) -> str:
     """The end of an error: the command that writes a file of another program in our format."""
     new = file.with_name(f"converted-{file.stem}.safetensors")
-    return f"; convert it, and name {new}: {typed(['python', '-c', CONVERT, file, new])}"
+    return f"; convert it, and name {new}: {shell_command(['python', '-c', CONVERT, file, new])}"
 
 
 def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str:
@@ -147,7 +119,7 @@ def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_ou
 
 def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     try:
-        return _header(file)
+        return header(file)
     except UnreadableFile as error:
         raise InputError(f"{key}: {error}") from error
     except SafetensorError as error:

@@ -19,22 +19,25 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint.optimizer import optimizer_state
-from lockstep.checkpoint.removal import LEAST_RESUMABLE, best_scored, delete, drop_state, remove
-from lockstep.checkpoint.staging import HostCopies, gathered, map_tensors, with_own_storage
-from lockstep.checkpoint.validation import (
+from lockstep.checkpoint.files import (
     EMA,
     FACTS,
+    LEAST_RESUMABLE,
     MODEL,
     NAMES,
     STATE,
     Facts,
+    best_scored,
+    delete,
+    drop_state,
     find_corruption,
     has_state,
     manifest,
     manifest_text,
+    remove,
     sha256,
 )
+from lockstep.checkpoint.state import HostCopies, gathered, map_tensors, optimizer_state, with_own_storage
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard

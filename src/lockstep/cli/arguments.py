@@ -4,10 +4,10 @@ import argparse
 import sys
 from typing import Any
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.launched import is_launched, launched
+from lockstep.core.launch_env import is_launched, launched_place
 
 DESCRIPTION = "Train image classifiers, and use them. `lockstep train --help` is the help of training."
 ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # a job's line, whose ranks they start themselves
@@ -27,7 +27,7 @@ def arguments() -> argparse.Namespace:
     _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
     options, rest = parser.parse_known_args()
-    if options.command in ONE_PROCESS and is_launched() and launched().size > 1:
+    if options.command in ONE_PROCESS and is_launched() and launched_place().size > 1:
         raise InputError(
             f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
         )
@@ -47,7 +47,7 @@ def _check_command(words: list[str], commands: list[str]) -> None:
         return
     if "=" in first:
         raise InputError(
-            f"{first} is for training, expected a command before it: {typed(['lockstep', 'train', *words])}"
+            f"{first} is for training, expected a command before it: {shell_command(['lockstep', 'train', *words])}"
         )
     hint = did_you_mean(first, commands, prefix="lockstep ") or f" They are {', '.join(commands)}."
     raise InputError(f"there is no command {first!r}.{hint}")

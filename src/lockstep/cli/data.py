@@ -10,7 +10,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lockstep.config.commands import override, typed
+from lockstep.config.commands import override, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.fields import problems
@@ -165,7 +165,7 @@ def pack(
     for image in broken:
         log.warn(f"{image.failure}: left out")
     gigabytes = images * math.prod(folder.image_shape) / 1e9
-    words = typed(["dataset=packed", override("dataset.path", target)])
+    words = shell_command(["dataset=packed", override("dataset.path", target)])
     log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
     log.say(f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.text import Text
 
 from lockstep.config import components, composition
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import translate
@@ -22,7 +22,7 @@ from lockstep.job import examination
 from lockstep.job.create import checked_job, with_fitting_batch
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
-from lockstep.telemetry.columns import clock
+from lockstep.telemetry.columns import format_duration
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -94,7 +94,7 @@ class Checkup:
         for root, need in needs.items():
             self.check(seconds, "disk", partial(examination.folder, root, need, self.free))
         if (total := sum(seconds.values())) and len(seconds) > 1:
-            text = f"{clock(total)} for the jobs that were tried, one after another"
+            text = f"{format_duration(total)} for the jobs that were tried, one after another"
             self.findings[Finding("time", text, amount=total)] = [*seconds]
 
     def split(self, words: Sequence[str]) -> Findings:
@@ -129,7 +129,7 @@ class Checkup:
         if any(finding.check == "data" for finding in data):
             return root, findings
         job = with_fitting_batch(job, resume)
-        plan = self.check([number], "plan", lambda: examination.plan(job, resume))
+        plan = self.check([number], "plan", lambda: examination.batches(job, resume))
         if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
             timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}
             key = f"{type(job.optimizer)} {timed}"
@@ -159,7 +159,7 @@ class Checkup:
         if len(jobs) > 1:
             return f" (jobs {', '.join(map(str, jobs))})"
         own = [word for word in self.jobs[jobs[0]] if not all(word in job for job in self.jobs)]
-        return f" (job {jobs[0]}: {typed(own)})"
+        return f" (job {jobs[0]}: {shell_command(own)})"
 
 
 def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Resume, bool]:

@@ -22,7 +22,7 @@ import torch
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.cli.processes import ending, running
 from lockstep.cli.rows import show_rows
-from lockstep.config.commands import override, typed
+from lockstep.config.commands import override, shell_command
 from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
@@ -66,8 +66,8 @@ class Rung:
     @property
     def change(self) -> str:
         if self.script is not None:
-            return typed(["python", self.script])
-        return typed([*self.launcher, *("train.py",) * bool(self.launcher), *self.words])
+            return shell_command(["python", self.script])
+        return shell_command([*self.launcher, *("train.py",) * bool(self.launcher), *self.words])
 
     @property
     def has_ranks(self) -> bool:

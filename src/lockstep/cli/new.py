@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.safe_write import storing
@@ -42,5 +42,5 @@ def new(project: str) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_text(source.read_text().replace(NAME, name))
         shutil.move(Path(temporary, name), folder)
-    command = f"{typed(['cd', folder])} && python train.py experiment=first"
+    command = f"{shell_command(['cd', folder])} && python train.py experiment=first"
     log.console.print(f"created {folder}; continue with: {command}", soft_wrap=True)

@@ -16,10 +16,9 @@ from lockstep.config.invocation import Invocation
 from lockstep.config.messages import key_of
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.launched import RUN_FOLDER, is_launched
+from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
 from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
-from lockstep.core.slurm import is_submitted
 from lockstep.core.terminal import forgive_output
 from lockstep.job.create import Preparation, create_run, import_for_ranks, prepare
 from lockstep.job.resume import Resume, refuse_in_sweep

@@ -9,20 +9,20 @@ from pathlib import Path
 
 from lockstep.checkpoint import Removable, removable, remove
 from lockstep.cli.rows import show_rows
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.job.run_folder import Lock
-from lockstep.runtime.host import GB, amount
+from lockstep.runtime.host import format_bytes
 from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import Direction, best_of, score_text
 from lockstep.sweep.runs import differing, existing, read_jobs, read_single, run_folders
-from lockstep.telemetry.columns import moment
+from lockstep.telemetry.columns import format_timestamp
 from lockstep.telemetry.progress import progress
 from lockstep.telemetry.report import is_current, write_report
 
@@ -57,7 +57,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
 def _show(rows: Sequence[Row]) -> None:
     """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
     shown = [
-        (row["when"], score_text(row["score"]), amount(row["size"] / GB), row["state"], row["name"]) for row in rows
+        (row["when"], score_text(row["score"]), format_bytes(row["size"]), row["state"], row["name"]) for row in rows
     ]
     shown = [("when", "score", "size", "state", "name"), *shown]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
@@ -114,7 +114,7 @@ def _columns(path: Path, root: Path, started: float, what: str, score: float | N
             with suppress(OSError):  # a job that runs has just removed it
                 size += os.lstat(Path(folder, file)).st_size
     name = str(path.relative_to(root)) if path != root else path.name
-    return dict(zip(COLUMNS, (moment(started), name, what, score, state, size), strict=True))
+    return dict(zip(COLUMNS, (format_timestamp(started), name, what, score, state, size), strict=True))
 
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:
@@ -186,17 +186,17 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
         if done is not None and done.go:
             size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
-    summary += amount(size / GB)
+    summary += format_bytes(size)
     if not checkpoints:
         log.console.print("there is nothing to remove", soft_wrap=True)
     elif yes:
         log.console.print(f"removed {summary}", soft_wrap=True)
     else:
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
-        command = typed(["lockstep", "clean", *folders, *options, "--yes"])
+        command = shell_command(["lockstep", "clean", *folders, *options, "--yes"])
         log.show_command(f"{summary} can go; nothing is removed yet:", command)
     if more:
-        log.show(f"--all frees {amount(more / GB)} more: the checkpoints of completed runs; their weights stay")
+        log.show(f"--all frees {format_bytes(more)} more: the checkpoints of completed runs; their weights stay")
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
@@ -228,7 +228,7 @@ def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Re
         if plan.go:
             names = ", ".join(path.name for path in plan.go)
             stay = ", ".join(path.name for path in plan.stay) or "none"
-            log.show(f"{amount(plan.size / GB):>9}  {run_dir.path}: {names} ({stay} stay)")
+            log.show(f"{format_bytes(plan.size):>9}  {run_dir.path}: {names} ({stay} stay)")
         if yes:
             with storing(run_dir.checkpoints):
                 for path in plan.go:

@@ -20,9 +20,8 @@ from lockstep.config.hydra_policy import TRUSTED
 from lockstep.config.invocation import Invocation
 from lockstep.config.own_hydra import own_hydra
 from lockstep.config.schema import CONF
-from lockstep.core.launched import check_launched, is_launched, without_local_rank
+from lockstep.core.launch_env import adopt_srun, check_launched, is_launched, without_local_rank
 from lockstep.core.native_threads import configure_native_threads
-from lockstep.core.slurm import adopt_srun
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.runtime import program

@@ -19,7 +19,7 @@ FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.s
 _WORDS = ["lockstep", "train"]
 
 
-def typed(words: Iterable[object]) -> str:
+def shell_command(words: Iterable[object]) -> str:
     """Words as a command line, quoted for a shell if necessary."""
     return shlex.join(map(str, words))
 

@@ -15,9 +15,8 @@ from lockstep.config import extensions, options, yaml_io
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
-from lockstep.core.errors import InputError, collecting, did_you_mean
-from lockstep.core.fields import Component
-from lockstep.core.rules import Text
+from lockstep.core.errors import InputError, collecting, did_you_mean, shown
+from lockstep.core.fields import TEXT, Component
 
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
 _BUILT: dict[tuple[type[Any], str], Any] = {}
@@ -49,10 +48,10 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
         InputError: a node does not describe a component.
     """
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
-        raise InputError(f"{group} is {fields.shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
+        raise InputError(f"{group} is {shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
     names = {str(name): node for name, node in (nodes or {}).items()}
-    if wrong := [name for name in names if not Text().fits(name)]:
-        raise InputError(f"{group} has the name {fields.shown(wrong[0])}, expected {Text().expected}")
+    if wrong := [name for name in names if not TEXT.fits(name)]:
+        raise InputError(f"{group} has the name {shown(wrong[0])}, expected {TEXT.expected}")
     return {name: build(group, node, f"{group}.{name}") for name, node in names.items()}
 
 

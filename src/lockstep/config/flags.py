@@ -78,7 +78,7 @@ def check_flags(words: Sequence[str]) -> None:
             sign, value = " ", next_word
         if sentence := other_words.absent(name):
             raise InputError(f"{flag} is no flag of this program: {sentence}")
-        proposals.append(other_words.ours(name, value if sign else None))
+        proposals.append(other_words.suggest_override(name, value if sign else None))
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
         f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "

@@ -24,9 +24,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config.messages import unreadable
 from lockstep.config.schema import CONF
-from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
-from lockstep.core.rules import nested
+from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import nested
 
 Key = tuple[str, ...]
 

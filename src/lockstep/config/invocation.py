@@ -12,7 +12,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
-from lockstep.config.commands import program_words, typed
+from lockstep.config.commands import program_words, shell_command
 from lockstep.config.messages import key_of
 from lockstep.core.errors import InputError
 
@@ -85,7 +85,7 @@ class Invocation:
         overrides = tuple(str(override) for override in hydra.overrides.task)
         return cls(
             overrides=overrides,
-            command=typed([*program_words(), *configs.words, *overrides]),
+            command=shell_command([*program_words(), *configs.words, *overrides]),
             sweep=sweep,
             folder=folder.absolute() if sweep or folder != Path() or typed_here else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),

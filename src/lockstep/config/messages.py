@@ -15,12 +15,11 @@ from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from lockstep.config import other_words
-from lockstep.config.commands import override, parsed, program_name, program_words, typed
+from lockstep.config.commands import override, parsed, program_name, program_words, shell_command
 from lockstep.config.options import options_of, options_with
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError, StorageError, close_to, did_you_mean, out_of_memory
-from lockstep.core.fields import shown
+from lockstep.core.errors import InputError, LockstepError, StorageError, close_to, did_you_mean, out_of_memory, shown
 from lockstep.core.safe_write import FULL
 
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
@@ -51,7 +50,7 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
     if resumes := [word for word in left_out if key_of(word) == "resume"]:
         raise InputError(f"{resumes[0]}: {who}; leave it out, and type the overrides of the run")
     if left_out:
-        log.note(f"{who}, so {typed(left_out)} is left out")
+        log.note(f"{who}, so {shell_command(left_out)} is left out")
     return [word for word in words if word not in left_out]
 
 
@@ -113,8 +112,8 @@ def translate(error: BaseException) -> LockstepError | None:
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
         return InputError(
-            f"{match[1]} names several values; `{typed([*program_words(), '-m', match[1]])}` runs a sweep "
-            f"over them, and a list is written {typed([f'{match[2]}=[{match[3]}]'])}"
+            f"{match[1]} names several values; `{shell_command([*program_words(), '-m', match[1]])}` runs a sweep "
+            f"over them, and a list is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
         )
     if isinstance(error, HydraException):
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
@@ -136,9 +135,9 @@ def _joined(word: str) -> str:
         return ""
     known = "." in word or word in GROUPS or word in Job.__dataclass_fields__
     if not known:
-        return other_words.ours(word, value)
+        return other_words.suggest_override(word, value)
     plain = f"{word}={value}"
-    return typed([plain if parsed(plain) is not None else override(word, value)])
+    return shell_command([plain if parsed(plain) is not None else override(word, value)])
 
 
 def translate_before_job(error: BaseException) -> LockstepError | None:
@@ -196,7 +195,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     own, more = options_of(group), ", or a model of timm" * (group == "model")
     options = options or own
     listing = f" It is one of {', '.join(own)}{more}." if own else ""
-    named_elsewhere = other_words.ours_of(group, name)
+    named_elsewhere = other_words.suggest_option(group, name)
     suggestion = (
         other_words.suggest_overrides(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
@@ -290,7 +289,7 @@ def _hint(key: str, value: str | None, names: list[str]) -> str:
     if block and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
         return f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
-    if (proposal := other_words.ours(key, value)) and not proposal.startswith(f"{key}="):
+    if (proposal := other_words.suggest_override(key, value)) and not proposal.startswith(f"{key}="):
         return f" Did you mean {proposal}{note(proposal)}?"
     if block and siblings:
         near = close_to(last, [name.rpartition(".")[2] for name in siblings])
@@ -303,5 +302,5 @@ def _hint(key: str, value: str | None, names: list[str]) -> str:
         return _hint(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
     else:
         near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
-    shown_names = [repr(name) if value is None else typed([f"{name}={value}"]) for name in near]
+    shown_names = [repr(name) if value is None else shell_command([f"{name}={value}"]) for name in near]
     return f" Did you mean {' or '.join(shown_names)}?" if near else ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
-from lockstep.config.commands import override, parsed, typed
+from lockstep.config.commands import override, parsed, shell_command
 from lockstep.config.options import is_own, is_timm_model
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.run_dir import MANIFEST, RunDir
@@ -137,7 +137,7 @@ SHARDS = ".tar"
 HF_FILES = ("dataset_dict.json", "state.json")
 
 
-def ours(name: str, value: str | None = None) -> str:
+def suggest_override(name: str, value: str | None = None) -> str:
     """The overrides to type for a key or flag of another program, or for a key without its block; empty if unknown.
 
     Without a value they have `VALUE` in its place.
@@ -150,15 +150,15 @@ def ours(name: str, value: str | None = None) -> str:
     if not template and not block:
         template = _own(last)
     if template in GROUPS or template == "device":
-        return ours_of(template, value or "")
+        return suggest_option(template, value or "")
     if "{}" not in template:
-        return "" if (value or "").lower() in OFF else typed(template.split())
+        return "" if (value or "").lower() in OFF else shell_command(template.split())
     *before, (key, _, form) = *template.split()[:-1], template.split()[-1].partition("=")
     if value is not None and (special := _named_elsewhere(key, value)):
-        return typed([*before, special])
+        return shell_command([*before, special])
     text = form.format("VALUE" if value is None else value)
     word = f"{key}={text}"
-    return typed([*before, word if parsed(word) is not None else override(key, text)])
+    return shell_command([*before, word if parsed(word) is not None else override(key, text)])
 
 
 def _plain(name: str) -> str:
@@ -172,10 +172,10 @@ def absent(name: str) -> str:
     return next((sentence for words, sentence in ABSENT.items() if last in _plain(words).split()), "")
 
 
-def ours_of(group: str, value: str) -> str:
+def suggest_option(group: str, value: str) -> str:
     """The overrides to type for the option of a group that another program calls `value`; empty if unknown."""
     if is_own(group, value):
-        return typed([f"{group}={value}"])
+        return shell_command([f"{group}={value}"])
     if group == "device" and value in ("cpu", "cuda", "auto"):
         return f"device={value}"
     return _named_elsewhere(group, value)
@@ -216,7 +216,7 @@ def suggest_overrides(group: str, word: str) -> str:
         not group and exists and (is_folder or listed)
     ):
         overrides = _data_set_at(path, word)
-    return f" Did you mean {typed(overrides)}?" if overrides else ""
+    return f" Did you mean {shell_command(overrides)}?" if overrides else ""
 
 
 def _data_set_at(path: Path, word: str) -> list[str]:

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.fields import choice, duration, pathname, ranged, ruled
+from lockstep.core.fields import LONGEST, TEXT, choice, duration, pathname, ranged, ruled
 from lockstep.core.model_card import INTERPOLATIONS
-from lockstep.core.rules import LONGEST, Text
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
@@ -54,7 +53,7 @@ class TrainBlock:
     ema: float | None = ranged(None, above=0.0, below=1)
     ema_warmup: bool = True
     sampling: str = choice("shuffled", "shuffled", "balanced")
-    freeze: list[str] = ruled([], Text())
+    freeze: list[str] = ruled([], TEXT)
     freeze_until: int | str | None = duration(None)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
@@ -104,7 +103,7 @@ class SweepBlock:
     resume: str = pathname("auto")
     retry: bool = False
     halving: int | None = ranged(None, least=2, most=1000)
-    objectives: list[str] = ruled(["score"], Text())
+    objectives: list[str] = ruled(["score"], TEXT)
     gpu_share: bool = False
 
 
@@ -142,7 +141,7 @@ class Job:
     seed: int = ranged(0, least=0, most=2**63 - 1)
     repro: str = choice("exact", "exact", "strict")
     device: str = choice("auto", "auto", "cpu", "cuda")
-    name: str = ruled("job", Text())
+    name: str = ruled("job", TEXT)
     data_root: str = pathname("data")
     output_root: str = pathname("outputs")
     resume: str | None = pathname(None)

@@ -6,14 +6,20 @@ A broken invariant of our own code is an `assert`, not one of these exceptions.
 
 import importlib.util
 import re
+import unicodedata
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 # A password may hold `/` and `@` that should have been escaped: all up to the last `@` of a word is hidden.
 _PASSWORD = re.compile(r"""(://[^\s:/'"]*:)[^\s'"]*@""")
 _QUERY_SECRET = re.compile(
     r"""([?&;][\w.-]*(?:token|secret|passw|pwd|key|sig|credential)[\w.-]*=)[^\s&;'"]+""", re.IGNORECASE
 )
+# An error shows at most this many characters of a value, and this many digits of a number.
+SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
+# The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
+UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 class LockstepError(Exception):
@@ -160,6 +166,25 @@ def escaped(text: str, keep: str = "\n\t") -> str:
         character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def is_one_line(text: str) -> bool:
+    """Whether a text is valid Unicode without control characters: none that ends a line, or changes its direction.
+
+    The two joiners are allowed: scripts of India and Persia, and emoji, are written with them.
+    """
+    return all(unicodedata.category(char) not in UNSAFE or char in "\u200c\u200d" for char in text)
+
+
+def shown(value: Any) -> str:
+    """A value for use in a sentence. A long text is cut; a very long number is replaced by its length."""
+    if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
+        return f"a number of more than {SHOWN_DIGITS} digits"
+    if isinstance(value, list):
+        text = f"[{', '.join(map(shown, value[:SHOWN_CHARACTERS]))}]"
+    else:
+        text = repr(value) if isinstance(value, str) else str(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
 
 
 def check_installed(package: str, user: str, extra: str = "") -> None:

@@ -7,24 +7,91 @@ class checks a range by hand. A subclass that only changes a default keeps the r
 """
 
 import dataclasses
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from lockstep.core.errors import InputError
-from lockstep.core.rules import Choice, Duration, Number, PathText, Rule
+from lockstep.core.errors import InputError, is_one_line, shown
 
 _RULE = "rule"
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-# An error shows at most this many characters of a value, and this many digits of a number.
-SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
+# The most bytes of a name in a path (the limit of file systems), and of a path (with room for the files of a run).
+NAME_BYTES, PATH_BYTES = 255, 3500
+TEXT_CHARACTERS = 1000
+OPTION_VALUES = 1000  # in a mapping for a constructor of a library
+# The largest number of steps of a run: its product with the number of examples of any data set fits into 63 bits.
+LONGEST = 10**9
+# The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
+LONGEST_S = 500 * 3600.0
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
+_TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Component(Protocol):
     """One option of a config group: a frozen dataclass, whose fields are the keys."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """A condition on a value that is not null; in a list, on each item.
+
+    Fields:
+        expected: says which values fit.
+        fits: whether a value fits.
+        short: the same in a few words, explained in docs/configuration.md.
+        values: all values that fit, if they are a few.
+    """
+
+    expected: str
+    fits: Callable[[Any], bool]
+    short: str = ""
+    values: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """The check of a number between two bounds, each open or closed, or one of a few words. NaN is in no range."""
+
+    low: float
+    high: float
+    low_open: bool = False
+    high_open: bool = False
+    words: tuple[str, ...] = ()
+    whole: bool = False
+    short: ClassVar[str] = ""
+    values: ClassVar[tuple[Any, ...]] = ()
+
+    @property
+    def expected(self) -> str:
+        high = f"{'below ' * self.high_open}{_figure(self.high)}"
+        to = f"from {_figure(self.low)} to {high}"
+        if self.low_open:
+            to = f"above {_figure(self.low)} and {'' if self.high_open else 'at most '}{high}"
+        return " or ".join([*self.words, f"a {'whole ' * self.whole}number {to}"])
+
+    def fits(self, value: Any) -> bool:
+        if isinstance(value, str):
+            return value in self.words
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else int | float):
+            return False
+        above = value > self.low if self.low_open else value >= self.low
+        return above and (value < self.high if self.high_open else value <= self.high)
+
+
+Rule = Check | Number
+
+
+def ruled(default: Any, rule: Rule) -> Any:
+    """A field of a dataclass whose values must fit `rule`."""
+    if isinstance(default, list | dict):
+        return dataclasses.field(default_factory=default.copy, metadata={_RULE: rule})
+    return dataclasses.field(default=default, metadata={_RULE: rule})
 
 
 def ranged(
@@ -44,41 +111,115 @@ def ranged(
         most, below: the upper end, included or excluded.
         words: texts that are also allowed, such as `auto`.
     """
-    low, high = least if above is None else above, most if below is None else below
-    assert low is not None, "a range has two ends"
-    assert high is not None, "a range has two ends"
+    low: Any = least if above is None else above
+    high: Any = most if below is None else below
+    assert None not in (low, high), "a range has two ends"
     sample = default[0] if isinstance(default, list) else low if default is None or default in words else default
-    rule = Number(
-        low=low,
-        high=high,
-        low_open=above is not None,
-        high_open=below is not None,
-        words=words,
-        whole=isinstance(sample, int),
-    )
+    whole, is_open = isinstance(sample, int), (above is not None, below is not None)
+    rule = Number(low=low, high=high, low_open=is_open[0], high_open=is_open[1], words=words, whole=whole)
     return ruled(default, rule)
-
-
-def ruled(default: Any, rule: Rule) -> Any:
-    """A field of a dataclass whose values must fit `rule`."""
-    if isinstance(default, list | dict):
-        return dataclasses.field(default_factory=default.copy, metadata={_RULE: rule})
-    return dataclasses.field(default=default, metadata={_RULE: rule})
 
 
 def choice(default: Any, *values: Any) -> Any:
     """A field for one of a few values."""
-    return ruled(default, Choice(values))
+    typed_values = [(type(value), value) for value in values]  # True is not 1
+    rule = Check(
+        f"one of {', '.join(map(str, values))}", lambda value: (type(value), value) in typed_values, values=values
+    )
+    return ruled(default, rule)
 
 
 def duration(default: Any, *, zero: bool = False, timed: bool = False) -> Any:
-    """A field for a duration; see `Duration`."""
-    return ruled(default, Duration(zero=zero, timed=timed))
+    """A field for steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`."""
+    return ruled(default, duration_rule(zero=zero, timed=timed))
+
+
+def duration_rule(*, zero: bool, timed: bool = False) -> Check:
+    low = "from 0 to" if zero else "above 0 and at most"
+    time = ", a time (10min)" * timed
+
+    def fits(value: Any) -> bool:
+        if timed and is_timed(value):
+            return parse_time(value) is not None
+        parsed = parse_duration(value)
+        return parsed is not None and (zero or parsed[0] > 0)
+
+    expected = f"steps (100), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
+    return Check(expected, fits, "a duration or a time" if timed else "a duration")
+
+
+def mapping(*, most: float) -> Any:
+    """A field for a mapping of arguments for a library's constructor, without absurdly large numbers and lists."""
+
+    def fits(value: Any) -> bool:
+        leaves = list(nested(value))
+        texts = [*(name for key, _ in leaves for name in key), *(leaf for _, leaf in leaves if isinstance(leaf, str))]
+        numbers = [leaf for _, leaf in leaves if isinstance(leaf, int | float)]
+        return (
+            len(leaves) <= OPTION_VALUES
+            and all(map(is_one_line, texts))
+            and all(abs(number) <= most for number in numbers)
+        )
+
+    lists = f"lists of at most {OPTION_VALUES:,}"
+    expected = f"numbers of at most {_figure(most)}, {lists}, and texts without control characters"
+    return ruled({}, Check(expected, fits, "a mapping"))
 
 
 def pathname(default: str | None) -> Any:
     """A field for a path, or null."""
-    return ruled(default, PathText())
+    return ruled(default, PATH)
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a value can be a path. Whether the path exists is checked elsewhere."""
+    if not isinstance(value, str) or not value.strip() or not is_one_line(value):
+        return False
+    if len(value.encode()) > PATH_BYTES:
+        return False
+    known_home = not value.startswith("~") or os.path.expanduser(value) != value  # noqa: PTH111, raises nothing
+    return known_home and all(len(name.encode()) <= NAME_BYTES for name in value.split("/"))
+
+
+def parse_duration(value: Any) -> tuple[float, str] | None:
+    """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None if it is not one."""
+    match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
+    if match is None or (match[2] is None and "." in match[1]):
+        return None
+    amount, unit = float(match[1]), match[2] or ""
+    return (amount, unit) if amount <= (100 if unit == "%" else LONGEST) else None
+
+
+def parse_time(value: Any) -> float | None:
+    """The seconds of a time such as `30s`, `10min`, `2h` or a bare number (seconds); None if it is not one."""
+    match = _TIME.fullmatch(str(value).strip())
+    seconds = float(match[1]) * _SECONDS[match[2] or "s"] if match is not None else 0.0
+    return seconds if 0 < seconds <= LONGEST_S else None
+
+
+def is_timed(value: Any) -> bool:
+    """Whether a value ends with the unit of a time."""
+    return re.search(r"\d\s*(s|min|h)\s*$", str(value)) is not None
+
+
+def _figure(bound: float) -> str:
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
+
+
+TIME = Check(
+    f"a time such as 30s, 10min or 2h, at most {LONGEST_S / 3600:g}h",
+    lambda value: parse_time(value) is not None,
+    "a time",
+)
+# A text in one line, which can be a part of a file, a table or a script.
+TEXT = Check(
+    f"at most {TEXT_CHARACTERS:,} characters of Unicode in one line, without control characters",
+    lambda value: isinstance(value, str) and len(value) <= TEXT_CHARACTERS and is_one_line(value),
+    "a text",
+)
+PATH = Check(
+    f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters", _is_path, "a path"
+)
 
 
 def check_whole(key: str, value: object, least: int) -> None:
@@ -118,34 +259,10 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
         if isinstance(value, Mapping) and dataclasses.is_dataclass(field.default_factory):
             yield from problems(field.default_factory, value, f"{prefix}{field.name}.")
         elif (rule := rule_of(cls, field.name)) is not None and value is not None:
-            items = value if isinstance(value, list) else [value]
+            items, key = value if isinstance(value, list) else [value], f"{prefix}{field.name}"
             if not all(map(rule.fits, items)):
-                key = f"{prefix}{field.name}"
                 expected = f"{'each ' * isinstance(value, list)}{rule.expected}"
                 yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, rule, value)}"
-
-
-def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a config with their full keys."""
-    for key, value in node.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def shown(value: Any) -> str:
-    """A value for use in a sentence. A long text is cut; a very long number is replaced by its length."""
-    if isinstance(value, int) and abs(value) >= 10**SHOWN_DIGITS:
-        return f"a number of more than {SHOWN_DIGITS} digits"
-    if isinstance(value, list):
-        return _cut(f"[{', '.join(map(shown, value[:SHOWN_CHARACTERS]))}]")
-    return _cut(repr(value) if isinstance(value, str) else str(value))
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a field, from its value or its factory; `dataclasses.MISSING` if it has none."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _remedy(key: str, field: dataclasses.Field[Any], rule: Rule, value: Any) -> str:
@@ -161,5 +278,24 @@ def _remedy(key: str, field: dataclasses.Field[Any], rule: Rule, value: Any) -> 
     return f": {key}={'null' if default is None else shown_default}"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field, from its value or its factory; `dataclasses.MISSING` if it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a config with their full keys."""
+    for key, value in node.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def nested(node: Any, key: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value of a plain config with its key. The key of a list item ends with its index."""
+    if isinstance(node, Mapping | list):
+        for name, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from nested(value, (*key, str(name)))
+    else:
+        yield key, node

@@ -1,18 +1,25 @@
-"""The lines of a run's files of figures: `metrics.jsonl`, the reference for all figures, and `gpu.jsonl`."""
+"""A run's files of figures: the lines of `metrics.jsonl` (the reference) and `gpu.jsonl`; `validation.json`."""
 
+from __future__ import annotations
+
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.core.safe_read import is_number, parsed_json, read_lines
+from lockstep.core.safe_read import MB, UnreadableFile, is_number, parsed_json, read_json, read_lines
+from lockstep.core.safe_write import write_atomic
 
 Figures = Sequence[tuple[int, Mapping[str, float]]]
 
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 # How the tags begin of what an evaluation writes, after the figures of its step.
 EVALUATED = ("loss/val", "loss/train_epoch", "perf/time/")
+PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
+BINS = 127  # of a curve of precision and recall: the most that TensorBoard reads
 
 
 def place_of(step: int, tags: Iterable[str]) -> float:
@@ -65,3 +72,45 @@ def read_samples(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
     for line in read_lines(path) if path.exists() else ():
         with suppress(ValueError, RecursionError):
             yield parsed_samples(line or "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions:
+    """What a model predicts for a split with C classes, in one small file. Broken images do not count.
+
+    Fields:
+        step: the step after which the model was evaluated.
+        names: the names of the classes, by label.
+        examples, predicted, hits: by class, how many examples have it, how many are predicted to have it, and both.
+        confusion: examples by label (C rows) and prediction (C columns); empty for many classes.
+        curves: (C, 2, BINS): how many examples of each class, and how many others, have a probability of the class in
+            each of the equal intervals from 0 to 1; empty for many classes.
+        worst: the examples with the highest losses, the highest first: `sample` is the file or the number of the
+            example, `label` and `predicted` are classes, `probability` (of the predicted class) and `loss` are None
+            if they are not finite, and `png` is the image in base64, with at most 128 pixels a side.
+    """
+
+    step: int
+    names: Sequence[str]
+    examples: Sequence[int]
+    predicted: Sequence[int]
+    hits: Sequence[int]
+    confusion: Sequence[Sequence[int]]
+    curves: Sequence[Sequence[Sequence[int]]]
+    worst: Sequence[Mapping[str, Any]]
+
+    def write(self, path: Path) -> None:
+        """Write the file. Raises StorageError."""
+        write_atomic(path, json.dumps(vars(self), allow_nan=False, separators=(",", ":")) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Predictions:
+        """Read a file. Somebody else may have written it: its fields can have other types.
+
+        Raises:
+            UnreadableFile: it is missing, or not one of ours.
+        """
+        try:
+            return cls(**read_json(path, PREDICTIONS_LIMIT))
+        except TypeError as error:
+            raise UnreadableFile(path, "is not a file of predictions") from error

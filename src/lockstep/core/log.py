@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, cast
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.core.errors import escaped
+from lockstep.core.errors import Interrupted, escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
 from lockstep.core.terminal import SafeStream, impatient
@@ -187,3 +187,29 @@ def warn(message: str) -> None:
 def show_warning(message: str) -> None:
     """Warn the user on the terminal only, for use where no log is open."""
     console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
+
+
+@contextmanager
+def close_all(*closes: Callable[[], object]) -> Iterator[None]:
+    """Call each of `closes` in turn when the context ends, even if the body or some of `closes` raise.
+
+    The first error is raised, because it sets the exit code; later ones become warnings.
+    An `ExitStack` would raise the last one.
+    """
+    first: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        first = error
+    for close in closes:
+        try:
+            close()
+        except Interrupted:  # the user interrupted twice: do not wait for the remaining calls
+            raise
+        except Exception as error:
+            if first is None:
+                first = error
+            else:
+                warn(f"another error at the end of the run: {type(error).__name__}: {error}")
+    if first is not None:
+        raise first

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, rule_of, ruled, shown
-from lockstep.core.rules import Check, Choice, Number
+from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import Check, Number, choice, rule_of, ruled
 from lockstep.core.safe_read import MB, checked, parsed_json
 
 METADATA_KEY = "lockstep"
@@ -99,7 +98,7 @@ class ModelCard:
     eval_crop: float = ruled(MISSING, Number(low=0, high=1, low_open=True))
     mean: tuple[float, ...] = ruled(MISSING, _numbers(-1e6))
     std: tuple[float, ...] = ruled(MISSING, _numbers(1e-6))
-    eval_views: int = ruled(MISSING, Choice(VIEWS))
+    eval_views: int = choice(MISSING, *VIEWS)
     eval_batch: int = ruled(MISSING, _COUNT)
     trained_on: Node = ruled(MISSING, Check("a mapping", lambda value: isinstance(value, dict)))
     lockstep: str = ruled(MISSING, Check("a version", lambda value: isinstance(value, str) and len(value) <= 100))

@@ -14,8 +14,8 @@ if TYPE_CHECKING:  # importing the package must be fast
     from torch import Tensor, nn
 
     from lockstep.core.data_protocols import MicroBatch
+    from lockstep.core.figures import Predictions
     from lockstep.core.plan import Plan
-    from lockstep.core.predictions import Predictions
     from lockstep.core.run_dir import RunDir
 
 Outcome = Literal["completed", "stopped", "failed"]

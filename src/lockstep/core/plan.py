@@ -5,9 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
-from lockstep.core.rules import Duration, Time, is_timed, parse_duration, parse_time
+from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import TIME, duration_rule, is_timed, parse_duration, parse_time
 
 Event = Literal["log", "eval", "save"]
 
@@ -20,7 +19,7 @@ def seconds(key: str, value: str | float) -> float:
     """
     parsed = parse_time(value)
     if parsed is None:
-        raise InputError(f"{key} is {shown(value)}, expected {Time().expected}")
+        raise InputError(f"{key} is {shown(value)}, expected {TIME.expected}")
     return parsed
 
 
@@ -33,7 +32,7 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
     """
     parsed = parse_duration(value)
     if parsed is None:
-        raise InputError(f"{key} is {shown(value)}, expected {Duration(zero=True).expected}")
+        raise InputError(f"{key} is {shown(value)}, expected {duration_rule(zero=True).expected}")
     amount, unit = parsed
     if unit == "ep":
         return round(amount * steps_per_epoch)
@@ -63,13 +62,9 @@ class Plan:
         """The steps of an epoch. The last global batch of an epoch may be short; it counts as a full step."""
         return math.ceil(self.examples / self.batch)
 
-    @functools.cached_property
-    def _periods(self) -> dict[Event, int]:
-        return {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}
-
     def due(self, event: Event, step: int) -> bool:
         """Whether `event` falls on `step`. Everything falls on the last step."""
-        return step == self.total_steps or step % self._periods[event] == 0
+        return step == self.total_steps or step % getattr(self, f"{event}_every") == 0
 
     def in_steps(self, key: str, value: int | str) -> int:
         """The duration `value` of the config key `key`, in steps of this run. Raises InputError."""

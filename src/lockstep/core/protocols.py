@@ -1,7 +1,4 @@
-"""The protocols of the options that a config chooses, with their defaults: a subclass says what differs.
-
-What uses an option knows its protocol, not its class. Those of the data path are in `lockstep.core.data_protocols`.
-"""
+"""The protocols of the options that a config chooses (those of data are in `data_protocols`), with their defaults."""
 
 from __future__ import annotations
 
@@ -50,8 +47,7 @@ class Strategy(Component, Protocol):
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica: the module to call in training. Every rank starts from main's weights.
 
-        `example` are the inputs of a pass over two blank images, for strategies that must run one pass before the
-        first step.
+        `example` are the inputs of a pass over two blank images, for strategies that run one before the first step.
         """
         return model
 
@@ -99,10 +95,9 @@ class Strategy(Component, Protocol):
         backward: Callable[[Tensor], None],
         between: Callable[[], None],
     ) -> None:
-        """Run forward and backward for the micro-batches of a step; each comes with whether it is the last.
+        """Run forward and backward for the micro-batches of a step, in order; each comes with whether it is the last.
 
-        Both passes go in the order of the micro-batches. `forward` returns the loss that `backward` takes. All ranks
-        may call `between` between two micro-batches; it may raise.
+        `forward` returns the loss that `backward` takes. All ranks may call `between` two of them; it may raise.
         """
         for micro, last in micro_batches:
             with self.accumulate(replica, last):
@@ -248,8 +243,7 @@ class Optimizer(Component, Protocol):
     """An optimizer to be built over a model's parameters."""
 
     recordable: ClassVar[bool] = False
-    """Whether its step can be recorded as a CUDA graph. It then takes tensors for learning rates, and its state
-    begins at zero."""
+    """Whether a CUDA graph can record its step: it takes tensors for learning rates, and its state begins at zero."""
 
     @property
     def lr(self) -> float | str:
@@ -274,8 +268,7 @@ class Schedule(Component, Protocol):
 class Loss(Component, Protocol):
     """The loss that training minimises.
 
-    A loss that judges each class by itself sets `probabilities: ClassVar[str] = "sigmoid"`. For any other loss,
-    probabilities are the softmax of the logits.
+    A loss that judges each class by itself sets `probabilities: ClassVar[str] = "sigmoid"`; the default is softmax.
     """
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:

@@ -21,8 +21,7 @@ import psutil
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
-from lockstep.core.figures import Figures, read_figures, read_samples
-from lockstep.core.predictions import Predictions
+from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
 

@@ -137,15 +137,10 @@ class RunDir:
         return self.logs / f"rank{rank}.error.json"
 
     def rank_errors(self) -> list[Path]:
-        """The error files of all ranks."""
         return [*self.logs.glob("rank*.error.json")]
 
     def read_summary(self) -> dict[str, Any]:
-        """The content of `summary.json`, or an empty dictionary before the file is written.
-
-        Raises:
-            UnreadableFile: the file is damaged.
-        """
+        """The content of `summary.json`; empty before the file is written. Raises UnreadableFile if it is damaged."""
         try:
             loaded = safe_read.read_json(self.summary)
         except UnreadableFile as error:
@@ -164,11 +159,7 @@ class RunDir:
             return {}
 
     def write_summary(self, **facts: Any) -> None:
-        """Update `summary.json` with `facts`. The content of a damaged file is dropped.
-
-        Raises:
-            StorageError: the file cannot be written.
-        """
+        """Update `summary.json`, without the content of a damaged one. Raises StorageError."""
         facts = {**self._known_summary(), **facts}
         write_atomic(self.summary, json.dumps(facts, indent=2, allow_nan=False) + "\n")
 
@@ -177,7 +168,7 @@ class RunDir:
         write_atomic(self.summary, json.dumps({"status": "running", **facts}, indent=2, allow_nan=False) + "\n")
 
     def write_ending(self, error: BaseException) -> None:
-        """Write into the summary how the job ended. If the summary cannot be written, only `error` says it."""
+        """Write into the summary how the job ended; if it cannot be written, only `error` says it."""
         known = as_known(error)
         status = "stopped" if isinstance(error, Stopped) else "failed"
         with suppress(OSError, StorageError, UnreadableFile, LookupError, TypeError):

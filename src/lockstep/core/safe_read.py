@@ -124,12 +124,7 @@ def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
 
 def read_if_exists(path: Path) -> bytes | None:
     """The content of a plain file of at most 64 MB; None if the file does not exist."""
-    try:
-        return read_bytes(path, 64 * MB)
-    except UnreadableFile as error:
-        if error.missing:
-            return None
-        raise
+    return read_bytes(path, 64 * MB) if os.path.lexists(path) else None
 
 
 def read_text(path: Path, limit: int = LIMIT) -> str:
@@ -138,11 +133,7 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
 
 
 def read_name(path: Path) -> str:
-    """The name that a file gives of a folder beside it: one component of a path.
-
-    Raises:
-        UnreadableFile: see `read_text`; or the file names something else, such as `..`, which is another folder.
-    """
+    """The name that a file gives of a folder beside it: one component of a path, and not `..`. See `read_text`."""
     name = read_text(path).strip()
     if name in ("", ".", "..") or not name.isprintable() or "/" in name:
         raise UnreadableFile(path, f"has {name[:80]!r} in it, expected the name of a folder beside it")
@@ -240,9 +231,7 @@ def read_lines(path: Path) -> Iterator[str | None]:
 def checked(value: Any, levels: int = DEPTH) -> Any:
     """`value`, after a check that it consists of plain values, at most `levels` levels deep.
 
-    Raises:
-        ValueError: `value` has other types, keys that are not texts, texts that are not Unicode, or integers of more
-            than 64 bits.
+    Raises ValueError for other types, keys that are no texts, texts that are not Unicode and integers over 64 bits.
     """
     if levels == 0:
         raise ValueError("it is too deep")

@@ -2,15 +2,17 @@
 
 Somebody else may have written the folder, so nothing is written through a link: a temporary file has a name that
 nobody can guess and must be new, a file that grows must not be a link, and a folder of ours must not be one either.
+Locks are here too. The kernel releases a lock when its process ends, also by SIGKILL.
 """
 
 import errno
+import fcntl
 import os
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.safe_read import kind
@@ -53,11 +55,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def append(path: Path, mode: str = "a", **options: Any) -> Any:
-    """Open a plain file to write at its end, as `open(path, mode, **options)` does; it is created if it is missing.
-
-    Raises:
-        OSError: it cannot be opened, or it is a link, a pipe or a device.
-    """
+    """Open a plain file to write at its end, as `open` does. Raises OSError, also for a link, a pipe or a device."""
     return open(path, mode, opener=_open_plain, **options)
 
 
@@ -71,12 +69,7 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Create a subfolder of a run or a sweep, if it is missing.
-
-    Raises:
-        InputError: there is a link to a folder, so that files would be written elsewhere.
-        OSError: it cannot be created.
-    """
+    """Create a subfolder of a run or a sweep. Raises OSError, or InputError for a link, which leads elsewhere."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise InputError(f"{path} is a symbolic link, expected a folder; replace it by its target")
@@ -107,7 +100,8 @@ def storing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        fail_to_write(path, error)
+        remedy = "; make room there, and the same command goes on" if error.errno in FULL else ""
+        raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error
 
 
 @contextmanager
@@ -123,10 +117,33 @@ def full_disk(folder: Path) -> Iterator[None]:
 def fail_if_full(path: Path, error: OSError) -> None:
     """Raise StorageError for a write of `path` that failed because the disk is full."""
     if error.errno in FULL:
-        fail_to_write(path, error)
+        with storing(path):
+            raise error
 
 
-def fail_to_write(path: Path, error: OSError) -> NoReturn:
-    """Raise StorageError for a write of `path` that failed with `error`."""
-    remedy = "; make room there, and the same command goes on" if error.errno in FULL else ""
-    raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error
+def open_locked(path: Path, flags: int = os.O_RDONLY, *, wait: bool = False) -> int:
+    """Open and lock a file or folder; closing the descriptor releases the lock.
+
+    Works between machines if their file system has `flock`. Not filelock, which locks no folder and never removes its
+    file; before its version 4, a refused attempt empties the holder's file, and a child keeps a dead process's lock.
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `wait` is not set.
+        OSError: it cannot be opened, or its file system has no locks.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # opening a pipe would block
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextmanager
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    descriptor = open_locked(folder, wait=wait)
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.core.launched import Place
-from lockstep.core.sharding import has_stages
+from lockstep.core.launch_env import Place
+from lockstep.core.model import has_stages
 
 T = TypeVar("T")
 

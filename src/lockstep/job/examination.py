@@ -21,10 +21,10 @@ from lockstep.job.create import check_plan
 from lockstep.job.resume import Resume, check_resumable
 from lockstep.models.nets import sketch
 from lockstep.runtime.gpus import name_in_nvml, path_between
-from lockstep.runtime.host import GB, amount, free_memory
+from lockstep.runtime.host import GB, format_bytes, free_memory
 from lockstep.runtime.limits import cores
 from lockstep.strategy import DataParallel, Single
-from lockstep.telemetry.columns import clock
+from lockstep.telemetry.columns import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.blank_example import batches_without_single, check_single_examples
 from lockstep.training.build_data import build_data
@@ -61,7 +61,8 @@ def devices(job: ResolvedJob) -> Iterator[Finding]:
     gpus = torch.cuda.device_count() if isinstance(job.strategy, DataParallel) else ranks
     for number in range(gpus if job.device == "cuda" else 0):
         free, total = torch.cuda.mem_get_info(number)
-        text = f"GPU {number}, {torch.cuda.get_device_name(number)}, {amount(free / GB)} of {amount(total / GB)} free"
+        room = f"{format_bytes(free)} of {format_bytes(total)} free"
+        text = f"GPU {number}, {torch.cuda.get_device_name(number)}, {room}"
         busy = free < 0.9 * total
         yield Finding("devices", text + ": another process uses it" * busy, Level.warning if busy else Level.ok)
     if job.device == "cuda":
@@ -109,7 +110,7 @@ def port(job: ResolvedJob) -> Iterator[Finding]:
     yield Finding("port", job.launcher.try_address())
 
 
-def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
+def batches(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
     """How the global batch and the epochs are cut, and the bytes that the run takes."""
     steps = check_plan(job)
     check_resumable(resume, job, steps)
@@ -137,7 +138,7 @@ def plan(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
         yield Finding("weights", text, Level.warning)
     model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
     size = sizes_of_checkpoints(job, model)[2] + OUTPUTS
-    yield Finding("files", f"the run takes up to {amount(size / GB)}", amount=size)
+    yield Finding("files", f"the run takes up to {format_bytes(size)}", amount=size)
     blank = torch.empty((2, *job.dataset.input_shape), device="meta", dtype=job.precision.storage)
     frozen, until = frozen_names(model, job.train.freeze), job.train.freeze_until
     until = None if until is None else steps.in_steps("train.freeze_until", until)
@@ -148,7 +149,7 @@ def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iter
     """Whether runs of `need` bytes can be written below `path`, and whether its clock is this machine's."""
     root = next(parent for parent in (path, *path.parents) if parent.exists())
     disk_free = free_bytes(root)
-    text = f"{root} has {amount(disk_free / GB)} free, the runs take up to {amount(need / GB)}"
+    text = f"{root} has {format_bytes(disk_free)} free, the runs take up to {format_bytes(need)}"
     if need > disk_free:
         remedy = "make room, or use checkpoint.keep=1 or output_root=FOLDER"
         yield Finding("disk", f"{text}: {remedy}", Level.error)
@@ -177,7 +178,7 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     job = replace(without_start(job), strategy=Single())
     least = job.train.passes
     shared = replace(world, size=ranks, local_size=job.launcher.ranks)
-    room = f"{amount(free_memory(shared))} are free for a rank"
+    room = f"{format_bytes(GB * free_memory(shared))} are free for a rank"
     fitting = micro_batches_that_fit(job, shared, least=least)
     if fitting is None or (fitting > least and not auto):
         remedy = f"train.micro_batches={fitting} fits" if fitting else "use a smaller model or dataset.input_size"
@@ -229,7 +230,8 @@ def _time(job: ResolvedJob, world: World) -> Finding:
     evaluation = crowd * job.train.eval_views * _seconds_of_evaluated_image(parts) * len(data.val) / ranks
     evaluation *= 1 if job.train.ema is None else 2
     seconds = once + steps.total_steps * update + math.ceil(steps.total_steps / steps.eval_every) * evaluation
-    text = f"the run takes about {clock(seconds)}: {1000 * update:,.1f} ms a step, {evaluation:,.1f} s an evaluation"
+    text = f"the run takes about {format_duration(seconds)}: {1000 * update:,.1f} ms a step, "
+    text += f"{evaluation:,.1f} s an evaluation"
     text += ", without communication" * (ranks > 1) + ", not compiled" * job.model.compile
     spent = {"hours": seconds / 3600}
     if job.cost.usd_per_gpu_hour is not None and not on_cpu:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.core.errors import InputError, Stopped
-from lockstep.core.launched import ATTEMPT, Place, is_launched, launched, store_address
+from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place, store_address
 from lockstep.core.world import World
 from lockstep.launcher import network
 
@@ -31,7 +31,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
             files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
-    place = launched() if is_launched() else None
+    place = launched_place() if is_launched() else None
     if place is None or place.size == 1:  # a group would take 20 ms, and more with NCCL
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return

@@ -10,7 +10,7 @@ from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.launched import Starter, in_agent, is_launched, launched, local_size, started_by
+from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.protocols import Launcher, Strategy
 from lockstep.data.datasets.files import with_sizes
@@ -199,7 +199,7 @@ def _ranks(launcher: Launcher, strategy: Strategy, gpus: int, device: str) -> in
 
 def _launched_ranks(launcher: Launcher) -> int:
     """The number of ranks that torchrun, srun or a script has started, so that no launcher of ours starts any."""
-    ranks, starter = launched().size, started_by()
+    ranks, starter = launched_place().size, started_by()
     if launcher.ranks not in ("auto", ranks):
         raise InputError(
             f"launcher.ranks is {launcher.ranks}, but {starter.label} has started {ranks}; use launcher.ranks=auto, "

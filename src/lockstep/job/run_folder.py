@@ -15,9 +15,9 @@ from pathlib import Path
 from lockstep.config.invocation import Invocation
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError
-from lockstep.core.locks import open_locked
 from lockstep.core.run_dir import PathBelow, RunDir
 from lockstep.core.safe_read import UnreadableFile, kind
+from lockstep.core.safe_write import open_locked
 
 
 class Lock:

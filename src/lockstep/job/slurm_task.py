@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.launch_env import SUBMITTED
 from lockstep.core.safe_write import append
-from lockstep.core.slurm import SUBMITTED
 
 # Variables that the command must not get. With the first two, which `srun` sets for a task, the command would run as
 # a rank. The last one belongs to the command that submitted the job; SLURM passes it on.

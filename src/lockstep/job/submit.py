@@ -14,9 +14,7 @@ from lockstep.config import components, messages
 from lockstep.config.commands import command_of_program, override, parsed
 from lockstep.config.invocation import Invocation
 from lockstep.core import plan
-from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
-from lockstep.core.rules import is_one_line
+from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.run_dir import RunDir
 from lockstep.job import slurm_task
 from lockstep.job.resume import Resume

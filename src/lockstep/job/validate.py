@@ -14,7 +14,7 @@ import torch
 
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
-from lockstep.core.launched import is_launched, local_size
+from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files

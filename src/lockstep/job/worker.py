@@ -18,7 +18,7 @@ from typing import NoReturn
 
 from lockstep.core import log, plan
 from lockstep.core.errors import InputError, LockstepError, RankFailed, StorageError, as_known, out_of_memory
-from lockstep.core.launched import is_launched, launched
+from lockstep.core.launch_env import is_launched, launched_place
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
@@ -49,7 +49,7 @@ def launch(run_dir: RunDir, job: ResolvedJob) -> float | None:
 def main(path: Path, job: ResolvedJob | None = None) -> None:
     """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
-    errors = RankErrorFile(run_dir, launched().rank if is_launched() else 0)
+    errors = RankErrorFile(run_dir, launched_place().rank if is_launched() else 0)
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
         watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as stacks,

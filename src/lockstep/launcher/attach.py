@@ -18,7 +18,7 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, RankFailed
-from lockstep.core.launched import ATTEMPT, RUN_FOLDER, is_launched, launched, store_address
+from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, is_launched, launched_place, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import network
 from lockstep.launcher.processes import POLL_S
@@ -57,11 +57,11 @@ def create_on_main(
         InputError: this process cannot be the rank that its variables say.
         RankFailed: the other ranks, or their store, are not there.
     """
-    if not is_launched() or launched().size == 1:
+    if not is_launched() or launched_place().size == 1:
         with make(os.environ.get(RUN_FOLDER, "")) as run_dir:
             yield run_dir
         return
-    rank = launched().rank
+    rank = launched_place().rank
     store = _store(serve=rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
     attempt = _shared_attempt(store)
     key = f"lockstep/run_dir/{attempt}"
@@ -78,12 +78,12 @@ def create_on_main(
             store.set(key, f"{FAILED} {error.exit_code}")
             if not _agent_serves():
                 # The others would wait for a store again, if this one went before they have read that main leaves.
-                wait(lambda: store.add(f"{key}/read", 0) >= launched().size - 1, READ_S)
+                wait(lambda: store.add(f"{key}/read", 0) >= launched_place().size - 1, READ_S)
             raise SystemExit(error.exit_code) from error
         with context as run_dir:
             store.set(FOLDER, str(run_dir.path))
             store.set(key, f"{OK} {run_dir.path}")
-            for other in range(1, launched().size):
+            for other in range(1, launched_place().size):
                 seen = _wait_for_value(partial(_value, store, SEEN.format(key, other)), f"rank {other} has ended")
                 if seen != OK:
                     raise InputError(seen)
@@ -123,7 +123,7 @@ def _shared_attempt(store: TCPStore) -> str:
     """
     if not _agent_serves():
         return "0"
-    name, rank = uuid4().hex, launched().rank
+    name, rank = uuid4().hex, launched_place().rank
     if rank > 0:
         store.set(NAME.format(rank), name)
         name = _wait_for_value(lambda: _value(store, INVITED.format(name)), "main has not asked this rank to join")
@@ -137,7 +137,7 @@ def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
     Raises:
         InputError: another process has the RANK of this one.
     """
-    place, key = launched(), ARRIVED.format(attempt, launched().rank)
+    place, key = launched_place(), ARRIVED.format(attempt, launched_place().rank)
     own = [network.machine(), os.getpid(), place.size, [*words]]
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
     if first[:2] != own[:2] and not _agent_serves():
@@ -177,7 +177,7 @@ def _only_in(words: Sequence[str], others: Sequence[str]) -> str:
 
 def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, list[str]]:
     """The machine, the process, the WORLD_SIZE and the command of a rank, when it is there."""
-    key, missing = ARRIVED.format(attempt, rank), f"rank {rank} of {launched().size} has not joined"
+    key, missing = ARRIVED.format(attempt, rank), f"rank {rank} of {launched_place().size} has not joined"
 
     def invited_and_there() -> str:
         if name := _value(store, NAME.format(rank)):
@@ -193,7 +193,7 @@ def _find_local_ranks(store: TCPStore, attempt: str) -> None:
     """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher does not set them."""
     if _agent_serves() or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
-    place = launched()
+    place = launched_place()
     machines = [_arrival(store, attempt, rank)[0] for rank in range(place.size)]
     local_ranks = [rank for rank, machine in enumerate(machines) if machine == machines[place.rank]]
     os.environ.setdefault("LOCAL_RANK", str(local_ranks.index(place.rank)))

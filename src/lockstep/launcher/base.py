@@ -7,9 +7,8 @@ from typing import Any
 from lockstep.config.options import option
 from lockstep.core import safe_read
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError, RankFailed, Stopped, StorageError
-from lockstep.core.fields import choice, ranged, ruled
+from lockstep.core.fields import TIME, choice, ranged, ruled
 from lockstep.core.protocols import Entry, Launcher
-from lockstep.core.rules import Time
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -26,7 +25,7 @@ class Inline(Launcher):
 
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
     backend: str = choice("auto", "auto", "nccl", "gloo")
-    timeout: str = ruled("10min", Time())
+    timeout: str = ruled("10min", TIME)
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:

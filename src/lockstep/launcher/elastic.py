@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 from torch.distributed import DistError
 
 from lockstep.config.options import option
-from lockstep.core import log, plan, slurm
+from lockstep.core import launch_env, log, plan
 from lockstep.core.errors import InputError, RankFailed, Stopped
-from lockstep.core.fields import ranged, ruled
-from lockstep.core.launched import AGENT
+from lockstep.core.fields import TEXT, TIME, Check, ranged, ruled
+from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
-from lockstep.core.rules import Check, Text, Time
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import network
 from lockstep.launcher.attach import is_listening, wait
@@ -219,13 +218,13 @@ class Slurm(Spawn):
     gpus: int | None = ranged(None, least=0, most=1024)
     cpus: int | None = ranged(None, least=1, most=65_536)
     memory: int | None = ranged(None, least=1, most=1_000_000)
-    time: str = ruled("1h", Time())
-    save_before: str = ruled("2min", Time())
-    partition: str | None = ruled(None, Text())
-    account: str | None = ruled(None, Text())
-    qos: str | None = ruled(None, Text())
-    constraint: str | None = ruled(None, Text())
-    setup: list[str] = ruled([], Text())
+    time: str = ruled("1h", TIME)
+    save_before: str = ruled("2min", TIME)
+    partition: str | None = ruled(None, TEXT)
+    account: str | None = ruled(None, TEXT)
+    qos: str | None = ruled(None, TEXT)
+    constraint: str | None = ruled(None, TEXT)
+    setup: list[str] = ruled([], TEXT)
     dry_run: bool = False
 
     def in_allocation(self) -> Spawn:
@@ -234,7 +233,7 @@ class Slurm(Spawn):
         Raises:
             InputError: SLURM has not started this process.
         """
-        if not slurm.is_submitted():
+        if not launch_env.is_submitted():
             raise InputError(
                 "launcher=slurm submits the job, which only the command line can do; use lockstep train, or "
                 "launcher=auto here"
@@ -246,6 +245,6 @@ class Slurm(Spawn):
             **vars(here),
             restarts=self.restarts,
             nodes=self.nodes,
-            rendezvous=slurm.rendezvous(),
+            rendezvous=launch_env.rendezvous(),
             node_rank=int(os.environ["SLURM_NODEID"]),
         )

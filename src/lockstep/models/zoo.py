@@ -15,10 +15,9 @@ from torch import nn
 
 from lockstep.config.options import is_timm_model, option, timm_models
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import choice, ranged, ruled
+from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
-from lockstep.core.rules import Options, Text
 from lockstep.models.nets import Network, TimeLimit, TooSlowError
 
 REACH_S = 5.0  # how long the network may take to answer
@@ -35,11 +34,11 @@ class Timm(Network):
     """Any model of timm by its name, with or without a weight tag."""
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
-    name: str = ruled("resnet50d", Text())
+    name: str = ruled("resnet50d", TEXT)
     pretrained: bool = False
     drop_rate: float = ranged(0.0, least=0, below=1)
     drop_path_rate: float = ranged(0.0, least=0, below=1)
-    options: dict[str, Any] = ruled({}, Options(most=16_384))
+    options: dict[str, Any] = mapping(most=16_384)
 
     def check(self) -> None:
         architecture, _, tag = self.name.partition(".")

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.core.sharding import own_parts
+from lockstep.core.model import own_parts
 
 
 class EMA(AveragedModel):

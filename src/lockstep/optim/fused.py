@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.core.sharding import is_sharded
+from lockstep.core.model import is_sharded
 
 Group = dict[str, Any]
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.fields import ranged
-from lockstep.core.model import Convolution
-from lockstep.core.sharding import UpdateScope
+from lockstep.core.model import Convolution, UpdateScope
 from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, UsualRate
 
 

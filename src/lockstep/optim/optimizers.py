@@ -10,11 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import ranged, ruled
-from lockstep.core.model import head_parameters
+from lockstep.core.fields import TEXT, mapping, ranged, ruled
+from lockstep.core.model import UpdateScope, head_parameters, is_sharded, norm_over_stages, whole
 from lockstep.core.protocols import Optimizer
-from lockstep.core.rules import Options, Text
-from lockstep.core.sharding import UpdateScope, is_sharded, norm_over_stages, whole
 from lockstep.optim.fused import fused
 
 ParamGroups = list[dict[str, Any]]
@@ -194,9 +192,9 @@ class Timm(OptimizerOption):
     timm passes `momentum` to the optimizer in its own way (for some it is a beta); `options` go to its constructor.
     """
 
-    opt: str = ruled("lamb", Text())
+    opt: str = ruled("lamb", TEXT)
     momentum: float = ranged(0.9, least=0, below=1)
-    options: dict[str, Any] = ruled({}, Options(most=1e9))
+    options: dict[str, Any] = mapping(most=1e9)
 
     def __post_init__(self) -> None:
         from timm.optim import get_optimizer_info, list_optimizers

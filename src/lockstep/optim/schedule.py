@@ -4,9 +4,8 @@ import math
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import duration, ranged, ruled
+from lockstep.core.fields import duration, ranged
 from lockstep.core.plan import Plan
-from lockstep.core.rules import Duration
 
 MOST_MILESTONES = 100  # so that the highest power of `gamma` does not overflow
 
@@ -56,7 +55,7 @@ class Linear(Constant):
 class Step(Constant):
     """Multiplied by `gamma` at each milestone; milestones are durations from the start of the run."""
 
-    milestones: list[str] = ruled(["33%", "66%"], Duration(zero=True))
+    milestones: list[str] = duration(["33%", "66%"], zero=True)
     gamma: float = ranged(0.1, least=0, most=10)
 
     def __post_init__(self) -> None:

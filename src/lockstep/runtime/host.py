@@ -13,11 +13,11 @@ GB = 1e9
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # the last one is ARM's
 
 
-def amount(gigabytes: float) -> str:
-    """An amount of memory as a text: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
-    if gigabytes < 1e-4:
-        return f"{1e6 * gigabytes:.0f} kB"
-    return f"{gigabytes:.1f} GB" if gigabytes >= 1 else f"{1000 * gigabytes:.{1 if gigabytes < 0.01 else 0}f} MB"
+def format_bytes(size: float) -> str:
+    """A number of bytes as a text: `28 kB`, `0.3 MB`, `512 MB`, `4.2 GB`."""
+    if size < 1e5:
+        return f"{size / 1e3:.0f} kB"
+    return f"{size / GB:.1f} GB" if size >= GB else f"{size / 1e6:.{1 if size < 1e7 else 0}f} MB"
 
 
 def has_bfloat16() -> bool:

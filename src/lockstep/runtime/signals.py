@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
-from lockstep.core.launched import is_launched
+from lockstep.core.launch_env import is_launched
 from lockstep.core.native_threads import own_process
 from lockstep.core.terminal import guard_streams, write_some
 

@@ -12,10 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.model import has_batchnorm
+from lockstep.core.model import UpdateScope, has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import NO_CONTEXT, Optimizer, Precision, Strategy
-from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 

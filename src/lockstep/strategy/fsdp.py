@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
+from lockstep.core.model import UpdateScope
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
-from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, ranged, ruled
+from lockstep.core.fields import TEXT, choice, ranged, ruled
+from lockstep.core.model import UpdateScope
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import M, Optimizer, Precision
-from lockstep.core.rules import Text
-from lockstep.core.sharding import UpdateScope
 from lockstep.core.world import World
 from lockstep.strategy.base import Single, share_weights
 from lockstep.strategy.cutting import cut
@@ -36,7 +35,7 @@ class Pipeline(Single):
     """
 
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
-    cuts: list[str] | None = ruled(None, Text())
+    cuts: list[str] | None = ruled(None, TEXT)
     schedule: str = choice("1f1b", "1f1b", "gpipe")
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False

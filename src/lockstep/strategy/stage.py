@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
-from lockstep.core.model import model_mode
-from lockstep.core.sharding import wire
+from lockstep.core.model import model_mode, wire
 from lockstep.core.world import World
 from lockstep.strategy.cutting import Stages, named_tensors
 

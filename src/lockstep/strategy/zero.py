@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.options import option
+from lockstep.core.model import ShardedOptimizer, UpdateScope, wire
 from lockstep.core.protocols import Optimizer
-from lockstep.core.sharding import ShardedOptimizer, UpdateScope, wire
 from lockstep.core.world import World
 from lockstep.strategy.base import by_dtype, copy_back, flattened
 from lockstep.strategy.ddp import DDP

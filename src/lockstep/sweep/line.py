@@ -11,16 +11,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import key_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
-from lockstep.core.locks import locked
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
+from lockstep.core.safe_write import locked
 from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Direction, checked_direction
@@ -129,8 +129,8 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
             identity, words = stored, [*stored.words]
         elif difference := stored.difference(identity):
             raise InputError(
-                f"{ledger.folder} has another sweep: {difference}; type its line ({typed(stored.words)}), or start "
-                "anew with sweep.resume=new"
+                f"{ledger.folder} has another sweep: {difference}; type its line ({shell_command(stored.words)}), or "
+                "start anew with sweep.resume=new"
             )
         _say_what_goes_on(ledger)
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
@@ -69,7 +69,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
             )
             for record in ranked
         ],
-        "command": typed([*program, *identity.words]),
+        "command": shell_command([*program, *identity.words]),
     }
 
 

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from lockstep.config.commands import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.launched import is_launched, started_by
+from lockstep.core.launch_env import is_launched, started_by
 from lockstep.core.run_dir import relative
 from lockstep.core.terminal import impatient
 from lockstep.job.run_folder import Lock

@@ -22,7 +22,7 @@ from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Direction, Record, best_of, score_text
-from lockstep.telemetry.columns import ALWAYS, FigureColumn, clock, fitting
+from lockstep.telemetry.columns import ALWAYS, FigureColumn, fitting, format_duration
 
 SEED = "seed"
 OVER = (State.done, State.failed)
@@ -84,7 +84,7 @@ class SweepView:
         ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.over):>{len(total)}} of {total}"
-        self.show(f"{position}  {self._name(record)}  {ending}  in {clock(record.ended - record.started)}")
+        self.show(f"{position}  {self._name(record)}  {ending}  in {format_duration(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
         if is_failure and not (self.live.is_started and sys.stderr.isatty()):
@@ -107,7 +107,7 @@ class SweepView:
             columns += [FigureColumn("", f"{rate:6,.0f}", " img/s", 4)] if rate else []
             if step and record.started:
                 left = (time.time() - record.started) / step * (total - step)
-                columns.append(FigureColumn("left", clock(left), "", ALWAYS))
+                columns.append(FigureColumn("left", format_duration(left), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _summary(self) -> Text:
@@ -122,7 +122,7 @@ class SweepView:
         if self.ended_now:
             left = len(self.records) + self.left - len(self.over)
             seconds = (time.monotonic() - self.began) / self.ended_now * left
-            columns.append(FigureColumn("left", clock(seconds), "", ALWAYS))
+            columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _name(self, record: Record) -> str:

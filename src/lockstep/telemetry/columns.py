@@ -77,14 +77,14 @@ def bar(share: float, room: int, *, unicode: bool) -> Text:
     return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
 
 
-def moment(seconds: float) -> str:
+def format_timestamp(seconds: float) -> str:
     """Seconds since 1970 as a date and a time; empty for 0, and for what a damaged file has in their place."""
     with suppress(OverflowError, OSError, ValueError):
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
     return ""
 
 
-def clock(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as h:mm:ss, or m:ss if less than an hour."""
     minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

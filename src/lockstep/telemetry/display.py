@@ -10,7 +10,16 @@ from rich.text import Text
 from lockstep.core import log
 from lockstep.core.plan import Plan
 from lockstep.telemetry.clock import TimeLeft
-from lockstep.telemetry.columns import ALWAYS, SHORTEST_BAR, Columns, FigureColumn, bar, clock, figures, fitting
+from lockstep.telemetry.columns import (
+    ALWAYS,
+    SHORTEST_BAR,
+    Columns,
+    FigureColumn,
+    bar,
+    figures,
+    fitting,
+    format_duration,
+)
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
@@ -92,7 +101,7 @@ class Screen(Display):
     def _left(self, step: int) -> str:
         """The time until the end of the run; `?` before the first step of this process."""
         seconds = self.left.seconds(step)
-        return "?" if seconds is None else clock(seconds)
+        return "?" if seconds is None else format_duration(seconds)
 
 
 class Lines(Screen):
@@ -119,7 +128,7 @@ class Lines(Screen):
         while not self.closed.wait(max(0.0, self.shown_at + SILENCE_S - time.monotonic())):
             now = time.monotonic()
             if now - self.shown_at >= SILENCE_S:
-                phase = self.phase or f"in step {self.step + 1} for {clock(now - self.stepped_at)}"
+                phase = self.phase or f"in step {self.step + 1} for {format_duration(now - self.stepped_at)}"
                 self._line(self.step, [FigureColumn(phase, "", "", 4)])
 
 

@@ -12,8 +12,8 @@ import psutil
 import pynvml
 
 from lockstep.core import log
-from lockstep.core.closing import closing
 from lockstep.core.errors import StorageError
+from lockstep.core.log import close_all
 from lockstep.core.observer import Observer
 from lockstep.telemetry.gpu import Gpus
 
@@ -153,7 +153,7 @@ class Monitor:
             if self.thread.is_alive():
                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
                 return self._figures()
-        with closing(*(part.close for part in self.parts)):
+        with close_all(*(part.close for part in self.parts)):
             return self._figures()
 
     def _figures(self) -> dict[str, float]:

@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.core.closing import closing
 from lockstep.core.data_protocols import MicroBatch, Stepped
+from lockstep.core.log import close_all
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -292,5 +292,5 @@ class Telemetry:
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""
-        with closing(self.samples.close, lambda: self.observer.end(self.outcome)):
+        with close_all(self.samples.close, lambda: self.observer.end(self.outcome)):
             self.display.close()

@@ -8,7 +8,7 @@ from io import BytesIO
 import numpy as np
 from PIL import Image, ImageDraw
 
-from lockstep.core.predictions import Predictions
+from lockstep.core.figures import Predictions
 
 LINE = 13  # pixels of a line of text
 NAMED = 20  # the most classes whose names and counts are in a confusion matrix

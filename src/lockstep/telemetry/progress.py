@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
-from lockstep.telemetry.columns import ALWAYS, LONGEST_BAR, FigureColumn, bar, clock, fitting
+from lockstep.telemetry.columns import ALWAYS, LONGEST_BAR, FigureColumn, bar, fitting, format_duration
 from lockstep.telemetry.display import SILENCE_S
 
 
@@ -31,8 +31,8 @@ class Work:
         """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
-            return FigureColumn(self.activity, clock(passed), "", ALWAYS).text()
-        left = clock(passed / self.done * (self.total - self.done)) if self.done else "?"
+            return FigureColumn(self.activity, format_duration(passed), "", ALWAYS).text()
+        left = format_duration(passed / self.done * (self.total - self.done)) if self.done else "?"
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
         return fitting([FigureColumn(self.activity, count, "", ALWAYS), FigureColumn("left", left, "", ALWAYS)], None)
 

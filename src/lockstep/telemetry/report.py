@@ -19,15 +19,14 @@ from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
-from lockstep.core.figures import Figures, finite
-from lockstep.core.predictions import Predictions
+from lockstep.core.figures import Figures, Predictions, finite
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import charts, pictures
 from lockstep.telemetry.charts import COLOURS
-from lockstep.telemetry.columns import clock, moment
+from lockstep.telemetry.columns import format_duration, format_timestamp
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
@@ -181,8 +180,8 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         "last validation loss": number(last.get("loss/val"), ".4f"),
         **{tag[7:]: number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
-        "started": moment(started or 0),
-        "duration": clock(seconds) if seconds else "",
+        "started": format_timestamp(started or 0),
+        "duration": format_duration(seconds) if seconds else "",
         "broken images left out": number(facts.get("skipped") or None, ","),
         "energy": number(spent.get("kwh"), ".3g", " kWh"),
         "energy of an image": number(spent.get("joules_per_image"), ".3g", " J"),

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
-from lockstep.core.figures import finite, parsed_figures, place_of
+from lockstep.core.figures import Predictions, finite, parsed_figures, place_of
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
-from lockstep.core.predictions import Predictions
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
 

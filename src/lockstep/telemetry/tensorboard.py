@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.errors import StorageError, masked
-from lockstep.core.figures import finite, place_of
+from lockstep.core.figures import BINS, Predictions, finite, place_of
 from lockstep.core.observer import Observer, Outcome
-from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile

@@ -11,10 +11,9 @@ from typing import ClassVar
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, pathname, ruled
+from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
-from lockstep.core.rules import Text
 from lockstep.core.safe_write import storing
 
 PROJECT = "lockstep"
@@ -69,8 +68,8 @@ class Tracker:
 class WandB(Tracker):
     """Weights & Biases."""
 
-    project: str | None = ruled(None, Text())
-    entity: str | None = ruled(None, Text())
+    project: str | None = ruled(None, TEXT)
+    entity: str | None = ruled(None, TEXT)
     mode: str | None = choice(None, *MODES)
 
     package: ClassVar[str] = "wandb"
@@ -140,7 +139,7 @@ class WandBRun(Observer):
 class MLflow(Tracker):
     """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 
-    experiment: str | None = ruled(None, Text())
+    experiment: str | None = ruled(None, TEXT)
     folder: str | None = pathname(None)
 
     package: ClassVar[str] = "mlflow"

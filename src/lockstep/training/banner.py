@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config.commands import override, program_words, typed
+from lockstep.config.commands import override, program_words, shell_command
 from lockstep.config.invocation import repeated_words
 from lockstep.config.messages import key_of
 from lockstep.core import log
@@ -20,8 +20,8 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES
-from lockstep.runtime.host import GB, amount
-from lockstep.telemetry.columns import clock
+from lockstep.runtime.host import format_bytes
+from lockstep.telemetry.columns import format_duration
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.build_data import TrainingData
 from lockstep.training.fingerprint import named, train_longer
@@ -133,12 +133,12 @@ def _keeps(job: ResolvedJob, network: Network) -> str:
     saved, state, total = sizes_of_checkpoints(job, network.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
     size_of_each = (
-        f"about {amount((saved + state) / GB)} each" if state is not None else "as large as the optimizer makes them"
+        f"about {format_bytes(saved + state)} each" if state is not None else "as large as the optimizer makes them"
     )
-    most = f"; at most {amount(total / GB)} in all, while one is written" if state is not None else ""
+    most = f"; at most {format_bytes(total)} in all, while one is written" if state is not None else ""
     return (
         f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
-        f"{f' {best}' * (best != 1)}, {amount(saved / GB)}{most}"
+        f"{f' {best}' * (best != 1)}, {format_bytes(saved)}{most}"
     )
 
 
@@ -243,7 +243,7 @@ def _classes(job: ResolvedJob, data: TrainingData) -> str:
     return ", ".join(f"{name} {train}+{val}" for name, train, val in zip(names, *counts, strict=True))
 
 
-def closing(
+def say_ending(
     job: ResolvedJob,
     run_dir: RunDir,
     progress: Progress,
@@ -262,7 +262,7 @@ def closing(
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     log.say_row(
         "",
-        f"done in {clock(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
+        f"done in {format_duration(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
         indent=3,
     )
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
@@ -276,7 +276,7 @@ def closing(
         scores = f"{progress.score:.2f} % top-1 at the last step, and the raw weights {raw_top1:.2f} %"
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
-        log.say_command("look at it", typed(["tensorboard", "--logdir", relative(run_dir.path)]))
+        log.say_command("look at it", shell_command(["tensorboard", "--logdir", relative(run_dir.path)]))
     log.say_command("train longer", resume_command(run_dir, train_longer(job)))
 
 
@@ -285,4 +285,4 @@ def resume_command(run_dir: RunDir, *overrides: str) -> str:
     words = program_words()
     with suppress(UnreadableFile):
         words = repeated_words(read_text(run_dir.command))
-    return typed([*words, override("resume", relative(run_dir.path)), *overrides])
+    return shell_command([*words, override("resume", relative(run_dir.path)), *overrides])

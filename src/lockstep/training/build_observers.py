@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.core.closing import closing
 from lockstep.core.figures import read_figures
+from lockstep.core.log import close_all
+from lockstep.core.model import has_stages
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
-from lockstep.core.sharding import has_stages
 from lockstep.core.world import World
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
@@ -43,7 +43,7 @@ class Observers(Observer):
         self.lock = threading.RLock()
 
     def end(self, outcome: Outcome) -> None:
-        with self.lock, closing(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
+        with self.lock, close_all(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
             pass
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
+from lockstep.core.model import has_shards
 from lockstep.core.model_card import VIEWS
 from lockstep.core.protocols import Precision
-from lockstep.core.sharding import has_shards
 from lockstep.core.world import World
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import reflected

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
-from lockstep.core.closing import closing
 from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.log import close_all
 from lockstep.core.observer import Observer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -139,7 +139,7 @@ def train(trainer: Trainer, monitor: Monitor | None, explaining: AbstractContext
     if monitor is not None:
         monitor.start()
         closes.insert(0, lambda: hardware.update(monitor.close()))
-    with closing(*closes), explaining:
+    with close_all(*closes), explaining:
         trainer.fit()
         trainer.telemetry.outcome = "completed"
     return hardware

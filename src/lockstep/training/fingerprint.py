@@ -10,10 +10,9 @@ import lockstep
 from lockstep.checkpoint import difference
 from lockstep.config import components
 from lockstep.core.errors import InputError
-from lockstep.core.fields import Component, default_of, rule_of
+from lockstep.core.fields import LONGEST, PATH, Component, default_of, rule_of
 from lockstep.core.model_card import ModelCard
 from lockstep.core.plan import Plan, make_plan
-from lockstep.core.rules import LONGEST, PathText
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
@@ -146,4 +145,4 @@ def _node(component: Component, leave_out: frozenset[str] = frozenset()) -> dict
 def _paths(component: Component) -> frozenset[str]:
     """The fields that are paths. The card leaves them out: shared weights must not tell about the user's machine."""
     names = (field.name for field in dataclasses.fields(component))
-    return frozenset(name for name in names if isinstance(rule_of(type(component), name), PathText))
+    return frozenset(name for name in names if rule_of(type(component), name) is PATH)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.figures import BINS, Predictions
 from lockstep.core.model import probabilities
 from lockstep.core.observer import Observer
-from lockstep.core.predictions import BINS, Predictions
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 

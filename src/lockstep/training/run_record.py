@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep import checkpoint
 from lockstep.checkpoint import gathered
 from lockstep.config import components, yaml_io
-from lockstep.config.commands import typed
+from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.plan import Plan
@@ -165,9 +165,9 @@ class RunRecord(NoRecord):
             **of_gpu,
         )
         lines = ("" if learnt is None else str(learnt), str(best))
-        banner.closing(job, self.run_dir, progress, seconds, figures, shares, *lines, trainer.raw_top1)
+        banner.say_ending(job, self.run_dir, progress, seconds, figures, shares, *lines, trainer.raw_top1)
         append_verdict(self.run_dir, progress.step)
-        report = typed(["lockstep", "report", relative(self.run_dir.path)])
+        report = shell_command(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):
             try:
                 report = str(relative(write_report(Run(self.run_dir.path))))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
-from lockstep.core.model import is_sound
-from lockstep.core.sharding import has_shards, own_part, own_parts
+from lockstep.core.model import has_shards, is_sound, own_part, own_parts
 from lockstep.core.world import World
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lockstep.config.commands import override, typed
+from lockstep.config.commands import override, shell_command
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
@@ -153,7 +153,7 @@ def _expected(folder: Path) -> str:
             return f"{expected}; name another with dataset.path=FOLDER"
         place, folder = near[0], near[0] / folder.name
         if folder.is_dir():
-            return f"{expected}; did you mean {typed([override('dataset.path', place)])}?"
+            return f"{expected}; did you mean {shell_command([override('dataset.path', place)])}?"
     if _has_images(place) and not _subfolders(place):
         if not any(_has_images(path) for path in place.parent.iterdir() if path != place):  # they are in no class
             return f"{expected}; move the images into folders of their classes, such as {folder / 'cats'}"
@@ -167,9 +167,9 @@ def _expected(folder: Path) -> str:
         for key, name in (("train_folder", train), ("val_folder", val)):
             inner = _innermost(top / name).relative_to(top)
             words.append(override(f"dataset.{key}", inner) if name else share)
-        return f"{expected}; use {typed(words)}"
+        return f"{expected}; use {shell_command(words)}"
     words = [*words[top == named :], "dataset.train_folder=.", share]
-    classes = f", or, if the folders in {top} are the classes, use {typed(words)}" * bool(_subfolders(top))
+    classes = f", or, if the folders in {top} are the classes, use {shell_command(words)}" * bool(_subfolders(top))
     return f"{expected}; name another with dataset.path=FOLDER{classes}"
 
 

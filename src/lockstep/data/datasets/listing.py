@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.errors import InputError
-from lockstep.core.fields import shown
+from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import class_name
 
 Names = NDArray[np.bytes_]

@@ -34,10 +34,9 @@ from lockstep.config.options import option
 from lockstep.core.data_protocols import ReadResult
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
-from lockstep.core.locks import locked
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.core.safe_write import sync
+from lockstep.core.safe_write import locked, sync
 from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource, check_labels
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading.prefetch import in_order, read_images

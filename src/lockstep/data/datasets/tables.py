@@ -15,8 +15,7 @@ import numpy as np
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
-from lockstep.core.fields import pathname, ruled
-from lockstep.core.rules import Text
+from lockstep.core.fields import TEXT, pathname, ruled
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import (
@@ -53,11 +52,11 @@ class CSV(FileSource):
 
     path: str = pathname("???")
     images: str | None = pathname(None)
-    path_column: str = ruled("path", Text())
-    label_column: str = ruled("label", Text())
-    split_column: str = ruled("split", Text())
-    train_split: str = ruled("train", Text())
-    val_split: str = ruled("val", Text())
+    path_column: str = ruled("path", TEXT)
+    label_column: str = ruled("label", TEXT)
+    split_column: str = ruled("split", TEXT)
+    train_split: str = ruled("train", TEXT)
+    val_split: str = ruled("val", TEXT)
 
     @property
     def folder(self) -> Path:
@@ -184,10 +183,10 @@ class HF(FileSource):
     """A folder written by `datasets.DatasetDict.save_to_disk`."""
 
     path: str = pathname("???")
-    train_split: str = ruled("train", Text())
-    val_split: str = ruled("validation", Text())
-    image_column: str = ruled("image", Text())
-    label_column: str = ruled("label", Text())
+    train_split: str = ruled("train", TEXT)
+    val_split: str = ruled("validation", TEXT)
+    image_column: str = ruled("image", TEXT)
+    label_column: str = ruled("label", TEXT)
 
     def list_files(self) -> tuple[Members, Members]:
         splits = self._load()

@@ -13,15 +13,14 @@ import numpy as np
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ruled
-from lockstep.core.rules import Text
+from lockstep.core.fields import TEXT, pathname, ruled
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
 from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
 
-BLOCK, TEXT = tarfile.BLOCKSIZE, ("utf-8", "surrogateescape")
+BLOCK, CODEC = tarfile.BLOCKSIZE, ("utf-8", "surrogateescape")
 LONG_NAME, PAX = b"L", (b"x", b"X")
 DESCRIPTIONS = (LONG_NAME, *PAX, b"K", b"g")  # the types of members that describe the next one, or the archive
 LONGEST = 2**16  # bytes of a description; a name has up to 4 kB, attributes of the file may be beside it
@@ -61,7 +60,7 @@ class WebDataset(FileSource):
     path: str = pathname("???")
     train_shards: str = pathname("train*.tar")
     val_shards: str = pathname("val*.tar")
-    label: str = ruled("cls", Text())
+    label: str = ruled("cls", TEXT)
 
     def list_files(self) -> tuple[Members, Members]:
         left_out: Counter[str] = Counter()
@@ -150,7 +149,7 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
     offset, end, described = 0, archive.seek(0, os.SEEK_END), dict[str, str]()
     while archive.seek(offset) == offset and (block := archive.read(BLOCK)).strip(b"\0"):
         try:
-            member = tarfile.TarInfo.frombuf(block, *TEXT)
+            member = tarfile.TarInfo.frombuf(block, *CODEC)
         except tarfile.HeaderError as error:
             raise ValueError(f"{error} at byte {offset:,}") from error
         offset += BLOCK
@@ -178,7 +177,7 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
 def _description(kind: bytes, content: bytes) -> dict[str, str]:
     """The `path` and the `size` that a member states for the next one, and whether that is `sparse`."""
     if kind == LONG_NAME:
-        return {"path": content.partition(b"\0")[0].decode(*TEXT)}
+        return {"path": content.partition(b"\0")[0].decode(*CODEC)}
     described, start = {}, 0
     while kind in PAX and start < len(content):
         digits, _, _ = content[start : start + 6].partition(b" ")  # a record is "LENGTH KEY=VALUE\n"
@@ -186,6 +185,6 @@ def _description(kind: bytes, content: bytes) -> dict[str, str]:
         if not start < end <= len(content):
             raise ValueError("a record of pax is cut short")
         key, _, value = content[start + len(digits) + 1 : end - 1].partition(b"=")
-        described[key.partition(b".sparse.")[1].decode()[1:-1] or key.decode(*TEXT)] = value.decode(*TEXT)
+        described[key.partition(b".sparse.")[1].decode()[1:-1] or key.decode(*CODEC)] = value.decode(*CODEC)
         start = end
     return {key: described[key] for key in ("path", "size", "sparse") if key in described}

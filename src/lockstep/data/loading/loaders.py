@@ -27,7 +27,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import MappedSplit
 from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
 from lockstep.data.loading.shared_memory import decode_all
-from lockstep.runtime.host import GB, amount, free_memory
+from lockstep.runtime.host import GB, format_bytes, free_memory
 from lockstep.runtime.limits import cores
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
@@ -139,7 +139,8 @@ class Auto(Streaming):
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         objection = self._against_resident(context)
         if not objection:
-            return Resident(), f"{amount(context.gigabytes)} fit in {amount(self._room(context))}"
+            size, room = (format_bytes(GB * gigabytes) for gigabytes in (context.gigabytes, self._room(context)))
+            return Resident(), f"{size} fit in {room}"
         streaming, rates = Streaming(workers=self.workers, prefetch=self.prefetch).choose(context)
         return streaming, f"{objection}; {rates}"
 

@@ -1,21 +1,116 @@
-"""Saves and restores the state of an optimizer, such as its momenta.
+"""The state of a run as a checkpoint has it: copied to host memory, and an optimizer's state by names.
 
-A checkpoint stores the state by the names of the parameters, so that a resumed run may group them differently
-(another weight decay does that). A restored state is compared with the state that the optimizer of this run would
-have: a kernel that is fused over all parameters does not check shapes, and would read beyond the end of a smaller
-tensor.
+Names take the place of numbers, because a resumed run may group the parameters differently (another weight decay does
+that). A restored state is compared with the state that the optimizer of this run would have: a kernel that is fused
+over all parameters does not check shapes, and would read beyond the end of a smaller tensor.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core import log
-from lockstep.core.sharding import ShardedOptimizer, part_like
+from lockstep.core.model import ShardedOptimizer, is_sharded, part_like, tensors_in, whole, wire
 
+ALIGNMENT = 16  # bytes; more than any dtype needs
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
+
+
+class HostCopies:
+    """Copies tensors to host memory.
+
+    Tensors of a GPU are copied to one pinned buffer, and the host waits once for all copies. The buffer is reused, so
+    the next call of `of` overwrites the tensors that the previous call returned.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tree: Any) -> Any:
+        """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory."""
+        staged = iter(self._staged([tensor for tensor in tensors_in(tree) if on_gpu(tensor)]))
+
+        def copied(tensor: Tensor) -> Tensor:
+            if on_gpu(tensor):
+                return next(staged)
+            return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+        return map_tensors(tree, copied)
+
+    def _staged(self, tensors: list[Tensor]) -> list[Tensor]:
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
+        if self.buffer.numel() < sum(sizes):
+            self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        copies = []
+        for tensor, part in zip(tensors, self.buffer[: sum(sizes)].split(sizes), strict=True):
+            copies.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+            copies[-1].copy_(tensor.detach(), non_blocking=True)
+        if tensors and tensors[0].is_cuda:
+            torch.cuda.current_stream(tensors[0].device).synchronize()
+        return copies
+
+
+def gathered(tree: Any, *, keep: bool) -> Any:
+    """`tree` (dicts and lists) with each tensor that is cut over the ranks made whole, in host memory. Collective.
+
+    A device holds one whole tensor at a time, and only ranks with `keep` hold the results. Main is the rank with
+    `keep`. Tensors of stages on other ranks are sent to main; the trees then have the same structure on all ranks.
+    """
+    own = list(tensors_in(tree))
+    if any(tensor.is_meta for tensor in own):
+        whole_tensors = iter(_from_stages(own, keep=keep))
+        return map_tensors(tree, lambda tensor: next(whole_tensors))
+
+    def gather(tensor: Tensor) -> Tensor:
+        if not is_sharded(tensor):
+            return tensor
+        full = whole(tensor)
+        return full.cpu() if keep else tensor
+
+    return map_tensors(tree, gather)
+
+
+def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
+    """The tensors of all stages, in host memory if they were received; unchanged without `keep`. Collective."""
+    example = next(tensor for tensor in tensors if not tensor.is_meta)
+    lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
+    lacking_by_rank = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
+    dist.all_gather(lacking_by_rank, lacking)
+    owners = torch.stack(lacking_by_rank).argmin(0).tolist()
+    whole_tensors = []
+    for own, owner in zip(tensors, owners, strict=True):
+        tensor = own
+        if keep and owner != dist.get_rank():
+            message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
+            dist.recv(message, owner)
+            tensor = message.cpu()
+        elif not keep and owner == dist.get_rank():
+            dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
+        whole_tensors.append(tensor)
+    return whole_tensors
+
+
+def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`tree` (dicts, lists and tuples) with `change` applied to each tensor, in the order of `tensors_in`."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: map_tensors(item, change) for key, item in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(item, change) for item in tree)
+    return tree
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """`tensor` in a storage of its size, because torch.save writes the whole storage of each tensor."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -70,8 +165,7 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
 def _expected_state(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Examples of the state that an optimizer has for each parameter, and of the counters in its groups.
 
-    Only a step creates them. So this function takes a step with zero gradients, unless the optimizer has its state
-    from the start, and undoes the step. The weights may stay changed.
+    Only a step creates them, so this takes one with zero gradients, and undoes it. The weights may stay changed.
     """
     parameters = _parameters(optimizer)
     if optimizer.state:
@@ -110,13 +204,9 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
 
 
 def _check_value(name: str, example: Any, saved: Any) -> Any:
-    """The saved value, in the form of its example: the same type, and for tensors the same shape and memory layout.
+    """The saved value in the form of its example. Raises ValueError if it has another type or shape.
 
-    A tensor is copied into its example, because fused kernels assume that a momentum has the memory layout of its
-    parameter.
-
-    Raises:
-        ValueError: the saved value does not have the example's type or shape.
+    A tensor is copied into its example, because fused kernels assume that a momentum has its parameter's layout.
     """
     same = type(saved) is type(example)
     if isinstance(example, Tensor) and isinstance(saved, Tensor):

@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint is undamaged, and reads its facts and its state. What is wrong is a ValueError.
+"""The folders of checkpoints: which there are, whether they are undamaged, and their removal. Damage is a ValueError.
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
@@ -11,21 +11,27 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
-from lockstep.core.run_dir import MANIFEST
-from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json
+from lockstep.core.run import Run
+from lockstep.core.run_dir import MANIFEST, RunDir
+from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json, read_text
+from lockstep.core.safe_write import sync, write_atomic
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 NAMES = "names"  # what a file of a checkpoint names, in its facts and in its state
+LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
 Facts = Mapping[str, Any]
@@ -148,3 +154,127 @@ def read_facts(path: Path) -> dict[str, Any]:
                 raise ValueError(f"its facts are those of step {step}")
             return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
+
+
+def whole_weights(path: Path) -> bool:
+    """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
+    file = path / MODEL
+    try:
+        if (path / MANIFEST).exists():
+            # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
+            return manifest(path)[MODEL] == sha256(file)
+        return bool(header(file)[0])
+    except (UnreadableFile, ValueError, SafetensorError):
+        return False
+
+
+def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """The shapes of the tensors in a file of weights, and its metadata; raises UnreadableFile or SafetensorError."""
+    with opened(file, links=True), safe_open(file, framework="pt") as tensors:
+        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        return shapes, tensors.metadata() or {}
+
+
+def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
+    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
+
+    Args:
+        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
+        exported: the bytes of the weights in the run folder.
+        keep, keep_best: see `Checkpointer`.
+    """
+    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
+    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
+
+
+@dataclass(frozen=True)
+class Removable:
+    """The checkpoints of a run.
+
+    Fields:
+        stay: the checkpoints that stay.
+        go: the paths that can be removed.
+        size: the total size of `go` in bytes.
+        more: the total size of `stay`, if the run is completed and its best weights are exported; else 0.
+    """
+
+    stay: tuple[Path, ...]
+    go: tuple[Path, ...]
+    size: int
+    more: int
+
+
+def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Removable:
+    """The checkpoints that can be removed from a run that is not active.
+
+    The newest `keep` undamaged checkpoints stay, for a resume, and so does the best one. If all are damaged, all
+    stay. With `everything`, none stays if the run is completed and its best weights are exported.
+    """
+    run = Run(run_dir.path)
+    checkpoints = run.checkpoints
+    stay: list[Path] = []
+    is_finished = run.summary.get("status") == "completed" and whole_weights(run_dir.path)
+    if not (everything and is_finished):
+        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run.id))
+        stay = [path for path, _ in zip(whole, range(keep), strict=False)]
+        stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
+    go = [path for path in checkpoints if path not in stay]
+    go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
+    return Removable(tuple(stay), tuple(go), sum(map(_size, go)), sum(map(_size, stay)) if is_finished else 0)
+
+
+def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
+    """The checkpoint that the file `best` names, and the existing checkpoint with the best score."""
+    try:
+        named = read_text(run_dir.best).strip()
+    except UnreadableFile:
+        named = ""
+    return [*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]
+
+
+def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
+    """The `number` checkpoints with the highest validation top-1; the earlier one if two have the same score.
+
+    `checkpoints` are newest first.
+    """
+    scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
+    return sorted(scores, key=lambda path: -scores[path])[:number]
+
+
+def _score(path: Path) -> float | None:
+    """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
+    try:
+        score: float | None = read_facts(path)["progress"]["score"]
+    except ValueError:
+        return None
+    return score
+
+
+def _size(path: Path) -> int:
+    files = path.rglob("*") if path.is_dir() and not path.is_symlink() else (path,)
+    return sum(file.lstat().st_size for file in files if not file.is_dir() or file.is_symlink())
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that a kill never leaves half a checkpoint."""
+    delete(path if path.name.startswith(".") else path.rename(path.with_name(f".{path.name}.old.tmp")))
+
+
+def delete(path: Path) -> None:
+    """Remove a folder, a file or a link."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def drop_state(path: Path) -> None:
+    """Remove the optimizer's state, which takes most of the space, from an undamaged checkpoint.
+
+    The manifest is replaced first: a kill before the removal leaves a file that the manifest does not list, and that
+    nobody reads.
+    """
+    if STATE in (digests := manifest(path)):
+        write_atomic(path / MANIFEST, manifest_text(path, digests, digests.keys() - {STATE}))
+        sync(path)
+    (path / STATE).unlink(missing_ok=True)

@@ -1,10 +1,15 @@
-"""Whether a launcher (ours, torchrun, srun, a script's variables) started this process as a rank, and as which rank.
+"""The variables of launchers (ours, torchrun, srun, a script): whether this process is a rank, and which one.
 
-Imports no torch: other modules need the answer before they import torch.
+`srun python train.py` starts a rank in each task. A job that `launcher=slurm` has submitted starts one command on
+each machine, and this command starts the ranks. Imports no torch.
 """
 
 import enum
 import os
+import re
+import shutil
+import socket
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +21,15 @@ ATTEMPT = "LOCKSTEP_ATTEMPT"  # the name of an attempt of ranks that another pro
 RUN_FOLDER = "LOCKSTEP_RUN_FOLDER"  # the run folder of a job on several machines, for main
 AGENT = "lockstep"  # the name that our own agents of torch have for a job
 MOST_DIGITS = 20  # Python refuses to read a number of thousands of digits
+# The variable with the number of the SLURM job in which `launcher=slurm` has started this process.
+SUBMITTED = "LOCKSTEP_SLURM_JOB"
+# The ports at which ranks can meet: below the ports that Linux assigns by itself.
+PORTS = range(10_000, 30_000)
+# The variables that `srun` sets for each task of a step.
+STEP_VARIABLES = {
+    *("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NODELIST"),
+    *("SLURM_JOB_ID", "SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +78,7 @@ def started_by() -> Starter:
 
 
 def check_launched() -> None:
-    """Refuse variables of a launcher that leave open which rank this process is.
-
-    Each of the processes would be a run of its own, with the data of all.
-
-    Raises:
-        InputError: one of RANK and WORLD_SIZE is missing, or MPI has started several processes.
-    """
+    """Raise InputError for variables that leave open which rank this is: each process would be a run of its own."""
     if is_launched():
         return
     size = os.environ.get("WORLD_SIZE", "1")
@@ -90,16 +98,13 @@ def check_launched() -> None:
 
 
 def without_local_rank(words: Sequence[str]) -> list[str]:
-    """The words of a rank's command without `--local-rank=N`.
-
-    `torch.distributed.launch` adds this option, as torchrun once did. LOCAL_RANK has the same number.
-    """
+    """The words of a rank's command without `--local-rank=N`, which `torch.distributed.launch` adds to LOCAL_RANK."""
     if not is_launched() or "LOCAL_RANK" not in os.environ:
         return list(words)
     return [word for word in words if not word.startswith(("--local-rank=", "--local_rank="))]
 
 
-def launched() -> Place:
+def launched_place() -> Place:
     """The place of a launched rank. If the launcher does not set the local ranks, all ranks are on one machine.
 
     Raises:
@@ -116,11 +121,7 @@ def launched() -> Place:
 
 
 def store_address() -> tuple[str, int]:
-    """The host and the port of the store at which launched ranks meet.
-
-    Raises:
-        InputError: a variable is missing, or the port is not a number or is out of range.
-    """
+    """The host and the port of the store at which launched ranks meet. Raises InputError."""
     if not (host := os.environ.get("MASTER_ADDR")):
         raise InputError(
             "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR, where the ranks meet; set it to "
@@ -131,7 +132,7 @@ def store_address() -> tuple[str, int]:
 
 def local_size(ranks: int) -> int:
     """The number of a job's `ranks` that are on this machine: all, unless a launcher says otherwise."""
-    return launched().local_size if is_launched() else ranks
+    return launched_place().local_size if is_launched() else ranks
 
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
@@ -142,3 +143,78 @@ def _number(name: str, least: int, most: int, default: int | None = None) -> int
             "(torchrun), or leave out RANK and WORLD_SIZE"
         )
     return int(text)
+
+
+def is_submitted() -> bool:
+    """Whether `launcher=slurm` has submitted the job that this process is in."""
+    return os.environ.get(SUBMITTED) == os.environ.get("SLURM_JOB_ID", "")
+
+
+def adopt_srun() -> None:
+    """In one of several tasks of `srun`, set the variables of a rank that other launchers set. Raises InputError."""
+    environ = os.environ
+    if "RANK" in environ or not environ.keys() >= STEP_VARIABLES:
+        return
+    try:
+        if int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
+            environ.update(_rank_variables())
+    except (ValueError, IndexError):
+        shown = " ".join(f"{name}={environ[name]!r}" for name in sorted(STEP_VARIABLES))
+        raise InputError(
+            f"the environment looks like that of a task of srun, but its variables do not fit together ({shown}); "
+            "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
+        ) from None
+
+
+def _rank_variables() -> dict[str, str]:
+    """The variables of a rank for this task. Raises ValueError or IndexError."""
+    environ = os.environ
+    sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+    step = port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
+    return {
+        "RANK": environ["SLURM_PROCID"],
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
+        "LOCAL_RANK": environ["SLURM_LOCALID"],
+        "LOCAL_WORLD_SIZE": str(sizes[int(environ["SLURM_NODEID"])]),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or address_of(first_host(environ["SLURM_STEP_NODELIST"])),
+        "MASTER_PORT": environ.get("MASTER_PORT") or str(step),
+    }
+
+
+def rendezvous() -> str:
+    """The address at which the machines of this job meet: the first machine, and a port from the job's number."""
+    job = int(os.environ["SLURM_JOB_ID"])
+    return f"{address_of(first_host(os.environ['SLURM_JOB_NODELIST']))}:{port(job, 0)}"
+
+
+def port(job: int, step: int) -> int:
+    """A port for a step of a job. Jobs and steps that are likely to run at the same time get different ports."""
+    return PORTS[(17 * job + step) % len(PORTS)]
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The tasks on each machine, which SLURM writes as `2(x3),1`."""
+    sizes: list[int] = []
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        sizes += [int(tasks)] * int(times or 1)
+    return sizes
+
+
+def first_host(hosts: str) -> str:
+    """The first name of a host list in SLURM's format: `gpu03` for `gpu[03-05,9],login`."""
+    first_name = re.match(r"(?:[^,\[]|\[[^\]]*\])*", hosts)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first_name[0] if first_name is not None else hosts)
+
+
+def address_of(node: str) -> str:
+    """The name of a machine, or its address in SLURM if the name cannot be resolved here."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        pass
+    if shutil.which("scontrol") is None:
+        return node
+    facts = subprocess.run(["scontrol", "show", "node", node], capture_output=True, text=True, check=False).stdout
+    address = re.search(r"NodeAddr=(\S+)", facts)
+    return address[1] if address is not None else node
