@@ -113,15 +113,6 @@ def test_latest_points_to_the_run(run: Path, root: Path) -> None:
     assert (root / "latest").read_text() == f"{os.path.relpath(run, root)}\n"
 
 
-def test_the_output_is_a_short_banner_and_plain_text(done: Done) -> None:
-    lines = done.out.splitlines()
-    banner = next(number for number, line in enumerate(lines) if line.startswith("epoch "))
-    assert banner <= 15
-    assert ESCAPE not in done.out + done.err
-    assert "\r" not in done.out
-    assert done.err == ""
-
-
 def test_each_rank_has_a_log_and_main_logs_what_it_says(run: Path, done: Done) -> None:
     log = (run / "train.log").read_text()
     lines = [text for text in done.out.splitlines() if text]

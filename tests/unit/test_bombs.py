@@ -299,15 +299,6 @@ def test_an_unusual_image_is_read_as_pillow_reads_it(name: str) -> None:
     assert np.abs(decoded(ImageFile.of(content))[0] - expected).max() <= 4 * content.startswith(b"\xff\xd8")
 
 
-@pytest.mark.parametrize("rows", [255, 256, 257, 600])
-def test_a_tall_image_is_whole(rows: int) -> None:
-    levels = np.random.default_rng(1).integers(0, 256, (rows, 3, 4), dtype=np.uint8)
-    file = io.BytesIO()
-    (image := Image.fromarray(levels)).save(file, "PNG")
-    expected = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    assert np.array_equal(decoded(ImageFile.of(file.getvalue()))[0], np.array(expected))
-
-
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_the_files_of_a_tar_file_are_where_python_finds_them(tmp_path: Path, form: int) -> None:
     path, long = tmp_path / "a.tar", "n" * 90

@@ -34,13 +34,6 @@ def test_main_logs_to_the_run_and_to_its_own_file(run: RunDir) -> None:
         assert line.endswith(" INFO a word")
 
 
-def test_another_rank_logs_to_its_own_file_only(run: RunDir) -> None:
-    with log.rank_logging(run, 1, separate=False):
-        log.logger.info("a word")
-    assert "a word" in run.rank_log(1).read_text()
-    assert not run.log.exists()
-
-
 def test_a_message_or_warning_is_one_unchanged_line_on_screen_and_in_the_log(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,7 +107,7 @@ def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
         log.console.file.flush()
 
 
-@pytest.mark.parametrize("columns", ["0", "00", "-5", "x", "1"])
+@pytest.mark.parametrize("columns", ["0", "x", "1"])
 def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
     code = "from lockstep.core import log; log.show('a sentence'); log.show_table(log.Table('a', 'b'))"
     environment = {**os.environ, "COLUMNS": columns}
@@ -123,7 +116,7 @@ def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
     assert "a  b" in done.stdout
 
 
-@pytest.mark.parametrize("width", [1, 10, 20, 39])
+@pytest.mark.parametrize("width", [1, 39])
 def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     file = io.StringIO()
     monkeypatch.setattr(log, "has_terminal", lambda: True)

@@ -69,13 +69,6 @@ def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> No
     assert all(folder.is_dir() for run in runs for folder in (run.logs, run.checkpoints, run.hydra))
 
 
-def test_a_folder_that_exists_is_not_new(tmp_path: Path) -> None:
-    RunDir.at(tmp_path / "run", new=True)
-    assert RunDir.at(tmp_path / "run") == RunDir(tmp_path / "run")
-    with pytest.raises(FileExistsError):
-        RunDir.at(tmp_path / "run", new=True)
-
-
 def test_a_file_in_the_way_is_an_error_and_not_an_endless_search(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for attempt in (
@@ -90,16 +83,6 @@ def test_a_file_in_the_way_is_an_error_and_not_an_endless_search(tmp_path: Path)
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_remedy() -> None:
     with pytest.raises(InputError, match=r"/proc/none/.* cannot be written .*output_root=FOLDER"):
         RunDir.create(Path("/proc/none"), "job")
-
-
-def test_a_replacement_that_fails_leaves_the_file_and_nothing_else(
-    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    write_atomic(tmp_path / "file", "one")
-    with full_disk(100), pytest.raises(StorageError, match="File too large"):
-        write_atomic(tmp_path / "file", "x" * 1000)
-    assert (tmp_path / "file").read_text() == "one"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_the_summary_is_changed_and_added_to(tmp_path: Path) -> None:

@@ -115,12 +115,9 @@ def test_a_file_of_terabytes_is_not_read(tmp_path: Path) -> None:
 JSON = [
     b"",
     b"{",
-    b"{}{}",
     b"\xff\xfe",
-    b"\0",
     b"[" * 100_000,
     b"[" * 40 + b"]" * 40,
-    b'{"a":' * 50_000,
     b'{"a": 1, "a": 2}',
     b"9" * 10_000,
     b"[9223372036854775808]",
@@ -138,9 +135,7 @@ def test_invalid_or_huge_json_is_unreadable(tmp_path: Path, content: bytes) -> N
 BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi"))  # noqa: B905
 YAML = {
     "an alias bomb": BOMB,
-    "a merge": "a: &a {b: 1}\nc: {<<: *a}\n",
     "an anchor": "a: &a 1\n",
-    "deep lists": "[" * 100 + "]" * 100,
     "deeper lists": "[" * 50_000,
     "deep keys": "".join(f"{' ' * depth}a:\n" for depth in range(100)),
     "many values": "- 1\n" * 60_000,
@@ -148,10 +143,8 @@ YAML = {
     "two keys of a name": "a: 1\na: 2\n",
     "code": "!!python/object/apply:os.getcwd []",
     "a long number": "a: " + "9" * 10_000,
-    "bytes": "a: !!binary aGVsbG8=\n",
     "a set": "a: !!set {b, c}\n",
     "a surrogate": 'a: "\\ud800"\n',
-    "NUL": "a: \0\n",
     "keys of numbers": "1: a\n",
     "references": "a: " + "${" * 20_000,
     "nothing": "",

@@ -109,11 +109,6 @@ def test_only_what_a_full_disk_raises_becomes_a_storage_error(tmp_path: Path) ->
         raise FileNotFoundError(errno.ENOENT, "gone")
 
 
-def test_text_that_has_no_utf_8_is_written_all_the_same(tmp_path: Path) -> None:
-    write_atomic(tmp_path / "file", "a\udc80b")
-    assert (tmp_path / "file").read_text() == "a\\udc80b"
-
-
 def test_a_file_that_a_user_names_is_new_or_a_plain_one(tmp_path: Path) -> None:
     (tmp_path / "folder.onnx").mkdir()
     (tmp_path / "old.onnx").write_text("")
