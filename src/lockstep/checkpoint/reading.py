@@ -69,11 +69,7 @@ def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> P
 
 
 def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
-    """The newest undamaged checkpoint of a run; None for a run that has not saved any yet.
-
-    Raises:
-        InputError: the run has saved checkpoints, but all of them are damaged.
-    """
+    """The newest undamaged checkpoint of a run; None for a run that has not saved any yet. Raises InputError."""
     warnings: list[str] = []
     newest = latest_valid(run_dir.checkpoints, warnings.append, Run(run_dir.path).id)
     if newest is None and _has_saved(run_dir):

@@ -198,11 +198,7 @@ class Checkpointer:
             self.on_saved(step, folder)
 
     def close(self) -> None:
-        """Finish the last write.
-
-        Raises:
-            StorageError: the last checkpoint of the run could not be written.
-        """
+        """Finish the last write. Raises StorageError: the last checkpoint of the run could not be written."""
         self.wait()
         self.pool.shutdown()
         if self.failure:

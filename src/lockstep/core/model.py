@@ -188,11 +188,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 @torch.no_grad()
 def load_whole(model: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """`model.load_state_dict` for whole tensors. A sharded model takes its parts of them.
-
-    Raises:
-        RuntimeError: the names or shapes are not those of the model.
-    """
+    """`model.load_state_dict` for whole tensors. A sharded model takes its parts. Raises RuntimeError."""
     current = model.state_dict()
     model.load_state_dict(
         {name: part_like(current[name], tensor) if name in current else tensor for name, tensor in tensors.items()}

@@ -114,11 +114,7 @@ class ModelCard:
         return tuple(map(class_name, self.class_names or map(str, range(self.classes))))
 
     def metadata(self) -> dict[str, str]:
-        """The metadata of a safetensors file.
-
-        Raises:
-            InputError: it would be too long to be read again.
-        """
+        """The metadata of a safetensors file. Raises InputError: it would be too long to be read again."""
         text = json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)
         if len(text) > LIMIT:
             raise InputError(

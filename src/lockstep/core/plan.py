@@ -12,11 +12,7 @@ Event = Literal["log", "eval", "save"]
 
 
 def seconds(key: str, value: str | float) -> float:
-    """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds.
-
-    Raises:
-        InputError: `value` is not a time.
-    """
+    """A time such as `30s`, `10min` or `2h` in seconds; a bare number is seconds. Raises InputError."""
     parsed = parse_time(value)
     if parsed is None:
         raise InputError(f"{key} is {shown(value)}, expected {TIME.expected}")
