@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pynvml
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from fake_nvml import FakeNvml
 
 NUMBER = "PRETENDED_GPUS"  # of GPUs
 NAME = "NVIDIA H100 80GB HBM3"
@@ -201,7 +202,7 @@ def plug_in() -> None:
     _plug_in_tensors()
     _plug_in_autocast()
     _plug_in_groups()
-    _plug_in_nvml()
+    FakeNvml(dict.fromkeys(["GPU-aa", "GPU-bb"][:number], 90)).plug_in()
     Devices().__enter__()
     run = threading.Thread.run
 
@@ -273,24 +274,6 @@ def _plug_in_groups() -> None:
         return new_group(*options, backend="gloo", **named)
 
     dist.init_process_group, dist.new_group = init_process_group, gloo_group
-
-
-def _plug_in_nvml() -> None:
-    answers: dict[str, Any] = {
-        "Init": None,
-        "Shutdown": None,
-        "DeviceGetHandleByUUID": "GPU-aa",
-        "DeviceGetUtilizationRates": SimpleNamespace(gpu=90),
-        "DeviceGetMemoryInfo": SimpleNamespace(used=2**31),
-        "DeviceGetPowerUsage": 350_000,
-        "DeviceGetTemperature": 55,
-        "DeviceGetClockInfo": 1980,
-        "DeviceGetCurrentClocksEventReasons": 0,
-        "DeviceGetPcieThroughput": 1000,
-        "DeviceGetTotalEnergyConsumption": 10**9,
-    }
-    for name, answer in answers.items():
-        setattr(pynvml, f"nvml{name}", lambda *_, answer=answer: answer)
 
 
 def train(*words: str) -> None:

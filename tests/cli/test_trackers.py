@@ -15,8 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.run_dir import RunDir
 from lockstep.job.validate import check_packages
-from lockstep.telemetry.loggers import MLflow, WandB
-from lockstep.telemetry.trackers import NO_MLFLOW, accepted
+from lockstep.telemetry.loggers import NO_MLFLOW, MLflow, WandB, accepted
 from processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries that the trackers use
@@ -42,7 +41,7 @@ def run_info(folder: Path, *, run: str = "one", step: int = 0, **hyperparameters
     run_dir = RunDir.at(folder / "run")
     run_dir.write_summary(run=run)
     config = {"output_root": str(folder)}
-    steps: dict[str, Any] = {"plan": None, "step": step, "after": step, "logged": step}  # they need no plan
+    steps: dict[str, Any] = {"plan": None, "step": step, "after": step}  # they need no plan
     return RunInfo(run_dir=run_dir, config=config, hyperparameters=hyperparameters, **steps)
 
 

@@ -33,7 +33,7 @@ from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.strategy import DDP, FSDP
 from lockstep.strategy.ddp import COMM_HOOKS
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
-from lockstep.telemetry import gpu
+from lockstep.telemetry.hardware import Gpus, watched_gpus
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.trainer import Trainer
 from processes import ended, processes, running, start, wait_for
@@ -273,9 +273,9 @@ def test_resized_crops_are_those_of_the_cpu_and_never_wait_for_the_device(interp
 
 
 def test_nvml_agrees_with_nvidia_smi(tmp_path: Path) -> None:
-    (uuid,) = gpu.watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
-    gpus = gpu.Gpus([uuid], tmp_path / "gpu.jsonl")
-    figures = gpu.sample(gpus.handles[0])
+    (uuid,) = watched_gpus(nn.Linear(1, 1), World.solo("cuda:0"))
+    gpus = Gpus([uuid], tmp_path / "gpu.jsonl")
+    figures = gpus.gpus[0].sample()
     query = "--query-gpu=memory.used,temperature.gpu,power.draw"
     smi = subprocess.run(
         ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"],

@@ -274,7 +274,6 @@ READS: dict[str, str] = {
     "runtime.host": "the kernel's /proc",
     "runtime.limits": "the kernel's /proc and /sys",
     "telemetry.hardware": "the kernel's counters of energy",
-    "telemetry.profile": "the trace that it has just had written",
     "training.micro_batch_search": "the kernel's /proc",
     "core.run": "the kernel's /proc; the files of runs are read by the guarded reader",
     "data.datasets.decode": "images, whose decoders refuse what is none",

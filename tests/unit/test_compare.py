@@ -418,9 +418,7 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
     assert Run(run(tmp_path / "alone", "seed=1")).swept == {}
     every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
     plan = make_plan(examples=64, batch=64, epochs=1, total_steps=None, micro_batches=1, **every)
-    facts = RunInfo(
-        run_dir=job, plan=plan, step=0, after=0, logged=0, config={}, hyperparameters={"lr": 0.2, "batch": 64}
-    )
+    facts = RunInfo(run_dir=job, plan=plan, step=0, after=0, config={}, hyperparameters={"lr": 0.2, "batch": 64})
     TensorBoard().build(facts).end("completed")
     content = EventAccumulator(str(job.path)).Reload().SummaryMetadata("_hparams_/session_start_info")
     session = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content).session_start_info

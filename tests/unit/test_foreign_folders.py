@@ -59,7 +59,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "append": ("file", appended),
     "log": ("train.log", logged),
     "stacks": ("stacks.log", stacks),
-    "figures": ("metrics.jsonl", lambda path: truncate_after(path, 9, lambda line: 1.0)[0].close()),
+    "figures": ("metrics.jsonl", lambda path: truncate_after(path, 9, lambda line: 1.0).close()),
     "summary": ("summary.json", lambda path: RunDir(path.parent).write_summary(status="ours")),
     "report": ("report.html", lambda path: write_report(Run(path.parent))),
     "latest": ("latest", lambda path: RunDir(path.parent / "run").mark_latest(path.parent)),

@@ -21,11 +21,10 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.telemetry.columns import figures
-from lockstep.telemetry.display import Display
+from lockstep.telemetry.display import Display, figures
 from lockstep.telemetry.meter import Telemetry
+from lockstep.telemetry.monitor import rates
 from lockstep.telemetry.sinks import NullSamples
-from lockstep.telemetry.spending import rates
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import Window, WindowState
 from thread_ranks import ThreadRanks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
@@ -24,11 +25,11 @@ from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.telemetry import charts
+from lockstep.telemetry import pictures
 from lockstep.telemetry.report import LONG_S, is_due, write_report
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"
-SIGHT: dict[str, Any] = {
+FACTS: dict[str, Any] = {
     "time": {"data": 0.43, "to_device": 0.02, "forward": 0.2, "backward": 0.35},
     "verdict": {
         "sentence": "the GPU waits for data",
@@ -71,7 +72,7 @@ class Page(HTMLParser):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     words = ("epochs=2", "model.width=8", "metric=[f1]", "telemetry.report=never")
     run = train_here(tmp_path_factory.mktemp("trained") / "run", *words)
-    run.write_summary(**SIGHT, gpu_util=97.5)
+    run.write_summary(**FACTS, gpu_util=97.5)
     choices = {"model": "digitnet", "dataset": "digits", "optimizer": "adamw", "experiment": None}
     (run.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     run.command.write_text("python train.py model.width=8\n")
@@ -88,26 +89,21 @@ def page_of(run: RunDir) -> Page:
 
 
 def test_a_page_has_the_run_in_it(run: RunDir) -> None:
-    page = page_of(run)
-    assert {"Loss", "Accuracy, %", "Metrics, validation", "Learning rate", "Images per second"} <= page.charts()
-    best = f"{run.read_summary()['best']:.2f} %"
-    for text in ("done", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
-        assert text in page.text
-    for text in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
-        assert text in page.text
-    assert "torch.compile done the steps are compiled What differs" in " ".join(page.text.split()), "no `None`"
-    assert "GPU utilisation, % 97.5" in " ".join(page.text.split())
-    rows = page.text
-    assert "model.width 8 32" in " ".join(rows.split()), "what differs from the defaults, with the default"
-    pictures = [of for tag, of in page.tags if tag == "img" and "title" in of]
-    assert len(pictures) == 12
-
-
-def test_a_page_has_the_curves_of_each_gpu(run: RunDir) -> None:
     line = {"time": 1.0, "step": 3, "uuid": "GPU-aa", "util": 50.0, "power_w": 300.0}
     lines = ["", "{}", "[" * 5000, *(json.dumps({**line, "local_rank": rank}) for rank in (0, 1, 0, 1))]
     run.gpu.write_text("".join(f"{text}\n" for text in lines))
-    assert {"GPU utilisation, %", "GPU power, W"} <= page_of(run).charts()
+    page = page_of(run)
+    assert {"Loss", "Accuracy, %", "Metrics, validation", "Learning rate", "Images per second"} <= page.charts()
+    assert {"GPU utilisation, %", "GPU power, W"} <= page.charts()
+    text, best = " ".join(page.text.split()), f"{run.read_summary()['best']:.2f} %"
+    for part in ("done", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
+        assert part in text
+    for part in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
+        assert part in text
+    assert "torch.compile done the steps are compiled What differs" in text, "no `None`"
+    assert "GPU utilisation, % 97.5" in text
+    assert "model.width 8 32" in text, "what differs from the defaults, with the default"
+    assert len([of for tag, of in page.tags if tag == "img" and "title" in of]) == 12
 
 
 def test_a_page_runs_nothing_and_loads_nothing(run: RunDir) -> None:
@@ -167,12 +163,12 @@ DRAWN: dict[str, str] = {}  # by the text of the curves
 @pytest.fixture
 def drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draw equal curves once for all tests: drawing takes most of the time of a page."""
-    draw = charts.curves
+    draw = pictures.curves
 
     def curves(lines: Any) -> str:
         return DRAWN.get(key := repr(lines)) or DRAWN.setdefault(key, draw(lines))
 
-    monkeypatch.setattr("lockstep.telemetry.charts.curves", curves)
+    monkeypatch.setattr("lockstep.telemetry.pictures.curves", curves)
 
 
 @pytest.mark.usefixtures("drawn_once")
@@ -207,22 +203,24 @@ def values(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from values(value, (*at, key))
 
 
-@pytest.mark.parametrize("wrong", [None, "text", -1, [[1]], {"a": 1}], ids=str)
+WRONG: list[Any] = [None, "text", -1, [[1]], {"a": 1}]
+
+
+@pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.usefixtures("drawn_once")
-def test_any_value_of_another_type_still_gives_a_page(run: RunDir, wrong: Any) -> None:
+def test_any_value_of_another_type_still_gives_a_page(run: RunDir, first: int) -> None:
+    wrongs = itertools.islice(itertools.cycle(WRONG), first, None)
     for path in (run.summary, run.environment, run.validation):
-        whole = json.loads(path.read_text())
-        for at in list(values(whole)):
-            if len(at) > (1 if path == run.environment else 3):
-                continue
-            document = json.loads(json.dumps(whole))
-            node = document
+        whole = path.read_text()
+        places = [at for at in values(json.loads(whole)) if len(at) <= (1 if path == run.environment else 3)]
+        for at, wrong in zip(places, wrongs, strict=False):
+            node = document = json.loads(whole)
             for key in at[:-1]:
                 node = node[key]
             node[at[-1]] = wrong
             path.write_text(json.dumps(document))
-            assert "Environment" in page_of(run).text, at
-        path.write_text(json.dumps(whole))
+            assert "Environment" in page_of(run).text, (at, wrong)
+        path.write_text(whole)
 
 
 def test_a_run_that_was_cut_has_a_page(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,25 +242,25 @@ def test_scores_that_are_no_numbers_leave_gaps(run: RunDir) -> None:
     assert "Loss" in page_of(run).charts()
 
 
-def test_one_class_has_a_page(run: RunDir) -> None:
+@pytest.mark.parametrize(
+    ("names", "counts", "shown"),
+    [
+        (["a"], [3, 3, 3, [[3]]], "a 3 100.0 100.0 100.0"),
+        (["a"], [0, 0, 0, [[0]]], "a 0 – – –"),
+        ([f"class-{n}" for n in range(120)], [100, 100, 50, []], "class-0 100 50.0 50.0 50.0"),
+    ],
+)
+def test_the_table_of_classes_has_those_with_the_lowest_recall(
+    run: RunDir, names: list[str], counts: list[Any], shown: str
+) -> None:
+    examples, predicted, hits, confusion = counts
+    several = [examples] * (len(names) - 1)
+    kinds = {"examples": [examples, *several], "predicted": [predicted, *several], "hits": [hits, *several]}
     example = {"sample": "a", "label": 0, "predicted": 0, "probability": None, "loss": None, "png": ""}
-    one = Predictions(
-        step=1, names=["a"], examples=[3], predicted=[3], hits=[3], confusion=[[3]], curves=[], worst=[example]
-    )
-    one.write(run.validation)
-    assert "a 3 100.0 100.0 100.0" in " ".join(page_of(run).text.split())
-    nothing = {"examples": [0], "predicted": [0], "hits": [0], "confusion": [[0]]}
-    Predictions(**{**vars(one), **nothing}).write(run.validation)
-    assert "a 0 – – –" in " ".join(page_of(run).text.split())
-
-
-def test_of_many_classes_those_with_the_lowest_recall_are_shown(run: RunDir) -> None:
-    hits = [50, *[100] * 119]
-    counts = {"examples": [100] * 120, "predicted": [100] * 120, "hits": hits, "confusion": [], "curves": []}
-    Predictions(step=1, names=[f"class-{n}" for n in range(120)], **counts, worst=[]).write(run.validation)
+    Predictions(step=1, names=names, **kinds, confusion=confusion, curves=[], worst=[example]).write(run.validation)
     page = page_of(run)
-    assert "The 50 of 120 classes" in page.text
-    assert "class-0 100 50.0 50.0 50.0" in " ".join(page.text.split())
+    assert shown in " ".join(page.text.split())
+    assert ("The 50 of 120 classes" in page.text) == (len(names) > 1)
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -337,7 +335,7 @@ def test_only_the_pages_of_jobs_that_have_changed_are_written_again(
 
 @pytest.mark.parametrize("rates", [(1e-6, 1e-3, 10.0), (0.002, 0.003, 0.005), (0.001, 0.01)])
 def test_the_numbers_of_a_logarithmic_scale_are_plain(rates: tuple[float, ...]) -> None:
-    picture = charts.svg(lambda axes: axes.loglog(rates, rates), 6.4, 4.0).decode()
+    picture = pictures.svg(lambda axes: axes.loglog(rates, rates), 6.4, 4.0).decode()
     numbers = re.findall(r"<text[^>]*>([^<]*)</text>", picture)
     assert len(numbers) > 3
     assert all(float(number.replace("\u2212", "-")) > 0 for number in numbers)
@@ -345,11 +343,11 @@ def test_the_numbers_of_a_logarithmic_scale_are_plain(rates: tuple[float, ...]) 
 
 def test_no_label_of_a_chart_is_over_another() -> None:
     labels = ["job a", "job b", "job c", "job d"]
-    address = charts.scatter([1.0, 1.001, 2.0, 3.0], [90.0, 90.01, 90.0, 80.0], labels, "", "")
+    address = pictures.scatter([1.0, 1.001, 2.0, 3.0], [90.0, 90.01, 90.0, 80.0], labels, "", "")
     picture = base64.b64decode(address.partition(",")[2]).decode()
     assert [label for label in labels if f">{label}<" in picture] == ["job a", "job c", "job d"]
     rows = [[rate, score] for rate, score in ((0.1, 97.75), (0.2, 97.46), (0.3, 79.72))]
-    address = charts.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
+    address = pictures.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
     picture = base64.b64decode(address.partition(",")[2]).decode()
     shown = [text for text in ("0.1", "0.2", "0.3", "97.75", "97.46", "79.72") if f">{text}<" in picture]
     assert shown == ["0.1", "0.2", "0.3", "97.75", "79.72"]

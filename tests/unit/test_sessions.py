@@ -14,7 +14,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.page import costs_of
 from lockstep.sweep.record import Record
-from lockstep.telemetry.columns import format_duration
+from lockstep.telemetry.progress import format_duration
 from lockstep.telemetry.report import facts_of
 
 JOB = ("model=linear", "batch=100", "steps=40", "train.eval_every=10")

@@ -57,32 +57,18 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     table.write(15, {"acc/val_top1": 90.0})
     table.end("completed")
     (row,) = csv.DictReader(path.read_text().splitlines())
-    assert [row[key] for key in ("step", "train_loss", "train_top1", "lr", "val_top1")] == [
-        "15",
-        "0.5",
-        "75",
-        "0.1",
-        "90",
-    ]
+    shown = {key: row[key] for key in ("step", "train_loss", "train_top1", "lr", "val_top1")}
+    assert shown == {"step": "15", "train_loss": "0.5", "train_top1": "75", "lr": "0.1", "val_top1": "90"}
 
 
-def test_a_write_is_a_line_with_its_step_and_time(tmp_path: Path) -> None:
+def test_a_write_is_a_line_with_its_step_and_time_at_once_and_null_for_what_is_not_finite(tmp_path: Path) -> None:
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     before = time.time()
-    sink.write(3, {"loss/train": 0.5, "optim/lr": 0.1})
-    (line,) = lines(tmp_path / "metrics.jsonl")  # written at once, while the sink is still open
-    sink.end("completed")
-    assert line["step"] == 3
-    assert before - 1 < float(str(line["time"])) < time.time() + 1
-    assert (line["loss/train"], line["optim/lr"]) == (0.5, 0.1)
-
-
-def test_a_value_that_is_not_finite_is_null(tmp_path: Path) -> None:
-    sink = JsonLines(tmp_path / "metrics.jsonl", 0)
-    sink.write(1, {"a": math.nan, "b": math.inf, "c": 1.0})
-    sink.end("completed")
+    sink.write(3, {"loss/train": 0.5, "a": math.nan, "b": math.inf})
     (line,) = lines(tmp_path / "metrics.jsonl")
-    assert (line["a"], line["b"], line["c"]) == (None, None, 1.0)
+    sink.end("completed")
+    assert before - 1 < float(str(line.pop("time"))) < time.time() + 1
+    assert line == {"step": 3, "loss/train": 0.5, "a": None, "b": None}
 
 
 @pytest.mark.parametrize("tail", ["", '{"step": 4, "loss', "{", "\x00\x00", '{"step": 1e999}\n', '{"step": 1}'])
@@ -99,19 +85,10 @@ def test_lines_of_steps_that_are_done_again_go_and_a_half_line_too(tmp_path: Pat
     assert [(line["step"], line["loss/train"]) for line in lines(path)] == [(1, 1), (2, 2), (3, 3), (4, 40)]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        "\x00\x00",
-        "[1]",
-        "{}",
-        '{"step": "3"}',
-        '{"step": true}',
-        '{"step": 1, "a": "b"}',
-        '{"step": 1, "a": NaN}',
-        "[" * 9999,
-    ],
-)
+DAMAGED = ["\x00\x00", "[1]", "{}", '{"step": true}', '{"step": 1, "a": "b"}', '{"step": 1, "a": NaN}', "[" * 9999]
+
+
+@pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_line_is_left_out_and_reported(
     tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -122,29 +99,14 @@ def test_a_damaged_line_is_left_out_and_reported(
     assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
 
 
-@pytest.mark.parametrize("name", ["a", "é", "\N{BLACK SQUARE}"])
-def test_a_record_that_was_cut_anywhere_is_left_out_and_reported(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_record_that_was_cut_anywhere_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
-    first, last = b'{"step": 2}\n', f'{{"step": 2, "{name}": 0.5}}\n'.encode()
+    first, last = b'{"step": 2}\n', '{"step": 2, "\N{BLACK SQUARE}": 0.5}\n'.encode()
     for cut in range(1, len(last)):
         path.write_bytes(first + last[:cut])
-        JsonLines(path, 2, logged=2).end("completed")
+        JsonLines(path, 2).end("completed")
         assert path.read_bytes() == first
-        assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
-
-
-def test_missing_lines_of_the_log_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
-    JsonLines(path, 5, logged=2).end("completed")
-    assert capsys.readouterr().out == ""
-    JsonLines(path, 5, logged=4).end("completed")
-    assert "ends at step 2, and its run had logged step 4: the lines between them are lost" in capsys.readouterr().out
-    path.unlink()
-    JsonLines(path, 5, logged=4).end("completed")
-    assert "ends at step 0" in capsys.readouterr().out
+        assert "line 2 cannot be read" in capsys.readouterr().out
 
 
 def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
@@ -197,20 +159,21 @@ def files_of(folder: Path) -> set[Path]:
     return {path for path in folder.iterdir() if path.name != "val"}
 
 
-def test_a_run_is_an_event_file_with_scalars_layout_and_hyperparameters_and_one_of_evaluations(
-    tmp_path: Path,
-) -> None:
+def test_a_run_is_an_event_file_with_scalars_and_hyperparameters_and_one_of_evaluations(tmp_path: Path) -> None:
     sink = TensorBoard(tmp_path, 0, FACTS)
     for step in (1, 2):
         sink.write(step, {"loss/train": 1 / step})
         sink.write(step, {"loss/val": 0.5, "acc/val_top1": 10.0 * step})
     sink.end("completed")
     (file,), (val,) = files_of(tmp_path), (tmp_path / "val").iterdir()
-    assert file.name.startswith("events.out.tfevents")
-    assert val.name.startswith("events.out.tfevents")
+    assert all(path.name.startswith("events.out.tfevents") for path in (file, val))
     read = events(tmp_path)
     assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
     assert read.Tags()["scalars"] == ["loss/train"]
+    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
+    assert hparams.keys() == FACTS.keys()
+    assert (hparams["model"].string_value, hparams["lr"].number_value) == ("DigitNet()", 0.1)
     assert events(tmp_path / "val").Tags()["scalars"] == ["loss/val", "acc/val_top1"]
 
 
@@ -228,16 +191,6 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     assert "loss scale" not in layout_of({"device": "cuda", "metric": {}})["Optimisation"]
     assert "GPU" not in layout_of({"device": "cuda", "telemetry": {"gpu": False}})
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
-
-
-def test_the_hyperparameters_are_those_of_the_run(tmp_path: Path) -> None:
-    TensorBoard(tmp_path, 0, FACTS).end("completed")
-    read = events(tmp_path)
-    content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
-    hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
-    assert hparams.keys() == FACTS.keys()
-    assert hparams["model"].string_value == "DigitNet()"
-    assert hparams["lr"].number_value == 0.1
 
 
 @pytest.fixture(autouse=True)
@@ -268,13 +221,8 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> N
     part(tmp_path, 2, range(3, 6), 2.0)
     scalars = events(tmp_path).Scalars("loss/train")
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
-
-
-def test_a_run_that_starts_anew_hides_all_its_steps(tmp_path: Path) -> None:
-    part(tmp_path, 0, range(1, 6))
-    part(tmp_path, 0, range(1, 3), 2.0)
-    assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss/train")] == [(1, 2), (2, 2)]
-    assert events(tmp_path).file_version == 2
+    part(tmp_path, 0, range(1, 3), 3.0)
+    assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss/train")] == [(1, 3), (2, 3)]
 
 
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:
@@ -292,11 +240,6 @@ def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) 
     assert [metric.name.tag for metric in experiment.metric_infos] == ["acc/val_top1"]
 
 
-def test_a_run_that_had_no_tensorboard_before_gets_its_layout_on_a_resume(tmp_path: Path) -> None:
-    part(tmp_path, 3, range(4, 6))
-    assert ("custom_scalars__config__", 0) in written(tmp_path)
-
-
 def test_a_record_that_a_kill_cut_short_hides_nothing_else(tmp_path: Path) -> None:
     part(tmp_path, 0, range(1, 4))
     (path,) = files_of(tmp_path)
@@ -310,6 +253,7 @@ def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, conte
     (tmp_path / "events.out.tfevents.1.host.1").write_bytes(content)
     part(tmp_path, 3, range(4, 6))
     assert [scalar.step for scalar in events(tmp_path).Scalars("loss/train")] == [4, 5]
+    assert ("custom_scalars__config__", 0) in written(tmp_path), "also of a run that had no TensorBoard before"
 
 
 def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
@@ -352,6 +296,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     assert "the run goes on without it" in out
 
 
+PNG = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))
 PREDICTIONS = Predictions(
     step=2,
     names=["a/b <c>", "d"],
@@ -360,17 +305,7 @@ PREDICTIONS = Predictions(
     hits=[1, 1],
     confusion=[[1, 1], [0, 1]],
     curves=[[[0] * 126 + [2], [1] + [0] * 126], [[0] * 126 + [1], [2] + [0] * 126]],
-    worst=[
-        {
-            "sample": "7",
-            "label": 0,
-            "predicted": 1,
-            "probability": None,
-            "loss": None,
-            "png": pictures.in_base64(image),
-        }
-        for image in [np.zeros((1, 4, 4), np.uint8)]
-    ],
+    worst=[{"sample": "7", "label": 0, "predicted": 1, "probability": None, "loss": None, "png": PNG}],
 )
 PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
 

@@ -22,8 +22,7 @@ from lockstep.job import examination
 from lockstep.job.create import checked_job, with_fitting_batch
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
-from lockstep.telemetry.columns import format_duration
-from lockstep.telemetry.progress import progress
+from lockstep.telemetry.progress import format_duration, progress
 from lockstep.training.resolved_job import ResolvedJob
 
 LOOK_S = 30.0  # the most seconds for the images of a data set

@@ -38,7 +38,7 @@ from lockstep.runtime.signals import StopNow
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record
-from lockstep.telemetry.charts import cut
+from lockstep.telemetry.pictures import cut
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob
 

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from lockstep.core import log
 from lockstep.core.run import Run
 from lockstep.sweep.compare import Row
-from lockstep.telemetry.charts import COLOURS, cut, svg
+from lockstep.telemetry.pictures import COLOURS, cut, svg
 
 NOTE = (
     "img/s: the median of the turns, and half of their range; x: times as fast as the first rung, from two turns on; "

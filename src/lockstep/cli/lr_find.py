@@ -18,7 +18,7 @@ from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
 from lockstep.job.create import job_of
 from lockstep.optim.optimizers import set_learning_rate
-from lockstep.telemetry.charts import svg
+from lockstep.telemetry.pictures import svg
 from lockstep.telemetry.progress import progress
 from lockstep.training.parts import Parts, build_parts
 

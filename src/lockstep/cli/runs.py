@@ -22,8 +22,7 @@ from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import Direction, best_of, score_text
 from lockstep.sweep.runs import differing, existing, read_jobs, read_single, run_folders
-from lockstep.telemetry.columns import format_timestamp
-from lockstep.telemetry.progress import progress
+from lockstep.telemetry.progress import format_timestamp, progress
 from lockstep.telemetry.report import is_current, write_report
 
 COLUMNS = ("when", "name", "what", "score", "state", "size")

@@ -31,7 +31,6 @@ class RunInfo:
         step: the last finished step. An observer that wrote later steps before a kill removes or skips them.
         after: `step`, and half a step more if it was evaluated: the evaluation may have been written before a kill,
             and will be made again.
-        logged: the last step whose figures the run has written.
         config: the resolved config, as in `config.yaml`.
         hyperparameters: the values to compare between runs; every run has the same keys.
         model: the model on main, which has only a part of the weights where the strategy cuts them.
@@ -41,7 +40,6 @@ class RunInfo:
     plan: Plan
     step: int
     after: float
-    logged: int
     config: Mapping[str, Any]
     hyperparameters: Mapping[str, str | float]
     model: nn.Module | None = None

@@ -24,7 +24,7 @@ from lockstep.runtime.gpus import name_in_nvml, path_between
 from lockstep.runtime.host import GB, format_bytes, free_memory
 from lockstep.runtime.limits import cores
 from lockstep.strategy import DataParallel, Single
-from lockstep.telemetry.columns import format_duration
+from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.blank_example import batches_without_single, check_single_examples
 from lockstep.training.build_data import build_data

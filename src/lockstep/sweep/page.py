@@ -15,7 +15,7 @@ from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Record, best_of, score_text
 from lockstep.sweep.view import seeds_together, swept_keys, varied
-from lockstep.telemetry import charts
+from lockstep.telemetry import pictures
 from lockstep.telemetry.report import number, rendered
 
 SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
@@ -104,7 +104,10 @@ def _charts(
         rows = [
             [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
         ]
-        yield "What was varied, and the score (the darker the better)", charts.parallel([*swept, SCORE], rows, scores)
+        yield (
+            "What was varied, and the score (the darker the better)",
+            pictures.parallel([*swept, SCORE], rows, scores),
+        )
     for name in SPENDING:
         points = [
             (costs[record.number][name], value, str(record.number))
@@ -113,4 +116,4 @@ def _charts(
         ]
         if points:
             x, y, labels = zip(*points, strict=True)
-            yield f"Score against {name}, by job", charts.scatter(x, y, labels, name, SCORE)
+            yield f"Score against {name}, by job", pictures.scatter(x, y, labels, name, SCORE)

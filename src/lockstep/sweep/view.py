@@ -22,7 +22,7 @@ from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.objectives import SCORE
 from lockstep.sweep.record import Direction, Record, best_of, score_text
-from lockstep.telemetry.columns import ALWAYS, FigureColumn, fitting, format_duration
+from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
 SEED = "seed"
 OVER = (State.done, State.failed)

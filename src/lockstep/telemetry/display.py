@@ -3,28 +3,75 @@
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
 from lockstep.core.plan import Plan
-from lockstep.telemetry.clock import TimeLeft
-from lockstep.telemetry.columns import (
+from lockstep.telemetry.progress import (
     ALWAYS,
     SHORTEST_BAR,
+    SILENCE_S,
     Columns,
     FigureColumn,
     bar,
-    figures,
     fitting,
     format_duration,
 )
+from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
-SILENCE_S = 30.0  # the longest time without a line, if the output is no terminal
 BEST = "green"
+# A forward pass takes about a third of a training step. Only used until the first evaluation was timed.
+EVALUATION_COST = 1 / 3
+
+
+@dataclass
+class TimeLeft:
+    """Estimates the time that a run still takes.
+
+    Fields:
+        first: the step from which this process goes on.
+        evaluated: the examples of an evaluation.
+        warm: the step after the first window of this process, and the seconds of training up to it. Later steps are
+            the measure then: the first ones load libraries, and may compile the model.
+    """
+
+    plan: Plan
+    clock: TrainingClock
+    first: int
+    evaluated: int
+    warm: tuple[int, float] | None = field(default=None, init=False)
+
+    def window_ended(self, step: int) -> None:
+        if self.warm is None:
+            self.warm = step, self.clock.so_far().busy
+
+    def seconds(self, step: int) -> float | None:
+        """The seconds from the end of `step` to the end of the run; None if nothing is known of its pace."""
+        begun, before = self.first, 0.0
+        if self.warm is not None and step - self.warm[0] > self.warm[0] - self.first:
+            begun, before = self.warm
+        if step <= begun:
+            return None if step < self.plan.total_steps else 0.0
+        pace = (self.clock.so_far().busy - before) / (step - begun)
+        evaluation = self.evaluated / self.plan.batch * pace * EVALUATION_COST
+        return (
+            pace * (self.plan.total_steps - step)
+            + self._pauses_left("evaluation", self.plan.eval_every, unknown=evaluation)
+            + self._pauses_left("checkpoint", self.plan.save_every, unknown=0.0)
+        )
+
+    def _pauses_left(self, purpose: str, every: int, *, unknown: float) -> float:
+        """The seconds of the pauses to come, as long as those so far were; as long as `unknown` without any."""
+        total = self.plan.total_steps
+        planned = total // every - self.first // every + bool(total % every)
+        done = self.clock.pauses[purpose]
+        mean = self.clock.paused_for[purpose] / done if done else unknown
+        return max(0, planned - done) * mean
 
 
 class Display:
@@ -168,6 +215,15 @@ class Bar(Screen):
 
     def _width(self) -> int:
         return log.console.width
+
+
+def figures(window: Window) -> list[FigureColumn]:
+    return [
+        FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
+        FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2),
+        FigureColumn("", f"{window.rate:6,.0f}", " img/s", 4),
+        FigureColumn("wait", f"{window.wait_share:3.0f}", " %", 0),
+    ]
 
 
 def display(plan: Plan, left: TimeLeft, *, is_main: bool) -> Display:

@@ -1,28 +1,183 @@
-"""Samples the machine once a second while a run trains: its GPUs, the processes of its ranks, and their energy."""
+"""What is sampled of a machine while a run trains: its GPUs by NVML, the processes of its ranks, and their energy.
 
+GPUs are found by UUID, because NVML numbers all GPUs of a machine, and CUDA only the visible ones. Where they are cut
+into instances (MIG), the instances have UUIDs.
+"""
+
+import itertools
+import json
+import math
 import re
-import threading
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pynvml
+from torch import nn
 
 from lockstep.core import log
 from lockstep.core.errors import StorageError
-from lockstep.core.log import close_all
-from lockstep.core.observer import Observer
-from lockstep.telemetry.gpu import Gpus
+from lockstep.core.figures import parsed_samples
+from lockstep.core.world import World
+from lockstep.runtime.gpus import name_in_nvml
+from lockstep.telemetry.sinks import truncate_after
 
-PERIOD_S = 1.0
-# The longest wait for the last sample: a driver that does not answer must not keep a run from ending.
-LAST_SAMPLE_S = 5.0
+# Reasons for which the hardware itself lowers the clocks: too hot, or too little power.
+SLOWED_DOWN = (
+    pynvml.nvmlClocksEventReasonSwPowerCap
+    | pynvml.nvmlClocksEventReasonHwSlowdown
+    | pynvml.nvmlClocksEventReasonSwThermalSlowdown
+)
+# The share of the time, in percent, in which an SM had work, tensor cores were at work, and memory was transferred.
+# NVML's utilisation is the time in which anything ran at all. GPM (GPU performance monitoring) counts what the SMs of
+# Hopper and later GPUs do: how much of the GPU it used.
+ACTIVE = {
+    "sm_active": pynvml.NVML_GPM_METRIC_SM_UTIL,
+    "tensor_active": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
+    "memory_active": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
+}
+# Counters in KiB, over all links of a GPU if the scope is this one.
+LINKS = {
+    "nvlink_in_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
+    "nvlink_out_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
+}
+ALL_LINKS = 2**32 - 1
 # The counters of the processor's energy, one for each socket, which many systems show to root only.
 RAPL = Path("/sys/class/powercap")
 SOCKET = re.compile(r"intel-rapl:\d+$")
+
+
+class Gpu:
+    """A GPU, by its UUID. A figure that NVML refuses is left out: a part of a GPU (MIG) and a container have few."""
+
+    def __init__(self, uuid: str) -> None:
+        self.uuid, self.handle = uuid, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        self.looked, self.links = time.monotonic(), self._links()
+        self.samples: list[Any] = []  # of GPM: the last one, and the memory for the next
+        try:
+            if pynvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
+                for _ in range(2):
+                    self.samples.append(pynvml.nvmlGpmSampleAlloc())
+                pynvml.nvmlGpmSampleGet(self.handle, self.samples[0])
+        except pynvml.NVMLError:  # an old driver, a part of a GPU (MIG), or counters that only root may read
+            self.close()
+
+    def sample(self) -> dict[str, float]:
+        """The figures now, and of the counters since the last sample.
+
+        `util` in percent, `mem_gb`, `power_w`, `temp_c`, the SM clock `sm` in MHz, `slowed` (1 while heat or the
+        power limit lowers the clocks, else 0), the traffic over PCIe and NVLink in MB per second, and `ACTIVE`.
+
+        Raises:
+            pynvml.NVMLError: NVML refuses everything but the counters.
+        """
+        gpu = self.handle
+        queries: dict[str, Callable[[], float]] = {
+            "util": lambda: float(pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu),
+            "mem_gb": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / 1e9,
+            "power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+            "temp_c": lambda: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
+            "sm": lambda: float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
+            "slowed": lambda: float(bool(pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & SLOWED_DOWN)),
+            "pcie_in_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1000,
+            "pcie_out_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES) / 1000,
+        }
+        figures: dict[str, float] = {}
+        for name, query in queries.items():
+            try:
+                figures[name] = query()
+            except pynvml.NVMLError as error:
+                refusal = error
+        if not figures:
+            raise refusal
+        return figures | self._traffic() | self._active()
+
+    def _traffic(self) -> dict[str, float]:
+        before, self.looked = self.looked, time.monotonic()
+        last, self.links = self.links, self._links()
+        passed = max(self.looked - before, 1e-6)
+        return {name: (self.links[name] - last[name]) * 1024 / 1e6 / passed for name in last if name in self.links}
+
+    def _links(self) -> dict[str, int]:
+        """What went over NVLink so far, in KiB. A GPU without links has no such counter."""
+        try:
+            values = pynvml.nvmlDeviceGetFieldValues(self.handle, [(field, ALL_LINKS) for field in LINKS.values()])
+        except pynvml.NVMLError:
+            return {}
+        pairs = zip(LINKS, values, strict=True)
+        return {name: value.value.ullVal for name, value in pairs if value.nvmlReturn == pynvml.NVML_SUCCESS}
+
+    def _active(self) -> dict[str, float]:
+        if not self.samples:
+            return {}
+        request = pynvml.c_nvmlGpmMetricsGet_t(
+            version=pynvml.NVML_GPM_METRICS_GET_VERSION,
+            numMetrics=len(ACTIVE),
+            sample1=self.samples[0],
+            sample2=self.samples[1],
+        )
+        for metric, number in zip(request.metrics, ACTIVE.values(), strict=False):
+            metric.metricId = number
+        try:
+            pynvml.nvmlGpmSampleGet(self.handle, self.samples[1])
+            pynvml.nvmlGpmMetricsGet(request)
+        except pynvml.NVMLError:
+            self.close()
+            return {}
+        self.samples.reverse()
+        answers = zip(ACTIVE, request.metrics, strict=False)
+        return {name: answer.value for name, answer in answers if answer.nvmlReturn == pynvml.NVML_SUCCESS}
+
+    def close(self) -> None:
+        while self.samples:
+            with suppress(pynvml.NVMLError):
+                pynvml.nvmlGpmSampleFree(self.samples.pop())
+
+
+class Gpus:
+    """The GPUs of a job on this machine, by local rank, and the file of their figures.
+
+    Raises:
+        pynvml.NVMLError: NVML is not there, or does not know a GPU with one of these UUIDs.
+    """
+
+    def __init__(self, uuids: list[str], path: Path) -> None:
+        pynvml.nvmlInit()
+        self.gpus, self.path = [Gpu(uuid) for uuid in uuids], path
+        # Every line stays on a resume: `gpu.jsonl` goes by time, not by steps.
+        self.file = truncate_after(path, math.inf, lambda line: parsed_samples(line)[0])
+        self.joules_before = self._joules()
+        self.joules = None if self.joules_before is None else 0.0
+
+    def sample(self, step: int) -> dict[str, float]:
+        """The figures of all GPUs by tag. Writes a line for each GPU."""
+        now = round(time.time(), 3)
+        samples = [gpu.sample() for gpu in self.gpus]  # all first: if one stops answering, none is written
+        if self.joules_before is not None and (joules := self._joules()) is not None:
+            self.joules = joules - self.joules_before
+        for rank, (gpu, figures) in enumerate(zip(self.gpus, samples, strict=True)):
+            line = {"time": now, "step": step, "local_rank": rank, "uuid": gpu.uuid, **figures}
+            self.file.write(json.dumps(line) + "\n")
+        return {
+            f"gpu/{name}/{rank}": value for rank, figures in enumerate(samples) for name, value in figures.items()
+        }
+
+    def _joules(self) -> float | None:
+        """What the GPUs have used since their driver was loaded; None if one of them does not count it."""
+        try:
+            return sum(pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) for gpu in self.gpus) / 1000
+        except pynvml.NVMLError:
+            return None
+
+    def close(self) -> None:
+        self.file.close()
+        for gpu in self.gpus:
+            gpu.close()
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
 
 
 class Usage(NamedTuple):
@@ -38,8 +193,10 @@ class Processes:
 
     def __init__(self, numbers: Iterable[int], counters: Iterable[Path] | None = None) -> None:
         self.processes = [psutil.Process(number) for number in numbers]
-        paths = _energy_counters() if counters is None else counters
-        self.counters = {path: joules for path in paths if (joules := _joules(path)) is not None}
+        if counters is None:
+            sockets = sorted(RAPL.iterdir()) if RAPL.is_dir() else []
+            counters = [folder / "energy_uj" for folder in sockets if SOCKET.match(folder.name)]
+        self.counters = {path: joules for path in counters if (joules := _joules(path)) is not None}
         self.joules: float | None = 0.0 if self.counters else None
         self.looked, self.usage = time.monotonic(), self._usage()
 
@@ -79,88 +236,6 @@ class Processes:
         """Nothing is open."""
 
 
-class Monitor:
-    """A thread of main that samples the hardware. A part of it that fails is left out from then on.
-
-    The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
-    """
-
-    def __init__(
-        self,
-        *,
-        parts: list[Gpus | Processes],
-        observer: Observer,
-        step: Callable[[], int],
-        sampled: Callable[[], None] = lambda: None,
-        period: float = PERIOD_S,
-    ) -> None:
-        self.parts, self.observer, self.step, self.sampled, self.period = parts, observer, step, sampled, period
-        self.sampling = list(parts)
-        self.done = threading.Event()
-        self.sums: defaultdict[str, float] = defaultdict(float)
-        self.counts: Counter[str] = Counter()
-        self.most_memory: dict[str, float] = {}
-        self.written = step()  # the last step of a sample for the observer, which gets at most one sample per step
-        self.thread = threading.Thread(target=self._watch, name="hardware", daemon=True)
-
-    @property
-    def joules(self) -> float | None:
-        """The energy of all parts so far; None if no part tells its own."""
-        told = [part.joules for part in self.parts if part.joules is not None]
-        return sum(told) if told else None
-
-    def start(self) -> None:
-        self.thread.start()
-
-    def _watch(self) -> None:
-        while self.sampling and not self.done.wait(self.period):
-            self._sample()
-            self.sampled()
-
-    def _sample(self) -> None:
-        scalars: dict[str, float] = {}
-        step = self.step()
-        for part in list(self.sampling):
-            try:
-                scalars |= part.sample(step)
-            except pynvml.NVMLError as error:
-                log.warn(f"NVML stopped answering ({error}); GPU figures end here")
-                self.sampling.remove(part)
-            except psutil.Error as error:  # a rank has ended
-                log.logger.info("the processes of the ranks are no longer sampled: %s", error)
-                self.sampling.remove(part)
-            except OSError as error:
-                log.warn(f"{getattr(part, 'path', RAPL)} fails ({error}); its figures end here")
-                self.sampling.remove(part)
-        for tag, value in scalars.items():
-            name = "_".join(tag.split("/")[:2])  # the mean is over the GPUs too
-            self.sums[name] += value
-            self.counts[name] += 1
-            if name.endswith("mem_gb"):
-                self.most_memory[name] = max(value, self.most_memory.get(name, 0.0))
-        if scalars and step > self.written:
-            self.written = step
-            self.observer.write_gpu(step, scalars)
-
-    def close(self) -> dict[str, float]:
-        """Stop sampling; returns the figures of the run, as `gpu_util` or `cpu_cores`.
-
-        They are means over the run and the GPUs; of memory, the largest sample of a GPU, or of all ranks on a CPU.
-        """
-        self.done.set()
-        if self.thread.is_alive():
-            self.thread.join(LAST_SAMPLE_S)
-            if self.thread.is_alive():
-                log.warn("NVML does not answer; the last figures of the GPUs are missing")
-                return self._figures()
-        with close_all(*(part.close for part in self.parts)):
-            return self._figures()
-
-    def _figures(self) -> dict[str, float]:
-        means = {name: self.sums[name] / count for name, count in dict(self.counts).items()}
-        return means | self.most_memory
-
-
 def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[Gpus | Processes]:
     """What a monitor samples: the GPUs with these UUIDs, if NVML knows them, and the processes with these numbers."""
     parts: list[Gpus | Processes] = []
@@ -168,20 +243,26 @@ def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[G
         parts.append(Processes(processes))
     except psutil.Error as error:  # a rank of a run that has little left to do ends before main gets here
         log.logger.info("the processes of the ranks are not sampled: %s", error)
-    if not gpus:
-        return parts
-    try:
-        return [Gpus(gpus, path), *parts]
-    except pynvml.NVMLError as error:
-        log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
-    except StorageError as error:
-        log.warn(f"{error}; the run goes on without GPU figures")
+    if gpus:
+        try:
+            parts.insert(0, Gpus(gpus, path))
+        except pynvml.NVMLError as error:
+            log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
+        except StorageError as error:
+            log.warn(f"{error}; the run goes on without GPU figures")
     return parts
 
 
-def _energy_counters() -> list[Path]:
-    listed = sorted(RAPL.iterdir()) if RAPL.is_dir() else []
-    return [folder / "energy_uj" for folder in listed if SOCKET.match(folder.name)]
+def watched_gpus(replica: nn.Module, world: World) -> list[str]:
+    """The UUIDs, as NVML spells them, of the GPUs that the ranks of this machine use, by local rank. Collective.
+
+    Each rank reports its own, because other GPUs may be invisible to a process. `torch.nn.DataParallel` uses several.
+    """
+    numbers: Iterable[int] = ()
+    if world.device.type == "cuda":
+        numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
+    uuids = world.gather([name_in_nvml(number) for number in numbers])
+    return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
 
 
 def _joules(counter: Path) -> float | None:

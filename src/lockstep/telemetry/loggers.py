@@ -1,17 +1,41 @@
-"""The loggers (`logger=`) write the figures of a run. Any number of them may be chosen."""
+"""The loggers (`logger=`) write the figures of a run. Any number of them may be chosen.
 
+The experiment trackers W&B and MLflow are extras: `pip install lockstep[wandb]`, `[mlflow]`.
+"""
+
+import hashlib
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from lockstep.config.options import option
-from lockstep.core.observer import Observer, RunInfo
+from lockstep.core.errors import InputError
+from lockstep.core.fields import TEXT, choice, pathname, ruled
+from lockstep.core.figures import finite, read_figures
+from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.safe_read import read_text
-from lockstep.telemetry import sinks, tensorboard
-from lockstep.telemetry.trackers import MLflow, WandB
+from lockstep.core.safe_write import storing
+from lockstep.telemetry import tensorboard
+from lockstep.telemetry.sinks import JsonLines
 
 __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
+
+PROJECT = "lockstep"
+KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
+EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
+MODES = ("offline", "online")  # of W&B
+NO_UNICODE = r"[\ud800-\udfff]"
+# What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
+NO_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
+LONGEST = 230  # MLflow takes 250 characters
+CHANGED = re.compile(r"(.+) from step (\d+)")  # the tag of a hyperparameter that a resume has changed
 
 
 @option("logger")
@@ -19,7 +43,7 @@ class JSONL:
     """The file `metrics.jsonl` in the run folder."""
 
     def build(self, run: RunInfo) -> Observer:
-        return sinks.JsonLines(run.run_dir.metrics, run.after, run.logged)
+        return JsonLines(run.run_dir.metrics, run.after)
 
 
 @option("logger", "tensorboard")
@@ -62,3 +86,198 @@ def _fact(run: RunInfo, key: str, value: str) -> tuple[str, str | float]:
         return key, float(value)
     except ValueError:
         return key, value
+
+
+def accepted(name: str, refused: str) -> str:
+    """A name without what a tracker refuses. One that differs ends with a hash, so that two names stay two."""
+    clean = re.sub(refused, "_", name)[:LONGEST]
+    return name if clean == name else f"{clean}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
+
+
+class Tracker:
+    """A tracker that also has settings in environment variables: where a key is null, its variable counts."""
+
+    package: ClassVar[str]
+    variables: ClassVar[Mapping[str, str]]
+    of_runs: ClassVar[tuple[str, ...]]  # variables that name a run
+
+    def check(self) -> None:
+        """Raise InputError for variables that no run can follow."""
+        for variable in self.of_runs:
+            if variable in os.environ:
+                raise InputError(
+                    f"{variable} is set, but each run has its own identifier at {self.package}; unset it"
+                )
+        for key in self.variables:
+            self.setting(key)
+
+    def setting(self, key: str, default: str = "") -> str:
+        """The value of a key, of its variable, or the default.
+
+        Raises:
+            InputError: key and variable contradict each other.
+        """
+        value, variable = getattr(self, key), os.environ.get(self.variables[key])
+        if value and variable and value != variable:  # neither is shown: one may hold a password
+            raise InputError(
+                f"{self.variables[key]} and logger.{self.package}.{key} have different values; leave out one of them"
+            )
+        return value or variable or default
+
+
+@option("logger", "wandb")
+class WandB(Tracker):
+    """Weights & Biases."""
+
+    project: str | None = ruled(None, TEXT)
+    entity: str | None = ruled(None, TEXT)
+    mode: str | None = choice(None, *MODES)
+
+    package: ClassVar[str] = "wandb"
+    variables: ClassVar[Mapping[str, str]] = {key: f"WANDB_{key.upper()}" for key in ("project", "entity", "mode")}
+    of_runs: ClassVar[tuple[str, ...]] = ("WANDB_RUN_ID", "WANDB_RESUME")
+
+    def check(self) -> None:
+        super().check()
+        if (mode := self.setting("mode", "offline")) not in MODES:
+            raise InputError(
+                f"WANDB_MODE is {mode}, expected offline or online; to write nothing, leave wandb out of logger=[...]"
+            )
+
+    def build(self, run: RunInfo) -> Observer:
+        return WandBRun(self, run)
+
+
+class WandBRun(Observer):
+    """The run at W&B, with its files in `wandb` below `output_root`.
+
+    A resumed run keeps its identifier. Offline it starts a new folder and first copies the steps of `metrics.jsonl`
+    into it, because W&B loses unwritten steps when it is killed. So the newest folder has the whole run.
+    """
+
+    def __init__(self, logger: WandB, run: RunInfo) -> None:
+        import wandb
+
+        mode = logger.setting("mode", "offline")
+        try:
+            self.run = wandb.init(
+                project=logger.setting("project", PROJECT),
+                entity=logger.setting("entity") or None,
+                mode="offline" if mode == "offline" else "online",
+                id=run.id,
+                name=os.environ.get("WANDB_NAME", run.name),
+                resume="allow",
+                # Not in the run folder, which must not have links: W&B makes some.
+                dir=os.environ.get("WANDB_DIR", run.config["output_root"]),
+                config={**run.config, "hyperparameters": dict(run.hyperparameters)},
+                # No messages of W&B, and no copies of the terminal's output, the repository or the code.
+                settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
+            )
+        except wandb.Error as error:
+            raise InputError(
+                f"logger.wandb: W&B cannot begin the run ({error}); use logger.wandb.mode=offline"
+            ) from error
+
+        if mode == "offline":
+            for step, scalars in read_figures(run.run_dir.metrics, run.after):
+                self.write(step, scalars)
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        self.run.log({accepted(tag, NO_UNICODE): value for tag, value in finite(scalars).items()}, step=step)
+
+    write_gpu = write
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        if best:
+            best_ones = {accepted(f"best/{tag}", NO_UNICODE): value for tag, value in finite(scores).items()}
+            self.run.summary.update({"best/step": step, **best_ones})
+
+    def end(self, outcome: Outcome) -> None:
+        self.run.finish(exit_code=EXIT_CODES[outcome])
+
+
+@option("logger")
+class MLflow(Tracker):
+    """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
+
+    experiment: str | None = ruled(None, TEXT)
+    folder: str | None = pathname(None)
+
+    package: ClassVar[str] = "mlflow"
+    variables: ClassVar[Mapping[str, str]] = {"experiment": "MLFLOW_EXPERIMENT_NAME", "folder": "MLFLOW_TRACKING_URI"}
+    of_runs: ClassVar[tuple[str, ...]] = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
+
+    def build(self, run: RunInfo) -> Observer:
+        from mlflow.exceptions import MlflowException
+
+        store, root = "" if self.folder else self.setting("folder"), Path(run.config["output_root"])
+        folder = root if store else Path(self.folder or root / "mlflow").expanduser().absolute()
+        try:
+            return MLflowRun(self.setting("experiment", PROJECT), folder, store, run)
+        except MlflowException as error:
+            raise InputError(
+                f"logger.mlflow: MLflow cannot begin the run ({error}); check logger.mlflow.* and MLFLOW_TRACKING_URI"
+            ) from error
+
+
+class MLflowRun(Observer):
+    """The run at MLflow. Every figure is written once, however often the run is killed and resumed."""
+
+    def __init__(self, experiment: str, folder: Path, store: str, run: RunInfo) -> None:
+        from filelock import FileLock
+        from mlflow import MlflowClient
+
+        logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / ".mlflow.lock"):  # two jobs must not both make the tables
+            self.client = MlflowClient(tracking_uri=store or f"sqlite:///{folder / 'mlflow.db'}")
+            known = self.client.get_experiment_by_name(experiment)
+            place = None if store else (folder / "artifacts").as_uri()
+            number = known.experiment_id if known else self.client.create_experiment(experiment, place, tags=KIND)
+            self.id = self._run(number, run)
+        self.last_steps = {
+            tag: max(point.step for point in self.client.get_metric_history(self.id, tag))
+            for tag in self.client.get_run(self.id).data.metrics
+        }
+
+    def _run(self, experiment: str, run: RunInfo) -> str:
+        """MLflow's identifier of the run, which is created there if it is new."""
+        values = {key: str(value) for key, value in {"folder": run.folder, **run.hyperparameters}.items()}
+        existing = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{run.id}'")
+        if not existing:
+            tags = {"lockstep.run": run.id}
+            new_id: str = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
+            for key, value in values.items():
+                self.client.log_param(new_id, key, value)
+            return new_id
+        run_id: str = existing[0].info.run_id
+        self.client.set_terminated(run_id, "RUNNING")
+        changes = ((CHANGED.fullmatch(tag), value) for tag, value in existing[0].data.tags.items())
+        changed = sorted((int(match[2]), match[1], value) for match, value in changes if match)
+        present = {**existing[0].data.params, **{key: value for _, key, value in changed}}
+        for key, value in values.items():  # MLflow refuses another value of a parameter
+            if present.get(key) != value:
+                self.client.set_tag(run_id, f"{key} from step {run.step}", value)
+        return run_id
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = round(1000 * time.time())
+        named = {accepted(tag, NO_MLFLOW): value for tag, value in finite(scalars).items()}
+        points = [
+            Metric(tag, value, now, step) for tag, value in named.items() if step > self.last_steps.get(tag, -1)
+        ]
+        if points:
+            self.client.log_batch(self.id, metrics=points)
+
+    write_gpu = write
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        if best:
+            self.client.set_tag(self.id, "best.step", step)
+
+    def end(self, outcome: Outcome) -> None:
+        status: Mapping[Outcome, str] = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+        self.client.set_terminated(self.id, status[outcome])

@@ -1,121 +1,129 @@
-"""A profile of a few steps: a trace for Chrome's viewer, a table of operators, and what a GPU does meanwhile."""
+"""What a device does in a step: its operations, the peak rate of a GPU, and a profile of a few steps.
 
-import gzip
-import json
-from collections.abc import Iterable, Iterator, Mapping
+MFU is computed from the first two. The profile is a trace for Chrome's viewer, and a table of operators.
+"""
+
+import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity
 
 from lockstep.core import log
 from lockstep.core.data_protocols import Stepped
+from lockstep.core.model import forward_on_meta
 from lockstep.core.safe_write import make_folder, storing, write_atomic
 
 S = TypeVar("S", bound=Stepped)
 
 AFTER, STEPS = 50, 3  # the profile begins after so many steps, when the first ones' warm-up is over
 OPERATORS = 30  # rows of the table
-# Categories of a trace's events that are on the GPU, and those that launch them.
-ON_GPU, LAUNCHES = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
 
 
-class Profile:
-    """Passes shards on, and profiles `STEPS` steps of this process, as one rank sees them.
+def profiled(shards: Iterator[S], folder: Path, total: int, *, on_gpu: bool) -> Iterator[S]:
+    """Pass shards on, and profile `STEPS` of this process's `total` steps; of few ones, those in the middle.
 
-    Writes `trace.json.gz` and `operators.txt` to `folder`. Of `total` steps, if they are few, the middle is profiled.
-    `gpu_time` is the split of a GPU's time (`gpu_shares`), once it is known.
+    Writes `trace.json.gz` and `operators.txt` to `folder`.
     """
-
-    def __init__(self, folder: Path, total: int, *, on_gpu: bool) -> None:
-        self.folder, self.on_gpu = folder, on_gpu
-        self.first = min(AFTER, total // 2) + 1
-        self.gpu_time: dict[str, float] = {}
-
-    def __call__(self, shards: Iterator[S]) -> Iterator[S]:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_gpu else [])]
-        profiler = torch.profiler.profile(activities=activities)
-        for number, shard in enumerate(shards, start=1):
-            if number == self.first:
-                profiler.start()
-            yield shard
-            if number == self.first + STEPS - 1:
-                if self.on_gpu:
-                    torch.cuda.synchronize()
-                profiler.stop()
-                self.write(profiler)
-
-    def write(self, profiler: torch.profiler.profile) -> None:
-        """Write the trace and the table, and split the GPU's time."""
-        trace = self.folder / "trace.json.gz"
-        with storing(self.folder):
-            make_folder(self.folder)
-        with storing(trace):
-            profiler.export_chrome_trace(str(trace))
-        own = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by=own, row_limit=OPERATORS)
-        write_atomic(self.folder / "operators.txt", f"{table}\n")
-        if self.on_gpu:
-            with gzip.open(trace, "rt") as file:  # just written
-                self.gpu_time = gpu_shares(json.load(file)["traceEvents"])
-        log.say_row("profile", f"{STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    profiler = torch.profiler.profile(activities=activities)
+    first = min(AFTER, total // 2) + 1
+    for number, shard in enumerate(shards, start=1):
+        if number == first:
+            profiler.start()
+        yield shard
+        if number == first + STEPS - 1:
+            if on_gpu:
+                torch.cuda.synchronize()
+            profiler.stop()
+            trace = folder / "trace.json.gz"
+            with storing(folder):
+                make_folder(folder)
+                profiler.export_chrome_trace(str(trace))
+            own = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=own, row_limit=OPERATORS)
+            write_atomic(folder / "operators.txt", f"{table}\n")
+            log.say_row("profile", f"{STEPS} steps in {trace}, for chrome://tracing or ui.perfetto.dev")
 
 
-class NullProfile(Profile):
-    """Passes shards on."""
+# Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
+# sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the
+# cards without the memory. Names must match exactly: laptop parts, slices of a card (MIG) and variants for one market
+# have other rates than the card whose name they begin with.
+PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
+    "GB300": (80, 1250, 2500),
+    "GB200": (80, 1250, 2500),
+    "B300": (75, 1125, 2250),
+    "B200": (75, 1125, 2250),
+    "B100": (60, 875, 1750),
+    "GH200": (67, 494, 989),
+    "H200": (67, 494, 989),
+    "H200 NVL": (60, 418, 836),
+    "H100": (67, 494, 989),
+    "H100 NVL": (60, 418, 836),
+    "H100 PCIe": (51, 378, 756),
+    "H800": (67, 494, 989),
+    "H800 PCIe": (51, 378, 756),
+    "H20": (44, 74, 148),
+    "A100-SXM4": (19.5, 156, 312),
+    "A100-PCIE": (19.5, 156, 312),
+    "A100 PCIe": (19.5, 156, 312),
+    "A800-SXM4": (19.5, 156, 312),
+    "A800 PCIe": (19.5, 156, 312),
+    "A40": (37.4, 74.8, 150),
+    "A30": (10.3, 82, 165),
+    "A10": (31.2, 62.5, 125),
+    "A10G": (35, 35, 70),
+    "A2": (4.5, 9, 18),
+    "L40S": (91.6, 183, 362),
+    "L40": (90.5, 90.5, 181),
+    "L20": (59.8, 59.8, 119.5),
+    "L4": (30.3, 60, 121),
+    "RTX 6000 Ada Generation": (91.1, 182, 364),
+    "RTX A6000": (38.7, 77.4, 155),
+    "V100-SXM2": (15.7, 15.7, 125),
+    "V100-SXM3": (15.7, 15.7, 125),
+    "V100-PCIE": (14, 14, 112),
+    "T4": (8.1, 8.1, 65),
+    "RTX 5090": (105, 105, 210),
+    "RTX 4090": (82.6, 82.6, 165),
+    "RTX 4080": (48.7, 48.7, 97.5),
+    "RTX 3090": (35.6, 35.6, 71),
+    "RTX 3090 Ti": (40, 40, 80),
+    "RTX 2080 Ti": (13.4, 13.4, 53.8),
+}
+# Parts of CUDA's names that the keys leave out: the maker and the family, and the size and kind of the memory.
+NOT_IN_KEYS = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
 
-    def __init__(self) -> None:
-        self.gpu_time = {}
 
-    def __call__(self, shards: Iterator[S]) -> Iterator[S]:
-        return shards
+def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float:
+    """Floating-point operations of one example's forward and backward pass: three times those of the forward pass.
 
-
-def gpu_shares(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """What a GPU does between its first and its last kernel: shares that sum to 1; empty without a kernel.
-
-    As in Holistic Trace Analysis (Meta): `computing` and `communicating` (NCCL's kernels while no other one runs);
-    `waiting_for_host` if a kernel was launched only after the one before it had ended; `waiting_for_kernel` if it was
-    launched before, and waited for another stream or for its launch.
-
-    Args:
-        events: the events of a Chrome trace by torch's profiler; times in microseconds.
+    They are counted on torch's meta device, so nothing is computed and `model` is not changed. 0, with a line in the
+    log, for a model whose forward pass depends on values.
     """
-    launched: dict[int, float] = {}
-    kernels: list[tuple[float, float, bool, int]] = []
-    for event in events:
-        number = event.get("args", {}).get("correlation")
-        if event.get("cat") in LAUNCHES:
-            launched[number] = event["ts"]
-        elif event.get("cat") in ON_GPU:
-            communicates = event["name"].lower().startswith("nccl")
-            kernels.append((event["ts"], event["ts"] + event["dur"], communicates, number))
-    if not kernels:
-        return {}
-    kernels.sort()
-    begins, ends = kernels[0][0], max(end for _, end, _, _ in kernels)
-    busy = _covered((begin, end) for begin, end, _, _ in kernels)
-    computing = _covered((begin, end) for begin, end, communicates, _ in kernels if not communicates)
-    waiting_for_host, until = 0.0, begins
-    for begin, end, _, number in kernels:
-        if begin > until and launched.get(number, begin) > until:
-            waiting_for_host += begin - until
-        until = max(until, end)
-    whole = ends - begins
-    parts = {
-        "computing": computing,
-        "communicating": busy - computing,
-        "waiting_for_host": waiting_for_host,
-        "waiting_for_kernel": whole - busy - waiting_for_host,
-    }
-    return {name: part / whole for name, part in parts.items()}
+    from torch.utils.flop_counter import FlopCounterMode  # imports triton
+
+    counter = FlopCounterMode(display=False)
+    try:
+        with counter:
+            forward_on_meta(model, input_shape)
+    except Exception as error:  # a forward pass can raise anything, and this figure must not end a run
+        log.logger.info("the operations of the model cannot be counted, so there is no perf/mfu_pct: %s", error)
+        return 0.0
+    return 3.0 * counter.get_total_flops()
 
 
-def _covered(spans: Iterable[tuple[float, float]]) -> float:
-    """The length that sorted spans cover together."""
-    covered, until = 0.0, float("-inf")
-    for begin, end in spans:
-        covered += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return covered
+def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float:
+    """Peak operations per second of one GPU in a number format; 0, with a line in the log, for an unknown GPU."""
+    if device.type != "cuda" or dtype is torch.float64:
+        return 0.0
+    name = torch.cuda.get_device_name(device)
+    rates = PEAK_TFLOPS.get(NOT_IN_KEYS.sub("", name))
+    if rates is None:
+        log.logger.info("the peak rate of %s is not known, so there is no perf/mfu_pct", name)
+        return 0.0
+    return 1e12 * rates[2 if dtype is not torch.float32 else 1 if tf32 else 0]

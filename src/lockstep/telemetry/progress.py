@@ -1,11 +1,13 @@
-"""Shows the progress of a command other than training: a bar on a terminal, a line now and then elsewhere."""
+"""Lines of figures, no wider than the terminal; and with them the progress of commands other than training."""
 
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from stat import S_ISFIFO
 
 from rich.console import Console
@@ -13,12 +15,82 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
-from lockstep.telemetry.columns import ALWAYS, LONGEST_BAR, FigureColumn, bar, fitting, format_duration
-from lockstep.telemetry.display import SILENCE_S
+
+SILENCE_S = 30.0  # the longest time without a line, if the output is no terminal
+GAP = "  "
+ALWAYS = 9  # the priority of a column that is never left out
+SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
+
+
+@dataclass(frozen=True)
+class FigureColumn:
+    """A figure with its name in front and its unit behind.
+
+    Fields:
+        priority: on a narrow terminal, columns with a low priority are left out first.
+        style: the style of the figure and its unit.
+    """
+
+    name: str
+    figure: str
+    unit: str
+    priority: int
+    style: str = ""
+
+    def text(self) -> Text:
+        gap = " " * bool(self.name and self.figure)
+        return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))
+
+
+class Columns:
+    """Pads the figures of a column to the width of its widest figure so far."""
+
+    def __init__(self) -> None:
+        self.widths: Counter[str] = Counter()
+
+    def aligned(self, columns: Sequence[FigureColumn]) -> list[FigureColumn]:
+        for column in columns:
+            self.widths[column.name] = max(self.widths[column.name], len(column.figure))
+        return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
+
+
+def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
+    """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
+    shown = list(columns)
+    while True:
+        line = Text(GAP).join(column.text() for column in shown)
+        least_important = min(shown, key=lambda column: column.priority)
+        if width is None or line.cell_len <= width or least_important.priority == ALWAYS:
+            return line
+        shown.remove(least_important)
+
+
+def bar(share: float, room: int, *, unicode: bool) -> Text:
+    """A bar that is filled to `share`, with a gap behind it; empty if there is too little room."""
+    if room < SHORTEST_BAR:
+        return Text()
+    width = min(LONGEST_BAR, room) - len(GAP)
+    done = round(share * width)
+    filled, empty = ("━", "─") if unicode else ("#", "-")  # two characters: there may be no colours
+    return Text.assemble((filled * done, "cyan"), (empty * (width - done), "bright_black"), GAP)
+
+
+def format_timestamp(seconds: float) -> str:
+    """Seconds since 1970 as a date and a time; empty for 0, and for what a damaged file has in their place."""
+    with suppress(OverflowError, OSError, ValueError):
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds)) if seconds else ""
+    return ""
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as h:mm:ss, or m:ss if less than an hour."""
+    minutes, remainder = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
 class Work:
-    """A piece of work in a word, such as `evaluating`, and how many of its items are done; `total` may be unknown."""
+    """A piece of work in a word, such as `evaluating`; `total` is the number of its items, if it is known."""
 
     def __init__(self, activity: str, total: int | None) -> None:
         self.activity, self.total = activity, total
@@ -28,7 +100,6 @@ class Work:
         self.done += items
 
     def text(self) -> Text:
-        """The work in a word, its progress, and the time that is left or has passed."""
         passed = time.monotonic() - self.began
         if self.total is None:
             return FigureColumn(self.activity, format_duration(passed), "", ALWAYS).text()
@@ -36,8 +107,7 @@ class Work:
         count = f"{self.done:>{len(f'{self.total:,}')},}/{self.total:,}"
         return fitting([FigureColumn(self.activity, count, "", ALWAYS), FigureColumn("left", left, "", ALWAYS)], None)
 
-    def moving(self, console: Console) -> Text:
-        """The line with a bar, in the width of a terminal."""
+    def with_bar(self, console: Console) -> Text:
         line = self.text()
         if not self.total:
             return line
@@ -59,7 +129,7 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
     moves_beside = sys.stderr.isatty() and not errors.is_dumb_terminal and not S_ISFIFO(os.fstat(1).st_mode)
     if console is log.console or moves_beside:
         with Live(
-            get_renderable=lambda: work.moving(console),
+            get_renderable=lambda: work.with_bar(console),
             console=console,
             transient=True,
             refresh_per_second=4,
@@ -69,15 +139,15 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
             yield work.advance
         return
     ended = threading.Event()
-    watcher = threading.Thread(target=_lines, args=(work, ended, errors), name="progress", daemon=True)
+
+    def show_lines() -> None:
+        while not ended.wait(SILENCE_S):
+            errors.print(work.text(), soft_wrap=True)
+
+    watcher = threading.Thread(target=show_lines, name="progress", daemon=True)
     watcher.start()
     try:
         yield work.advance
     finally:
         ended.set()
         watcher.join()
-
-
-def _lines(work: Work, ended: threading.Event, console: Console) -> None:
-    while not ended.wait(SILENCE_S):
-        console.print(work.text(), soft_wrap=True)

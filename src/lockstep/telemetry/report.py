@@ -24,9 +24,9 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
-from lockstep.telemetry import charts, pictures
-from lockstep.telemetry.charts import COLOURS
-from lockstep.telemetry.columns import format_duration, format_timestamp
+from lockstep.telemetry import pictures
+from lockstep.telemetry.pictures import COLOURS
+from lockstep.telemetry.progress import format_duration, format_timestamp
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
@@ -207,14 +207,14 @@ def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]
     for title, patterns in titles.items():
         pairs = itertools.product(tags, patterns.items())
         matches = [(tag, *style) for tag, (pattern, style) in pairs if re.match(pattern, tag)]
-        lines: list[charts.Curve] = []
+        lines: list[pictures.Curve] = []
         for tag, label, colour in matches[:SHOWN]:
             points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
             colour = colour or COLOURS[len(lines) % len(COLOURS)]
             lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if lines:
             more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
-            yield title + more, charts.curves(lines)
+            yield title + more, pictures.curves(lines)
 
 
 def _predictions(predictions: Predictions) -> dict[str, Any]:

@@ -45,16 +45,12 @@ class _TextSink(Observer):
 class JsonLines(_TextSink):
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
 
-    `after` and `logged` are those of `RunInfo`; warns if the file ends before `logged`.
+    `after` is where the run resumes from, `RunInfo.after`.
     """
 
-    def __init__(self, path: Path, after: float, logged: int = 0) -> None:
+    def __init__(self, path: Path, after: float) -> None:
         self.path = path
-        self.file, last = truncate_after(path, after, lambda line: place_of(*parsed_figures(line)))
-        if last < logged:
-            log.warn(
-                f"{path} ends at step {last}, and its run had logged step {logged}: the lines between them are lost"
-            )
+        self.file = truncate_after(path, after, lambda line: place_of(*parsed_figures(line)))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         figures = {key: value if math.isfinite(value) else None for key, value in scalars.items()}
@@ -62,7 +58,7 @@ class JsonLines(_TextSink):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **figures}) + "\n")
 
 
-def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> tuple[TextIO, int]:
+def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> TextIO:
     """Open the file at `path` for appending, with the `header` and only its whole lines up to `after`.
 
     A line without an end was cut short by a kill; it is left out, because it may look like that of a smaller step.
@@ -72,37 +68,30 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
         after: where the run resumes from, `RunInfo.after`.
         place: returns the `place_of` of a line; raises ValueError or RecursionError if it has none.
 
-    Returns:
-        The open file, and the largest step in it; 0 if it has none.
-
     Raises:
         UnreadableFile: it is not a plain file.
         StorageError: it cannot be written.
     """
     damaged: list[int] = []
-    last = 0
 
     def valid_lines() -> Iterator[bytes]:
-        nonlocal last
         yield header.encode()
         for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
             if number == 1 and line == header:
                 continue
             try:
-                line_place = place(line or "")
+                if place(line or "") <= after:
+                    yield (line or "").encode()
             except (ValueError, RecursionError):
                 damaged.append(number)
-                continue
-            if line_place <= after:
-                last = max(last, int(line_place))
-                yield (line or "").encode()
 
     write_atomic(path, valid_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
         log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
     with storing(path):
-        return append(path, newline="", buffering=1), last
+        file: TextIO = append(path, newline="", buffering=1)
+    return file
 
 
 COLUMNS = {
@@ -128,9 +117,7 @@ class CsvTable(_TextSink):
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
         header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
-        self.file, _ = truncate_after(
-            path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header
-        )
+        self.file = truncate_after(path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,27 +1,81 @@
 """Where the time of a run goes: in training, by parts of a step, and in what interrupts it.
 
-The wait for data, evaluations and checkpoints are timed whenever they occur. The parts of a step are timed in one
-step of many, because the marks cost time. They come from places that every step passes, and from hooks on the
-gradients, so the step itself reads the same. A GPU is timed by events of its stream, so nothing waits for it.
+The wait for data, evaluations and checkpoints are always timed; the parts of a step in one step of many, because the
+marks cost time. They come from places that every step passes, and from hooks on the gradients. A GPU is timed by
+events of its stream, so nothing waits for it.
 """
 
 import itertools
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-
-from lockstep.telemetry.clock import TrainingClock
 
 G = TypeVar("G")
 Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
 WARM_UP = 5  # the first steps of a process, which take time of their own, are never timed
 LEAST_TIMED = 3  # steps must have been timed before shares and their spread say anything about the others
+
+
+class Seconds(NamedTuple):
+    """Seconds of training of this process, and the part of them in which the loop waited for the loader."""
+
+    busy: float
+    waited: float
+
+
+NO_TIME = Seconds(0.0, 0.0)
+
+
+class TrainingClock:
+    """Measures the training of this process: its time without pauses, and the part of it that waits for data."""
+
+    def __init__(self) -> None:
+        self.pausing: float | None = None  # when the pause under way began
+        self.paused_for: defaultdict[str, float] = defaultdict(float)  # seconds of all pauses, by what they were for
+        self.pauses: Counter[str] = Counter()  # and how many there were
+        self.start()
+
+    def start(self) -> None:
+        self.began = self.requested = time.perf_counter()
+        self.waited = self.waited_before = self.paused = 0.0
+        self.loaded = self.prepared = 0.0
+
+    def add_load(self, seconds: float) -> None:
+        """Count the seconds in which the loader read the images of the next steps."""
+        self.loaded += seconds
+
+    def add_arrival(self, requested: float, received: float) -> None:
+        """Count the time in which a step's data were awaited and augmented."""
+        self.requested, self.waited_before = requested, self.waited
+        self.prepared += received - requested
+        self.waited = min(self.loaded, self.prepared)
+
+    @contextmanager
+    def pause(self, purpose: str) -> Iterator[None]:
+        """A context whose time does not count as training: an `evaluation` or a `checkpoint`."""
+        self.pausing = began = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - began
+        self.paused += seconds
+        self.paused_for[purpose] += seconds
+        self.pauses[purpose] += 1
+        self.pausing = None
+
+    def so_far(self) -> Seconds:
+        """All seconds up to now; up to the pause under way, if there is one."""
+        now = time.perf_counter() if self.pausing is None else self.pausing
+        return Seconds(now - self.began - self.paused, self.waited)
+
+    def before_step(self) -> Seconds:
+        """All seconds up to the request of the last step's data, since which no pause has come."""
+        return Seconds(self.requested - self.began - self.paused, self.waited_before)
 
 
 class TimeSpent:
@@ -86,7 +140,6 @@ class TimeSpent:
         self.timing, self.marks, self.gradient = True, [("", self._stamp())], None
 
     def forward_done(self) -> None:
-        """Note the end of a micro-batch's forward pass and loss, in a timed step."""
         self._end("forward")
 
     def reduced(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NotRequired, TypedDict
 import torch
 from torch import Tensor
 
-from lockstep.telemetry.clock import NO_TIME, Seconds
+from lockstep.telemetry.time_spent import NO_TIME, Seconds
 
 
 class TallyState(TypedDict):

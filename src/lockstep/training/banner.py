@@ -21,8 +21,8 @@ from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES
 from lockstep.runtime.host import format_bytes
-from lockstep.telemetry.columns import format_duration
 from lockstep.telemetry.loggers import TensorBoard
+from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
 from lockstep.training.fingerprint import named, train_longer
 from lockstep.training.network import Network, Progress

@@ -20,7 +20,7 @@ from lockstep.losses import MaskedLoss
 from lockstep.models.nets import without_weights
 from lockstep.optim.ema import EMA
 from lockstep.stochastic import key_draws
-from lockstep.telemetry.flops import peak_flops, training_flops
+from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.network import Network, Progress

@@ -5,6 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from lockstep import checkpoint
 from lockstep.config import components
@@ -17,14 +18,12 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
-from lockstep.telemetry.clock import TimeLeft
-from lockstep.telemetry.display import display
-from lockstep.telemetry.gpu import watched_gpus
-from lockstep.telemetry.hardware import Monitor, parts_of
+from lockstep.telemetry.display import TimeLeft, display
+from lockstep.telemetry.hardware import parts_of, watched_gpus
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.profile import Profile
+from lockstep.telemetry.monitor import Monitor, Spending
+from lockstep.telemetry.profile import profiled
 from lockstep.telemetry.sinks import NullSamples, Samples
-from lockstep.telemetry.spending import Spending
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
@@ -92,7 +91,8 @@ def build_observers(
         return telemetry, None
     if job.telemetry.profile:
         on_gpu = world.device.type == "cuda"
-        telemetry.profile = Profile(run_dir.logs / "profile", plan.total_steps - progress.step, on_gpu=on_gpu)
+        folder, steps = run_dir.logs / "profile", plan.total_steps - progress.step
+        telemetry.profile = partial(profiled, folder=folder, total=steps, on_gpu=on_gpu)
     processes = [os.getpid(), *world.local_peer_pids.values()]
     monitor = Monitor(
         parts=parts_of(gpus=gpus if job.telemetry.gpu else [], path=run_dir.gpu, processes=processes),
@@ -135,8 +135,6 @@ def _observer(
         plan=plan,
         step=progress.step,
         after=progress.after,
-        # A new run that starts from the checkpoint of another run has none of its figures.
-        logged=progress.window["flushed"] if progress.window and not run_dir.none_yet.exists() else 0,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
         model=network.model,

@@ -17,7 +17,7 @@ from lockstep.core.world import World
 from lockstep.losses import probabilities_of
 from lockstep.metrics import NoScores, build_scores
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry.hardware import Monitor
+from lockstep.telemetry.monitor import Monitor
 from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader

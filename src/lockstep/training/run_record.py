@@ -26,8 +26,8 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
+from lockstep.telemetry.monitor import rates
 from lockstep.telemetry.report import is_due, write_report
-from lockstep.telemetry.spending import rates
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
@@ -132,8 +132,6 @@ class RunRecord(NoRecord):
         of_gpu: dict[str, Any] = {}
         if self.world.device.type == "cuda":
             of_gpu["gpu_memory"] = torch.cuda.max_memory_reserved(self.world.device)
-        if gpu_time := telemetry.profile.gpu_time:
-            of_gpu["gpu_time"] = {name: round(share, 4) for name, share in gpu_time.items()}
         evidence = Evidence(
             job=job,
             world=self.world,

@@ -16,7 +16,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host, limits
-from lockstep.telemetry.flops import peak_flops
+from lockstep.telemetry.profile import peak_flops
 from lockstep.training.dry_run import has_convolutions, takes_channels_last
 from lockstep.training.fingerprint import larger_batch
 from lockstep.training.resolved_job import ResolvedJob
