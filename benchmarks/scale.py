@@ -33,7 +33,7 @@ from lockstep.core.observer import Observer
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import shard_indices
-from lockstep.job import process_group
+from lockstep.job import worker
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
@@ -201,7 +201,7 @@ def join_mesh(rank: int, ranks: int, port: int, write: int) -> None:
     place = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, TORCHELASTIC_USE_AGENT_STORE="True")
     began = time.perf_counter()
-    with process_group.join(device="cpu", backend="gloo", timeout=60, threads=1) as world:
+    with worker.join(device="cpu", backend="gloo", timeout=60, threads=1) as world:
         seconds = time.perf_counter() - began
         if world.is_main:
             files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208, names only

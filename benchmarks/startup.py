@@ -93,7 +93,7 @@ def hydra_alone() -> None:
     """A sweep whose jobs print the time."""
     import hydra
 
-    from lockstep.config.own_hydra import own_hydra
+    from lockstep.config.hydra_policy import own_hydra
 
     sys.argv = ["train.py", *sys.argv[3:]]
     with own_hydra():

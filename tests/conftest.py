@@ -83,7 +83,7 @@ def _leaves_nothing_behind(_temporary_files: Path) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _own_hydra() -> Iterator[None]:
     """Compose configs as `train.py` does."""
-    from lockstep.config.own_hydra import own_hydra
+    from lockstep.config.hydra_policy import own_hydra
 
     with own_hydra():
         yield

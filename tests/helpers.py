@@ -38,7 +38,7 @@ from lockstep.core import world
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
-from lockstep.job import process_group, resolve
+from lockstep.job import resolve, worker
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -251,7 +251,7 @@ def gang_here(folder: str, ranks: str) -> None:
 def exit_as_rank(folder: Path) -> None:
     """What a rank of a `Gang` does: each case that it is told. The spawn launcher calls this."""
     with (
-        process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined,
+        worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined,
         (folder / str(joined.rank)).open() as cases,
         (folder / "done").open("wb", buffering=0) as done,
     ):

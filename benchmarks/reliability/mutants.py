@@ -172,10 +172,10 @@ checkpoint/writing.py: after a kill in the first save the run seems to have lost
 job/resume.py: a run that began from a checkpoint goes back to it at each resume [decide_resume]
 - if newest is None and named is not None else newest
 + if named is not None else newest
-job/submit.py: a submission that SLURM refuses removes a folder that existed [submit]
+job/slurm.py: a submission that SLURM refuses removes a folder that existed [submit]
 - if not existed_before:
 + if existed_before:
-job/slurm_task.py: a job that is done is queued again near its limit [submit]
+job/slurm.py: a job that is done is queued again near its limit [submit]
 - again = code not in (0, InputError.exit_code)
 + again = code != InputError.exit_code
 launcher/base.py: the last error of the ranks is taken for the cause [rank_errors]

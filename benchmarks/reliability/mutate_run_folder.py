@@ -45,14 +45,14 @@ from rich.table import Table
 
 from lockstep import checkpoint
 from lockstep.config import composition
-from lockstep.config.invocation import Invocation
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Lock, job_lock
-from lockstep.job.worker import launch
+from lockstep.job.worker import start
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -185,7 +185,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             job_lock(called) as lock,
             create_run(decide_resume(job, called), called, lock)[0] as run_dir,
         ):
-            launch(run_dir, load_job(run_dir.config))
+            start(run_dir, load_job(run_dir.config))
 
     return forked(command, folder)
 

@@ -81,7 +81,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.job.create import create_run
     from lockstep.job.resume import decide_resume
     from lockstep.job.run_folder import job_lock
-    from lockstep.job.worker import launch
+    from lockstep.job.worker import start
     from lockstep.runtime.guest import guest
 
     words = [*overrides, *([f"launcher.ranks={ranks}"] if ranks is not None else [])]
@@ -94,7 +94,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
                     invocation.folder.mkdir(parents=True, exist_ok=True)
             prepared, job = create_run(decide_resume(values, invocation), invocation, lock)
         with prepared as run_dir:
-            objective = launch(run_dir, job)
+            objective = start(run_dir, job)
     return Result(
         folder=run_dir.path,
         objective=objective,

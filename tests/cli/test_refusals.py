@@ -19,8 +19,8 @@ from hydra import initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, built, composed, train, train_here
-from lockstep.config import messages, yaml_io
-from lockstep.config.invocation import Invocation
+from lockstep.config import commands, messages, yaml_io
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -319,7 +319,7 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
 )
 def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -> None:
     with pytest.raises(InputError) as raised:
-        messages.check_word(word)
+        commands.check_word(word)
     assert says in str(raised.value)
     assert len(str(raised.value)) < 200
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from helpers import Done, built, forked, losses, resolved, train, train_here
-from lockstep.config.own_hydra import own_hydra
+from lockstep.config.hydra_policy import own_hydra
 from lockstep.core.world import World
 from lockstep.training import dry_run, micro_batch_search
 

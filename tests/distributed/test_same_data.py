@@ -31,7 +31,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
-from lockstep.job import process_group
+from lockstep.job import worker
 from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
 from lockstep.models import DigitNet
@@ -201,7 +201,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its part of the runs that are listed, then every evaluation."""
-    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         for path, stop_at in json.loads((folder / "cases.json").read_text()):
             run_until(here, RunDir(Path(path)), stop_at)
         figures = [scores(here, n, block) for n, block in SIZES]

@@ -23,7 +23,7 @@ from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import prefetch, shared_memory
 from lockstep.data.loading.loaders import Resident
-from lockstep.job import process_group
+from lockstep.job import worker
 
 SPOILT = (3, 600)  # in the share of either rank
 IMAGES = 700
@@ -47,7 +47,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
     facts: dict[str, object] = {}
-    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         facts |= listed(folder, here)
         split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208

@@ -19,7 +19,7 @@ from helpers import ROOT, command, losses, records, train, weights
 from lockstep.config.commands import override
 from lockstep.core.launch_env import adopt_srun, launched_place
 from lockstep.core.run import State
-from lockstep.job.process_group import own_gpu
+from lockstep.job.worker import own_gpu
 from lockstep.sweep.ledger import Ledger
 from processes import JOB, ended, start, steps_done, summary, wait_for
 

@@ -22,7 +22,7 @@ from lockstep.core import log
 from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.loading.shards import Shard
-from lockstep.job import process_group
+from lockstep.job import worker
 from lockstep.precision import BF16
 from lockstep.telemetry import straggler
 from lockstep.training import run_record
@@ -129,7 +129,7 @@ def by_its_own_time(own: bool) -> Iterator[None]:
 
 def entry(folder: Path) -> None:
     """What a rank does: each fault in a job of its own, and word of how it ended."""
-    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
+    with worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as joined:
         for name in FAULTS:
             run = RunDir(folder / name)
             ended = {"exit_code": 0, "sentence": ""}

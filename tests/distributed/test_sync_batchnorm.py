@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from helpers import launch, train
-from lockstep.job import process_group
+from lockstep.job import worker
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 
 pytestmark = pytest.mark.numerics
@@ -66,7 +66,7 @@ def passed(norm: nn.Module, x: Tensor) -> dict[str, Tensor]:
 
 def exit_as_rank(folder: Path) -> None:
     """What a rank does: its share of every batch, in float64 and in bfloat16, and of those of all layers."""
-    with process_group.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
+    with worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
         layers = [passed_and_evaluated(case, here.rank) for case in cases(here.size)]
         torch.save(layers, folder / f"{here.rank}.layers.pt")
         if here.size != RANKS:

@@ -13,7 +13,7 @@ from lockstep.cli.arguments import ONE_PROCESS, arguments
 from lockstep.cli.ladder import OF_RUNGS
 from lockstep.cli.lr_find import OF_TEST, lr_find
 from lockstep.cli.prove import OF_RUNS
-from lockstep.config.messages import RUN_FOLDERS, without_keys
+from lockstep.config.commands import RUN_FOLDERS, without_keys
 from lockstep.core.errors import InputError
 
 # The keys that commands set themselves, and commands that compose a job.

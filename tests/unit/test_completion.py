@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, forked, train
-from lockstep.config.commands import quoted_path
-from lockstep.config.completion import matches
+from lockstep.config.command_line import matches
 
 
 @pytest.fixture
@@ -52,17 +51,6 @@ def test_runs_and_tagged_weights_are_ours_to_complete(word: str, completed: list
     assert matches(word) == completed
 
 
-def test_a_path_that_is_there_needs_no_quotes_of_hydra(place: Path) -> None:
-    run = "outputs/sweeps/s/000-seed=1,lr=2"
-    assert quoted_path(f"resume={run}") == f'resume="{run}"'
-    Path("outputs/sweeps/latest").write_text("s/000-seed=1,lr=2\n")
-    assert quoted_path("init_from=outputs/sweeps/latest") == f'init_from="{run}"'
-    assert quoted_path("resume=outputs/1-digits") == "resume=outputs/1-digits"
-    assert quoted_path("seed=1,2") == "seed=1,2"
-    assert quoted_path("dataset.path=~/my photos") == 'dataset.path="~/my photos"'  # no shell replaces this ~
-    assert quoted_path("data_root=a,b") == "data_root=a,b"  # two folders, to sweep over
-
-
 def test_a_shell_is_answered(place: Path) -> None:
     query = ("-sc", "query=bash")
     assert train(*query, cwd=place, COMP_LINE="python train.py resume=l").out.split() == ["resume=latest"]
@@ -83,7 +71,7 @@ class Shell:
             os.chdir(folder)
             os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], environment)
 
-    def typed(self, keys: str, expected: str) -> str:
+    def shell_command(self, keys: str, expected: str) -> str:
         """What the terminal shows after these keys, once it shows `expected`; or all that it showed in 60 seconds."""
         os.write(self.terminal, keys.encode())
         shown, deadline = "", time.monotonic() + 60
@@ -106,10 +94,10 @@ def test_tab_completes_the_words_of_a_line_in_bash(program: str, tmp_path: Path)
     shell = Shell(folder)
     try:
         install = "python train.py" if program.startswith("python") else "lockstep"
-        shell.typed(f'eval "$({install} -sc install=bash)"; echo rea"dy"\n', "ready\r\n")
-        assert "egy" in shell.typed(f"{program} strat\t", "egy")
-        assert "hooks" in shell.typed("=allreduce_\t", "hooks")
-        keys = shell.typed(" optimizer.\t\t", "optimizer.weight_decay=")
+        shell.shell_command(f'eval "$({install} -sc install=bash)"; echo rea"dy"\n', "ready\r\n")
+        assert "egy" in shell.shell_command(f"{program} strat\t", "egy")
+        assert "hooks" in shell.shell_command("=allreduce_\t", "hooks")
+        keys = shell.shell_command(" optimizer.\t\t", "optimizer.weight_decay=")
         assert "optimizer.weight_decay=" in keys
         assert "_target_" not in keys
     finally:

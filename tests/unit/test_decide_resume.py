@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +13,12 @@ import yaml
 from helpers import FAKE, composed, run_dir, train_here
 from lockstep.config import composition, yaml_io
 from lockstep.config.components import build_job
-from lockstep.config.invocation import ConfigFiles, Invocation
-from lockstep.config.messages import key_of
-from lockstep.config.schema import CONF, GROUPS, MANY
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.job.resume import Resume, check_resumable, decide_resume
+from lockstep.job.create import check_resumable
+from lockstep.job.resume import Resume, decide_resume
 from lockstep.training.fingerprint import plan_of
 from lockstep.training.resolved_job import load_job
 
@@ -115,61 +111,6 @@ def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
         decided("batch=auto", "name=test", "train.micro_batches=4", batch="auto")
 
 
-# How a user can set a key of an option, or remove it.
-FORMS = ("{key}=null", "++{key}=null", "~{key}", "++{block}={{{name}: null}}")
-
-
-@functools.cache
-def options() -> dict[str, list[tuple[str, list[str]]]]:
-    """The options of each group, and the dotted keys of each, from the YAML files alone."""
-    by_group: dict[str, list[tuple[str, list[str]]]] = {group: [] for group in GROUPS}
-    for path in sorted(CONF.glob("*/*.yaml")):
-        if (group := path.parent.name) in GROUPS:
-            node, name = yaml.safe_load(path.read_text()), path.stem
-            blocks = {f"{group}.{name}": node[name]} if group in MANY else {group: node}
-            keys = [f"{block}.{key}" for block, values in blocks.items() for key in values if key != "_target_"]
-            by_group[group].append((f"[{name}]" if group in MANY else name, keys))
-    return by_group
-
-
-COMPOSED: dict[tuple[str, ...], Any] = {}
-
-
-@pytest.fixture
-def cached_composing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compose each choice of options once, by the last word for each group."""
-    compose = composition._compose
-
-    def cached(name: str, words: list[str]) -> Any:
-        last = tuple(sorted({key_of(word): word for word in words}.values()))
-        if last not in COMPOSED:
-            COMPOSED[last] = compose(name, list(last))
-        return COMPOSED[last]
-
-    monkeypatch.setattr(composition, "_compose", cached)
-    with composition.composing():
-        yield
-
-
-@pytest.mark.usefixtures("cached_composing")
-@pytest.mark.parametrize("form", FORMS)
-def test_a_key_stays_where_the_new_option_of_its_group_has_it_too(form: str) -> None:
-    sizes = range(max(map(len, options().values())))
-    for old, new in itertools.permutations(sizes, 2):  # all groups at once, and each pair of options of each
-        stored, chosen, expected = [], [], []
-        for group, choices in options().items():
-            (old_name, old_keys), (new_name, new_keys) = (choices[number % len(choices)] for number in (old, new))
-            stored.append(f"{group}={old_name}")
-            chosen.append(f"{group}={new_name}")
-            for key in old_keys:
-                block, _, name = key.rpartition(".")
-                stored.append(form.format(key=key, block=block, name=name))
-                expected += [stored[-1]] if key in new_keys else []
-        stayed = composition.fitting([*stored, "epochs=3"], chosen, ConfigFiles())
-        assert [word for word in stayed if "." in word or "{" in word] == expected
-        assert "epochs=3" in stayed
-
-
 @pytest.mark.parametrize(
     ("first", "now", "key", "value"),
     [
@@ -180,6 +121,7 @@ def test_a_key_stays_where_the_new_option_of_its_group_has_it_too(form: str) -> 
         ("~experiment batch=32", "experiment=cifar10_tutorial", "epochs", 5),
         ("metric=[f1] metric.f1.average=macro", "metric=[]", "metric", {}),
         ("logger=[tensorboard] logger.tensorboard.histograms=true", "logger=[]", "logger", {}),
+        ("schedule=step ++schedule={gamma:0.5}", "schedule=constant", "schedule", {"warmup": 0}),
         ("schedule=step schedule.gamma=0.5", "epochs=7 batch=32", "epochs", 7),
     ],
 )

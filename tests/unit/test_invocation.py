@@ -1,9 +1,11 @@
-"""The command line of a job as plain values: its folder, the words of a resume, and the extensions of its program."""
+"""The words of a command: its folder, those that a resume repeats, their quotes, and the program's extensions."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,13 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hypothesis import given
+from hypothesis import strategies as st
 
 from helpers import ROOT
 from lockstep.config import extensions
-from lockstep.config.commands import override, parsed, quoted_path
-from lockstep.config.invocation import ConfigFiles, Invocation, check_hydra_overrides, repeated_words
+from lockstep.config.commands import override, parsed, quoted_path, repeated_words, shell_command
+from lockstep.config.composition import ConfigFiles, Invocation, check_hydra_overrides
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 
@@ -62,6 +66,21 @@ def test_a_resume_repeats_what_names_the_config_files_of_its_run() -> None:
     assert repeated_words(command) == ["python", "train.py", *named]
 
 
+@given(st.text(alphabet="ab1e.=,'\" \\[](){}:~$%é/#&;!*-_", min_size=1, max_size=12))
+def test_every_text_comes_back_through_the_shell_and_hydra(text: str) -> None:
+    (word,) = shlex.split(shell_command([override("resume", text)]))
+    assert str(parsed(word)) == text
+
+
+@pytest.mark.parametrize("text", ["null", "a=b,c", "it's", 'say "x"', "a\\"])
+def test_bash_reads_the_words_that_were_meant(text: str) -> None:
+    words = ["python", "train.py", override("resume", text)]
+    shown = subprocess.run(
+        ["bash", "-c", f"printf '%s\\n' {shell_command(words)}"], capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.splitlines() == words
+
+
 def test_a_path_that_exists_is_read_by_hydra_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "seed=1,lr=[2]").mkdir()
@@ -70,6 +89,7 @@ def test_a_path_that_exists_is_read_by_hydra_as_it_is(tmp_path: Path, monkeypatc
         assert parsed(quoted_path(f"{key}=~/photos")) == "~/photos"
     assert quoted_path("epochs=seed=1,lr=[2]") == "epochs=seed=1,lr=[2]"
     assert quoted_path("resume=not-there") == "resume=not-there"
+    assert quoted_path("data_root=a,b") == "data_root=a,b"  # two folders, to sweep over
 
 
 def test_the_newest_run_is_named_by_its_folder_which_stays_when_another_one_starts(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_a_rank_is_watched_for_the_timeout_of_its_job(tmp_path: Path, monkeypatc
         yield SimpleNamespace(local_peer_pids={}, heartbeat=lambda: None)
 
     monkeypatch.setattr(worker.watchdog, "Watchdog", context)
-    monkeypatch.setattr(worker.process_group, "join", context)
+    monkeypatch.setattr(worker, "join", context)
     monkeypatch.setattr(worker, "stop_signals", context)
     monkeypatch.setattr(worker.experiment, "run", lambda *_, **__: None)
     worker.main(run.path)

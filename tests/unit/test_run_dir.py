@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import composed, run_dir
-from lockstep.config.invocation import Invocation
+from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.errors import InputError, NumericalError, Stopped, StorageError
 from lockstep.core.named_paths import latest, pointed
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
-from lockstep.job.create import Preparation
 from lockstep.job.resume import decide_resume
+from lockstep.job.run_folder import Preparation
 from lockstep.launcher.base import Inline, first_failure
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.sweep.ledger import Ledger

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.invocation import Invocation
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.job.run_folder import Lock, job_lock, lock_run_folder

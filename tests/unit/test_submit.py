@@ -7,19 +7,17 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import composed
-from lockstep.config.invocation import Invocation
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, Stopped
 from lockstep.job.resume import Resume
 from lockstep.job.run_folder import Lock
-from lockstep.job.slurm_task import Task
-from lockstep.job.submit import Submission, preview, submission, submit
+from lockstep.job.slurm import Submission, Task, preview, submission, submit
 from lockstep.launcher import Slurm
 
 Programs = Callable[..., None]
@@ -75,14 +73,6 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
     )
     assert {"requeue": "", "open-mode": "append"}.items() <= options.items()
     assert not {"array", "account", "mem"} & directives(preview([job(tmp_path)])).keys()
-
-
-def test_each_job_of_an_array_has_its_number_and_its_folder(tmp_path: Path) -> None:
-    text = preview([job(tmp_path, tmp_path / name) for name in ("a", "b", "c")])
-    assert directives(text)["array"] == "0-2"
-    for number, name in enumerate("abc"):
-        (line,) = [line for line in text.splitlines() if line.startswith(f"{number}) ")]
-        assert f" {tmp_path / name} train x hydra.run.dir={tmp_path / name} ;;" in line
 
 
 def test_a_submission_that_slurm_refuses_leaves_what_was_there(tmp_path: Path, programs: Programs) -> None:
@@ -200,8 +190,3 @@ def test_the_command_of_a_task_is_no_rank_and_writes_into_the_run_folder(
 ) -> None:
     assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
     assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
-
-
-def test_a_line_that_would_end_early_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="has a control character; leave it out"):
-        preview([replace(job(tmp_path), command=("train", "a\nb"))])

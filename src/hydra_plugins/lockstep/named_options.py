@@ -12,9 +12,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
-from lockstep.config.hydra_policy import EXTENSION
+from lockstep.config.hydra_policy import EXTENSION, is_own
 from lockstep.config.options import is_timm_model, timm_models
-from lockstep.config.own_hydra import is_own
 from lockstep.config.schema import GROUPS, MANY
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.checkpoint.files import MODEL, header
 from lockstep.config.commands import shell_command
-from lockstep.config.other_words import WEIGHTS
+from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name

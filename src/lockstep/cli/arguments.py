@@ -4,8 +4,8 @@ import argparse
 import sys
 from typing import Any
 
+from lockstep.config.command_line import Parser
 from lockstep.config.commands import shell_command
-from lockstep.config.flags import Parser
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.launch_env import is_launched, launched_place
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from lockstep.config import components, composition
 from lockstep.config.commands import shell_command
+from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import is_of_hydra
-from lockstep.config.invocation import check_hydra_overrides
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lockstep.cli.rows import csv_row
 from lockstep.config import components, composition, yaml_io
-from lockstep.config.invocation import ConfigFiles
-from lockstep.config.messages import key_of
+from lockstep.config.commands import key_of
+from lockstep.config.composition import ConfigFiles
 from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError

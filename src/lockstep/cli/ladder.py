@@ -22,8 +22,7 @@ import torch
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.cli.processes import ending, running
 from lockstep.cli.rows import show_rows
-from lockstep.config.commands import override, shell_command
-from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.model import has_batchnorm

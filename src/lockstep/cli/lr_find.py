@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
-from lockstep.config.messages import without_keys
+from lockstep.config.commands import without_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative

@@ -45,13 +45,13 @@ def train() -> None:
 
 def complete() -> None:
     """Print the completions of the shell's line: commands, or the words of `train`. The shell itself knows files."""
-    from lockstep.config import completion
+    from lockstep.config import command_line
 
-    line, shell = os.environ.get("COMP_LINE", ""), completion.shell_asking(sys.argv)
+    line, shell = os.environ.get("COMP_LINE", ""), command_line.shell_asking(sys.argv)
     if not shell or re.match(r"\S*lockstep\s+train\s", line):
         train()
     elif len(words := line.split(" ")) == 2:
-        completion.write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], shell)
+        command_line.write([command for command in ("train", *COMMANDS) if command.startswith(words[1])], shell)
 
 
 def run_command() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.checkpoint import MODEL, latest_valid
 from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
-from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError

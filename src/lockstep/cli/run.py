@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, composition
-from lockstep.config.invocation import Invocation
-from lockstep.config.messages import key_of
+from lockstep.config.commands import key_of
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
 from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.terminal import forgive_output
-from lockstep.job.create import Preparation, create_run, import_for_ranks, prepare
+from lockstep.job.create import create_run, import_for_ranks, prepare
 from lockstep.job.resume import Resume, refuse_in_sweep
-from lockstep.job.run_folder import Lock
-from lockstep.job.submit import submission
-from lockstep.job.worker import launch
+from lockstep.job.run_folder import Lock, Preparation
+from lockstep.job.slurm import submission
+from lockstep.job.worker import start
 from lockstep.launcher import Elastic, create_on_main
 from lockstep.sweep import report
 from lockstep.sweep.devices import Needs
@@ -109,7 +109,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
 
     own = [word for word in invocation.overrides if key_of(word) != "launcher.node_rank"]  # as on no other machine
     with create_on_main(create, (*invocation.configs.words, *own)) as run_dir:
-        return launch(run_dir, jobs[0] if jobs else load_job(run_dir.config))
+        return start(run_dir, jobs[0] if jobs else load_job(run_dir.config))
 
 
 def kind(values: Mapping[str, Any]) -> str:

@@ -13,12 +13,10 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from lockstep.config import completion, composition, extensions
+from lockstep.config import command_line, composition, extensions
 from lockstep.config.commands import quoted_path, started_as
-from lockstep.config.flags import check_flags
-from lockstep.config.hydra_policy import TRUSTED
-from lockstep.config.invocation import Invocation
-from lockstep.config.own_hydra import own_hydra
+from lockstep.config.composition import Invocation
+from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.launch_env import adopt_srun, check_launched, is_launched, without_local_rank
 from lockstep.core.native_threads import configure_native_threads
@@ -37,10 +35,10 @@ def main(packages: Sequence[str] = ()) -> None:
         adopt_srun()
         extensions.use(packages)
         sys.argv[1:] = map(quoted_path, sys.argv[1:])
-        if not (completion.answered(sys.argv) or composition.showed_help()):
-            check_flags(sys.argv[1:])
+        if not (command_line.answered(sys.argv) or composition.showed_help()):
+            command_line.check_flags(sys.argv[1:])
             check_launched()
-            with own_hydra(), completion.without_targets(sys.argv):
+            with own_hydra(), command_line.without_targets(sys.argv):
                 train()
 
 

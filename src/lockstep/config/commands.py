@@ -1,20 +1,27 @@
-"""The command that the user typed, and commands in messages, quoted so that the user can paste them into a shell."""
+"""The words of the user's command, and commands in messages, quoted so that the user can paste them into a shell."""
 
+import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from lockstep.core import log
+from lockstep.core.errors import InputError, shown
 from lockstep.core.named_paths import pointed
 from lockstep.core.run_dir import LATEST
 
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
 RUNS = ("resume", "init_from")
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
+RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of runs begin
+# The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
+# what overloads Hydra's parser or Python's integers. Hydra looks for a file named after a key.
+LONGEST, LONGEST_KEY, DEEPEST, MOST_DIGITS = 10_000, 200, 30, 300
 # The words before the overrides of the user's command.
 _WORDS = ["lockstep", "train"]
 
@@ -84,3 +91,53 @@ def command_of_program() -> list[str]:
     if Path(sys.argv[0]).suffix == ".py" and Path(sys.argv[0]).name != "__main__.py":
         return [sys.executable, str(Path(sys.argv[0]).absolute())]
     return [sys.executable, "-m", "lockstep", "train"]
+
+
+def key_of(override: str) -> str:
+    """The key or group of an override: `epochs` for `++epochs=3`."""
+    return override.lstrip("+~").partition("=")[0].strip()
+
+
+def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
+    """The overrides without those whose keys a command sets itself, so that it takes the line that trained a run.
+
+    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
+
+    Raises:
+        InputError: one of them is `resume`, without which the others say another job.
+    """
+    words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
+    left_out = [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]
+    if resumes := [word for word in left_out if key_of(word) == "resume"]:
+        raise InputError(f"{resumes[0]}: {who}; leave it out, and type the overrides of the run")
+    if left_out:
+        log.note(f"{who}, so {shell_command(left_out)} is left out")
+    return [word for word in words if word not in left_out]
+
+
+def check_word(text: str) -> None:
+    """Refuse a word of the command line that would overload the parser, or move what a job writes."""
+    if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
+        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
+    if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
+        raise InputError(f"{shown(text)}: a job stays in the folder of its command; leave out hydra.job.chdir")
+    depth = deepest = 0
+    for character in text if len(text) <= LONGEST else "":
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    if len(text) > LONGEST:
+        raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
+    if "=" in text and (length := len(key_of(text))) > LONGEST_KEY:
+        raise InputError(f"{shown(text)} has a key of {length:,} characters, expected at most {LONGEST_KEY}")
+    if deepest > DEEPEST:
+        raise InputError(f"{shown(text)} has {deepest} nested brackets, expected at most {DEEPEST}")
+    if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
+        raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
+    if not text.isascii() and text.encode(errors="replace").decode() != text:
+        raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
+
+
+def repeated_words(command: str) -> list[str]:
+    """The words of a run's command that a resume must repeat: the program, and those that name config files."""
+    words = shlex.split(command)
+    return words[:2] + [word for word in words if word.startswith(("--config-", "hydra.searchpath="))]

@@ -5,10 +5,17 @@ whitelist, which is `TRUSTED` here. This leaves open which files log handlers wr
 into the config, in which folders runs are, and which packages are imported to search them for configs. So each
 value below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys
 that name folders and texts.
+
+While Lockstep composes, Hydra and OmegaConf have a state of their own. Hydra keeps what it knows in singletons, and
+OmegaConf its resolvers in one dict. Their public functions can replace both, but not give back what was there before:
+`Singleton.get_state` copies all of it, so that references to the `ConfigStore` go stale, and forgets the plugins. So
+this module, and no other, uses the names of the two dicts (`Singleton._instances` of Hydra 1.4.0rc3,
+`BaseContainer._resolvers` of OmegaConf 2.4.1rc1).
 """
 
 import copy
 import functools
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,12 +23,20 @@ from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import JobRuntime
 from hydra.errors import HydraException
+from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
+from lockstep.config import components
 from lockstep.config.messages import unreadable
 from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError, shown
@@ -49,9 +64,6 @@ _REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
 FREE: tuple[Key, ...] = (("sweeper", "params"), ("mode",), ("searchpath",), ("help",), ("hydra_help",))
 # The keys that Hydra itself writes while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dirname"), ("job", "config_name"))
-# What only serves to name code and files for it, so that not even the command line may set it.
-CLOSED: tuple[Key, ...] = (("callbacks",), ("job_logging",), ("hydra_logging",))
-WHOLE: tuple[Key, ...] = (("launcher",), ("sweeper",))  # likewise: a reference, whose values a config file chooses
 # The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
 LOGGING = ("default", "disabled", "hydra_debug", "none", "stdout")
 OPTIONS = {
@@ -60,6 +72,9 @@ OPTIONS = {
     "job_logging": LOGGING,
     "hydra_logging": LOGGING,
 }
+# What each user of Hydra has alone. The others are the same for all: the plugins, and their sources of configs.
+HYDRAS = ("hydra", "_")  # how the names of Hydra's own configs begin
+OWN = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)
 
 
 def is_of_hydra(override: str | Override) -> bool:
@@ -161,15 +176,7 @@ class CheckedLoader:
             expected.update(self._option(group, choice))
         for override in overrides:
             if is_of_hydra(override) and not override.is_delete():
-                on_line = dict(nested(override.value(), _key(override)))
-                if any(
-                    key[:1] in CLOSED or key in WHOLE or re.search(r"\b_\w*_\b", " ".join(key)) for key in on_line
-                ):
-                    raise InputError(
-                        f"{override.input_line!r} names code for Hydra to run; leave it out, or choose an installed "
-                        "plugin by its name: hydra/launcher=NAME"
-                    )
-                expected.update(on_line)
+                expected.update(nested(override.value(), _key(override)))
         words = {override.input_line for override in overrides}
         for key, value in values.items():
             is_expected = key in expected and str(expected[key]) == str(value)
@@ -253,3 +260,39 @@ def _refusal(key: Key, value: object) -> str:
         f"{name} is {shown(value)} in a config file, which may set only {free}, so that it runs no code; an "
         "installed plugin is chosen on the command line: hydra/launcher=NAME"
     )
+
+
+class OwnHydra(GlobalHydra):
+    """Hydra's place for the object that composes; here it composes with `CheckedLoader`."""
+
+    def initialize(self, hydra: Any) -> None:
+        hydra.config_loader = CheckedLoader(hydra.config_loader)
+        super().initialize(hydra)
+
+
+def is_own() -> bool:
+    """Whether Hydra works for Lockstep, and not for another program that uses Hydra in the same environment."""
+    return isinstance(GlobalHydra.instance(), OwnHydra)
+
+
+@contextmanager
+def own_hydra() -> Iterator[None]:
+    """A context in which Hydra composes jobs of Lockstep. It then has the state from before, to the object.
+
+    Of OmegaConf's resolvers, the one for the environment is missing, and so are those of the program: somebody else
+    may have written a config, its values are written to files, and environment variables hold secrets.
+    """
+    Plugins.instance()  # their modules add configs to the store of the program when they are first imported
+    stored = ConfigStore.instance().repo
+    singletons, resolvers = Singleton._instances, BaseContainer._resolvers
+    try:
+        Singleton._instances = {kind: one for kind, one in singletons.items() if not issubclass(kind, OWN)}
+        GlobalHydra.set_instance(OwnHydra())
+        ConfigStore.instance().repo |= {name: node for name, node in stored.items() if name.startswith(HYDRAS)}
+        ConfigStore.instance().store(name="job", node=components.schema(), replace=True)
+        OmegaConf.clear_resolvers()
+        OmegaConf.clear_resolver("oc.env")
+        OmegaConf.register_resolver("stamp_hex", lambda: os.urandom(2).hex(), use_cache=True)
+        yield
+    finally:
+        Singleton._instances, BaseContainer._resolvers = singletons, resolvers

@@ -1,12 +1,12 @@
-"""Mistakes of the user as one sentence: from the exceptions of Hydra and OmegaConf, and from checks of single words.
+"""Mistakes of the user as one sentence, from the exceptions of Hydra and OmegaConf.
 
-Keys and options come with the exceptions; `other_words` knows what other programs call them.
+Keys and options come with the exceptions; `suggest` knows what was probably meant.
 """
 
 import itertools
 import re
 import sys
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
@@ -14,71 +14,15 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import ListConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from lockstep.config import other_words
-from lockstep.config.commands import override, parsed, program_name, program_words, shell_command
-from lockstep.config.options import options_of, options_with
-from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError, StorageError, close_to, did_you_mean, out_of_memory, shown
+from lockstep.config import suggest
+from lockstep.config.commands import key_of, override, parsed, program_name, program_words, shell_command
+from lockstep.config.options import options_of
+from lockstep.config.schema import GROUPS, Job
+from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory, shown
 from lockstep.core.safe_write import FULL
 
-# The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
-# what overloads Hydra's parser or Python's integers. Hydra looks for a file named after a key.
-LONGEST, LONGEST_KEY, DEEPEST, MOST_DIGITS = 10_000, 200, 30, 300
 # The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
 UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
-# The environment variable that lets OmegaConf read longer files.
-MOST_NODES = "OMEGACONF_MAX_YAML_EXPANDED_NODES"
-RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # of the keys that name the folders of runs
-
-
-def key_of(override: str) -> str:
-    """The key or group of an override: `epochs` for `++epochs=3`."""
-    return override.lstrip("+~").partition("=")[0].strip()
-
-
-def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
-    """The overrides without those whose keys a command sets itself, so that it takes the line that trained a run.
-
-    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
-
-    Raises:
-        InputError: one of them is `resume`, without which the others say another job.
-    """
-    words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
-    left_out = [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]
-    if resumes := [word for word in left_out if key_of(word) == "resume"]:
-        raise InputError(f"{resumes[0]}: {who}; leave it out, and type the overrides of the run")
-    if left_out:
-        log.note(f"{who}, so {shell_command(left_out)} is left out")
-    return [word for word in words if word not in left_out]
-
-
-def note(proposal: str) -> str:
-    """What to know about a proposal: a batch of most other programs is that of one device."""
-    return " (batch counts the images of all devices)" if "batch=" in proposal else ""
-
-
-def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overload the parser, or move what a job writes."""
-    if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
-        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
-    if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
-        raise InputError(f"{shown(text)}: a job stays in the folder of its command; leave out hydra.job.chdir")
-    depth = deepest = 0
-    for character in text if len(text) <= LONGEST else "":
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if len(text) > LONGEST:
-        raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
-    if "=" in text and (length := len(key_of(text))) > LONGEST_KEY:
-        raise InputError(f"{shown(text)} has a key of {length:,} characters, expected at most {LONGEST_KEY}")
-    if deepest > DEEPEST:
-        raise InputError(f"{shown(text)} has {deepest} nested brackets, expected at most {DEEPEST}")
-    if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
-        raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
-    if not text.isascii() and text.encode(errors="replace").decode() != text:
-        raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
 
 
 def translate(error: BaseException) -> LockstepError | None:
@@ -89,12 +33,12 @@ def translate(error: BaseException) -> LockstepError | None:
         return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
     if isinstance(error, OverrideParseException):
         group, sign, path = error.override.partition("=")
-        if suggestion := other_words.suggest_overrides(*((group, path) if sign else ("", group))):
+        if suggestion := suggest.suggest_for_path(*((group, path) if sign else ("", group))):
             expected = f"the name of a {group}" if sign else "KEY=VALUE"
             return InputError(f"{shown(error.override)} is a path, expected {expected}.{suggestion}")
         if not sign and (proposal := _joined(error.override)):
             return InputError(
-                f"{shown(error.override)} cannot be read, expected KEY=VALUE{note(proposal)}: {proposal}"
+                f"{shown(error.override)} cannot be read, expected KEY=VALUE{suggest.note(proposal)}: {proposal}"
             )
         return InputError(
             f"{shown(error.override)} cannot be read, expected KEY=VALUE; a value with spaces, commas, brackets or "
@@ -135,7 +79,7 @@ def _joined(word: str) -> str:
         return ""
     known = "." in word or word in GROUPS or word in Job.__dataclass_fields__
     if not known:
-        return other_words.suggest_override(word, value)
+        return suggest.suggest_override(word, value)
     plain = f"{word}={value}"
     return shell_command([plain if parsed(plain) is not None else override(word, value)])
 
@@ -148,29 +92,12 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
             "with hydra.run.dir=FOLDER"
         )
     if isinstance(error, yaml.YAMLError):
-        text = " ".join(str(error).split())
-        if MOST_NODES in text:
-            where = re.sub(r'.*in "(.*)", line.*', r"\1", text)
-            return InputError(
-                f"{where} has more values than OmegaConf reads: set {MOST_NODES}=100000 (default: 10000)"
-            )
-        return InputError(f"a config file is not YAML: {text}")
+        return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")
     if isinstance(error, ValueError) and "Config group override" in str(error):
-        return InputError(_no_option())
+        return InputError("a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18")
     if isinstance(error, UNEXPECTED):
         return unreadable(error)
     return None
-
-
-def _no_option() -> str:
-    """The sentence for a group that is set to something else than names, such as `logger=null`."""
-    for word in sys.argv[1:]:
-        group = key_of(word)
-        if group in (*GROUPS, "experiment") and not isinstance(parsed(word), str | list):
-            names = "a list of names of its" if group in MANY else "the name of one of its"
-            example = "[]" if group in MANY else next(iter(options_of(group)), "NAME")
-            return f"{shown(word)}: a config group takes {names} options: {group}={example}"
-    return "a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18"
 
 
 def unreadable(error: Exception) -> InputError:
@@ -195,9 +122,9 @@ def _no_such_file(path: str, options: list[str]) -> str:
     own, more = options_of(group), ", or a model of timm" * (group == "model")
     options = options or own
     listing = f" It is one of {', '.join(own)}{more}." if own else ""
-    named_elsewhere = other_words.suggest_option(group, name)
+    named_elsewhere = suggest.suggest_option(group, name)
     suggestion = (
-        other_words.suggest_overrides(group, name)
+        suggest.suggest_for_path(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
         or listing
@@ -232,10 +159,7 @@ def sentence(error: OmegaConfBaseException, prefix: str = "") -> str:
     """OmegaConf's message as one line: the key (with `prefix`), what was found, what was expected, a remedy."""
     key = f"{prefix}{error.full_key or error.key or ''}"
     if key == "_dummy_":  # Hydra's name for the group that it looks for
-        word = next((word for word in sys.argv[1:] if "${" in word and key_of(word) in GROUPS), "")
-        group = key_of(word) or "GROUP"
-        option = next(iter(options_of(group)), "NAME")
-        return f"{word or 'a group'} is a reference, expected the name of an option: {group}={option}"
+        return "a group is a reference, expected the name of an option: GROUP=NAME"
     message = (error.msg or str(error)).splitlines()[0]
     if not key and "nterpolation" in message:  # of a value in the line of a sweep, which has no key there
         key = next((key_of(word) for word in sys.argv[1:] if "${" in word), "")
@@ -272,35 +196,5 @@ def _no_such_key(key: str, known: Iterable[str]) -> str:
     word = next((word for word in sys.argv[1:] if "=" in word and f"{key_of(word)}.".startswith(f"{key}.")), key)
     whole = key if "." in key else key_of(word)  # of a misspelt block, Hydra names no more than the block
     value = word.partition("=")[2] if "=" in word and key_of(word) == whole else None
-    hint = _hint(whole, value, names)
+    hint = suggest.suggest_key(whole, value, names)
     return f"{key}: there is no such key in the config.{hint or f' `{program_name()} --cfg job` shows them all.'}"
-
-
-def _hint(key: str, value: str | None, names: list[str]) -> str:
-    """What the user probably meant by a `key` that is none of `names`; empty if nothing is near."""
-    block, _, last = key.rpartition(".")
-    siblings = [name for name in names if name.rpartition(".")[0] == block and not name.endswith("._target_")]
-    # A key without its block (`lr`), or in a misspelt block: look for the same last part.
-    same_last_part = [name for name in names if name.rpartition(".")[2] == last][:3]
-    if sentence_about := other_words.absent(key):
-        return f" Here {sentence_about}."
-    if key == "dataset.path" and (suggestion := other_words.suggest_overrides("dataset", value or "")):
-        return suggestion
-    if block and (option_names := options_with(block, last)):
-        choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
-        return f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
-    if (proposal := other_words.suggest_override(key, value)) and not proposal.startswith(f"{key}="):
-        return f" Did you mean {proposal}{note(proposal)}?"
-    if block and siblings:
-        near = close_to(last, [name.rpartition(".")[2] for name in siblings])
-        if not near:
-            return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
-        near = [f"{block}.{name}" for name in near]
-    elif same_last_part:
-        near = same_last_part
-    elif blocks := close_to(key.partition(".")[0], {name.partition(".")[0] for name in names}) if block else []:
-        return _hint(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
-    else:
-        near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
-    shown_names = [repr(name) if value is None else shell_command([f"{name}={value}"]) for name in near]
-    return f" Did you mean {' or '.join(shown_names)}?" if near else ""

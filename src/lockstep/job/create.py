@@ -3,35 +3,32 @@
 The folder is locked, created once the job is checked, and undone if a rank refuses the job.
 """
 
-from __future__ import annotations
-
 import importlib
 import multiprocessing
-import os
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
+from lockstep import checkpoint
 from lockstep.config import components, composition, yaml_io
-from lockstep.config.invocation import Invocation
-from lockstep.config.messages import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.composition import Invocation
 from lockstep.config.schema import Job
 from lockstep.core import log
-from lockstep.core.errors import InputError, StorageError
+from lockstep.core.data_protocols import Source
+from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import UnreadableFile, read_if_exists
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_read import UnreadableFile
+from lockstep.job import worker  # noqa: F401  # what each rank needs, before ranks are forked
 from lockstep.job.resolve import resolve
-from lockstep.job.resume import Resume, check_resumable, decide_resume
-from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.job.resume import Resume, decide_resume
+from lockstep.job.run_folder import Lock, Preparation, lock_run_folder
 from lockstep.job.validate import check_job, check_memory
 from lockstep.runtime import environment
-from lockstep.training.fingerprint import plan_of
+from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
 from lockstep.training.resolved_job import ResolvedJob
 
 
@@ -77,7 +74,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
     sweep = invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
-    resume.fetch_data(job.dataset)
+    fetch_data(resume, job.dataset)
     job = with_fitting_batch(job, resume, sweep=sweep)
     plan = check_plan(job)
     if resume.checkpoint is None:
@@ -91,7 +88,7 @@ def job_of(overrides: Sequence[str]) -> ResolvedJob:
     words = without_keys(overrides, RUN_FOLDERS, "no run folder is made")
     with composition.invoked(words) as (values, invocation):
         job = checked_job(resume := decide_resume(values, invocation))
-        resume.fetch_data(job.dataset)
+        fetch_data(resume, job.dataset)
         return with_fitting_batch(job, resume)
 
 
@@ -130,10 +127,49 @@ def check_plan(job: ResolvedJob) -> Plan:
     return plan
 
 
+def fetch_data(resume: Resume, dataset: Source) -> None:
+    """Download what is missing of the data, if the command may.
+
+    Raises:
+        InputError: the data cannot be read or downloaded.
+    """
+    if resume.may_fetch:
+        dataset.prepare()
+        return
+    try:
+        dataset.train()
+        dataset.eval()
+    except InputError as error:
+        remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
+        raise InputError(f"{error}; {remedy}") from error
+
+
+def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
+    """Check that a job can continue from its checkpoint, if it has one, and that steps are left to do.
+
+    Raises:
+        InputError: the checkpoint is of another run, or the run has ended.
+    """
+    if (resumed := resume.checkpoint) is None:
+        return
+    try:  # after its last step, a run that was stopped has its last evaluation left; a checkpoint alone has not
+        ended = resume.folder is None or RunDir(resume.folder).read_summary().get("status") == "completed"
+    except UnreadableFile as error:
+        log.show_warning(f"{error}; it will be replaced")
+        ended = False
+    checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
+    step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
+    if step > total:
+        state = f"stands at step {step}, and this job would end at step {total}"
+    elif step == total and ended:
+        state = f"has finished step {step} of {total}, so nothing is left to do"
+    else:
+        return
+    raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
+
+
 def import_for_ranks(job: Job) -> None:
     """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
-    from lockstep.job import worker  # noqa: F401  # late, because only a rank needs all of it
-
     environment.own_source()
     parts = (job.model, job.strategy, *job.logger.values())
     modules = {name for part in parts for name in getattr(part, "imports", ())}
@@ -141,80 +177,3 @@ def import_for_ranks(job: Job) -> None:
     modules |= {"torchmetrics.classification"} if job.metric else set()
     for name in sorted(modules):
         importlib.import_module(name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Preparation:
-    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
-
-    Fields:
-        described: whether the folder had any of these files before.
-        before: the old content of these files, the summary and the ranks' error files; None without such a file. The
-            size of each log, to which a job that was refused by a rank has added lines.
-    """
-
-    run_dir: RunDir
-    described: bool
-    before: Mapping[Path, bytes | int | None]
-
-    @classmethod
-    def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
-        """Write the files that describe a job.
-
-        Raises:
-            StorageError: a file cannot be written; all files are as they were.
-        """
-        sizes = {path: path.stat().st_size for path in run_dir.log_files()}
-        before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
-        described = any(before[path] for path in texts)
-        preparation = cls(run_dir=run_dir, described=described, before={**sizes, **before})
-        try:
-            # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
-            # not leave it next to the overrides of another command.
-            run_dir.composed.unlink(missing_ok=True)
-            for path, text in texts.items():
-                write_atomic(path, text)
-        except StorageError:
-            preparation.undo()
-            raise
-        return preparation
-
-    def undo(self) -> None:
-        """Undo `write` and what ranks have logged: remove the files of a new job, and restore those of an older one.
-
-        Raises:
-            StorageError: a file cannot be written back.
-        """
-        before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
-        if not self.run_dir.began and not self.described:  # the folder is this job's own
-            before = dict.fromkeys(self.run_dir.prepared_files())
-        for path, content in before.items():
-            if content is None:
-                path.unlink(missing_ok=True)
-            elif isinstance(content, int):
-                os.truncate(path, content)
-            elif content != read_if_exists(path):  # launchers remove error files
-                write_atomic(path, content)
-        for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
-            with suppress(OSError):  # not empty
-                folder.rmdir()
-
-    def close(self, error: BaseException) -> None:
-        """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
-        has_started = self.run_dir.began
-        with suppress(UnreadableFile):
-            has_started &= read_if_exists(self.run_dir.summary) != self.before[self.run_dir.summary]
-        if has_started or not isinstance(error, InputError):
-            self.run_dir.write_ending(error)
-            return
-        with suppress(OSError, StorageError, UnreadableFile):
-            self.undo()
-
-    def __enter__(self) -> RunDir:
-        return self.run_dir
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.close(error)

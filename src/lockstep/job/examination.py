@@ -17,8 +17,8 @@ from torch import Tensor
 from lockstep.core.world import World
 from lockstep.data.inspection import Finding, Level
 from lockstep.data.loading import Streaming
-from lockstep.job.create import check_plan
-from lockstep.job.resume import Resume, check_resumable
+from lockstep.job.create import check_plan, check_resumable
+from lockstep.job.resume import Resume
 from lockstep.models.nets import sketch
 from lockstep.runtime.gpus import name_in_nvml, path_between
 from lockstep.runtime.host import GB, format_bytes, free_memory

@@ -68,12 +68,12 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         augment=components.build_option("augment", dataset.usual_augment)
         if isinstance(job.augment, AutoAugment)
         else job.augment,
-        optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
         input=_input(job.input, dataset, trained),
         dataset=dataset,
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
+        optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
     )
     return ResolvedJob.of(resolved)
 

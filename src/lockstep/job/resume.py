@@ -1,8 +1,7 @@
 """Decides what a command resumes, with which config, or says why it cannot.
 
-`decide_resume` reads the run folder, once for each command; it imports no torch, which takes seconds.
-`check_resumable` compares the checkpoint with the job when the data is known. Two other modules have reasons of their
-own: `lockstep.core.named_paths` says what is wrong with `latest`, `lockstep.checkpoint.reading` with a checkpoint.
+`decide_resume` reads the run folder, once for each command. `lockstep.core.named_paths` says what is wrong with
+`latest`, `lockstep.checkpoint.reading` with a checkpoint, `lockstep.job.create` with a checkpoint of another job.
 """
 
 from __future__ import annotations
@@ -11,23 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lockstep.config import composition, extensions, messages, yaml_io
-from lockstep.config.invocation import ConfigFiles, Invocation
+from lockstep.config import composition, extensions, yaml_io
+from lockstep.config.commands import key_of
+from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves, problems
 from lockstep.core.named_paths import pointed
-from lockstep.core.plan import Plan
 from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_read import UnreadableFile, read_if_exists
-
-if TYPE_CHECKING:  # importing them imports torch
-    from lockstep.core.data_protocols import Source
-    from lockstep.training.resolved_job import ResolvedJob
+from lockstep.core.safe_read import read_if_exists
 
 SHOWN = 4
 # Keys that are not compared: the run keeps its name, and the present command sets the output folder.
@@ -69,22 +64,6 @@ class Resume:
         """Whether torch's agents start the ranks, on each of several machines."""
         return str(self.launcher.get("nodes", 1)) not in ("1", "1:1")
 
-    def fetch_data(self, dataset: Source) -> None:
-        """Download what is missing of the data, if `may_fetch`.
-
-        Raises:
-            InputError: the data cannot be read or downloaded.
-        """
-        if self.may_fetch:
-            dataset.prepare()
-            return
-        try:
-            dataset.train()
-            dataset.eval()
-        except InputError as error:
-            remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
-            raise InputError(f"{error}; {remedy}") from error
-
     @cached_property
     def checkpoint(self) -> Path | None:
         """The checkpoint to continue from: the newest one of the folder, or the one that `resume=` names.
@@ -92,7 +71,7 @@ class Resume:
         Raises:
             InputError: the run has saved checkpoints, but all of them are damaged.
         """
-        from lockstep import checkpoint  # needs torch
+        from lockstep import checkpoint  # needs torch, which nothing else here does
 
         newest = None
         if self.folder is not None:  # silent about damaged checkpoints: the ranks search again, when there is a log
@@ -144,7 +123,7 @@ def _without_auto_batch(
 
     The batch identifies a run, so it must not depend on the memory of a machine.
     """
-    remaining = [word for word in overrides if messages.key_of(word) != "batch" or "auto" not in word]
+    remaining = [word for word in overrides if key_of(word) != "batch" or "auto" not in word]
     if values["batch"] != "auto" or len(remaining) == len(overrides):  # a recipe cannot say it: `resolve` refuses it
         return values
     if values["train"]["micro_batches"] not in (1, "auto"):
@@ -154,33 +133,6 @@ def _without_auto_batch(
         )
     batch = composition.recompose(remaining, (), configs)["batch"]
     return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
-
-
-def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
-    """Check that a job can continue from its checkpoint, if it has one, and that steps are left to do.
-
-    Raises:
-        InputError: the checkpoint is of another run, or the run has ended.
-    """
-    from lockstep import checkpoint  # these need torch
-    from lockstep.training.fingerprint import fingerprint, train_longer
-
-    if (resumed := resume.checkpoint) is None:
-        return
-    try:  # after its last step, a run that was stopped has its last evaluation left; a checkpoint alone has not
-        ended = resume.folder is None or RunDir(resume.folder).read_summary().get("status") == "completed"
-    except UnreadableFile as error:
-        log.show_warning(f"{error}; it will be replaced")
-        ended = False
-    checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
-    step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
-    if step > total:
-        state = f"stands at step {step}, and this job would end at step {total}"
-    elif step == total and ended:
-        state = f"has finished step {step} of {total}, so nothing is left to do"
-    else:
-        return
-    raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
 
 
 def refuse_in_sweep(named: str | None) -> None:
@@ -224,7 +176,7 @@ def _named_checkpoint(values: Mapping[str, Any]) -> str | None:
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The config of a run with the overrides of the present command, and all overrides."""
     stored, configs = read_overrides(run_dir.overrides), invocation.configs
-    added = tuple(text for text in invocation.overrides if messages.key_of(text) != "resume")
+    added = tuple(text for text in invocation.overrides if key_of(text) != "resume")
     try:
         own = composition.recompose(stored, (), configs)
         fitting = composition.fitting(stored, added, configs)
@@ -234,9 +186,9 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
     if dropped := [text for text in stored if text not in fitting]:
         words = " ".join(dropped)
         log.show_warning(f"resume: {words} of the run is left out: the options of this command do not take it")
-    if "name" not in map(messages.key_of, added):
+    if "name" not in map(key_of, added):
         values["name"] = yaml_io.load(run_dir.config).get("name", values["name"])
-    _check_kept_config(run_dir, own, values, [messages.key_of(text) for text in added])
+    _check_kept_config(run_dir, own, values, [key_of(text) for text in added])
     return values, (*fitting, *added)
 
 

@@ -1,23 +1,27 @@
-"""The folder that a command names for its job, and the lock on it, so that one job at a time runs in it.
+"""The folder of a job: the lock, by which one job at a time runs in it, and the files that describe the job.
 
 The process that the user started holds the lock. Its ranks do not, because they end with that process.
 Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
-from lockstep.config.invocation import Invocation
+from lockstep.config.composition import Invocation
 from lockstep.core import safe_read, safe_write
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import PathBelow, RunDir
-from lockstep.core.safe_read import UnreadableFile, kind
-from lockstep.core.safe_write import open_locked
+from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
+from lockstep.core.safe_write import open_locked, write_atomic
 
 
 class Lock:
@@ -153,3 +157,80 @@ def _check_kinds(run_dir: RunDir) -> None:
             raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
         if file_kind and path in files:
             raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
+
+    Fields:
+        described: whether the folder had any of these files before.
+        before: the old content of these files, the summary and the ranks' error files; None without such a file. The
+            size of each log, to which a job that was refused by a rank has added lines.
+    """
+
+    run_dir: RunDir
+    described: bool
+    before: Mapping[Path, bytes | int | None]
+
+    @classmethod
+    def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
+        """Write the files that describe a job.
+
+        Raises:
+            StorageError: a file cannot be written; all files are as they were.
+        """
+        sizes = {path: path.stat().st_size for path in run_dir.log_files()}
+        before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
+        described = any(before[path] for path in texts)
+        preparation = cls(run_dir=run_dir, described=described, before={**sizes, **before})
+        try:
+            # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
+            # not leave it next to the overrides of another command.
+            run_dir.composed.unlink(missing_ok=True)
+            for path, text in texts.items():
+                write_atomic(path, text)
+        except StorageError:
+            preparation.undo()
+            raise
+        return preparation
+
+    def undo(self) -> None:
+        """Undo `write` and what ranks have logged: remove the files of a new job, and restore those of an older one.
+
+        Raises:
+            StorageError: a file cannot be written back.
+        """
+        before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
+        if not self.run_dir.began and not self.described:  # the folder is this job's own
+            before = dict.fromkeys(self.run_dir.prepared_files())
+        for path, content in before.items():
+            if content is None:
+                path.unlink(missing_ok=True)
+            elif isinstance(content, int):
+                os.truncate(path, content)
+            elif content != read_if_exists(path):  # launchers remove error files
+                write_atomic(path, content)
+        for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+    def close(self, error: BaseException) -> None:
+        """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""
+        has_started = self.run_dir.began
+        with suppress(UnreadableFile):
+            has_started &= read_if_exists(self.run_dir.summary) != self.before[self.run_dir.summary]
+        if has_started or not isinstance(error, InputError):
+            self.run_dir.write_ending(error)
+            return
+        with suppress(OSError, StorageError, UnreadableFile):
+            self.undo()
+
+    def __enter__(self) -> RunDir:
+        return self.run_dir
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.close(error)

@@ -1,4 +1,4 @@
-"""The launchers for several machines: torch's agents, and SLURM. `lockstep.job.submit` does the submission."""
+"""The launchers for several machines: torch's agents, and SLURM. `lockstep.job.slurm` does the submission."""
 
 import logging
 import os

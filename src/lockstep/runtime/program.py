@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from lockstep.config.messages import check_word, translate, translate_before_job
+from lockstep.config.commands import check_word
+from lockstep.config.messages import translate, translate_before_job
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
 from lockstep.core.terminal import SafeStream, impatient
 from lockstep.runtime.signals import (

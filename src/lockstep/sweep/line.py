@@ -11,9 +11,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config.commands import shell_command
-from lockstep.config.invocation import check_hydra_overrides
-from lockstep.config.messages import key_of
+from lockstep.config.commands import key_of, shell_command
+from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError

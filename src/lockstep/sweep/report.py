@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
@@ -21,12 +21,10 @@ from lockstep.core.launch_env import is_launched, started_by
 from lockstep.core.run_dir import relative
 from lockstep.core.terminal import impatient
 from lockstep.job.run_folder import Lock
+from lockstep.job.slurm import Submission, preview, submit
 from lockstep.runtime import program
 from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
-
-if TYPE_CHECKING:
-    from lockstep.job.submit import Submission
 
 # The jobs of the present command that wait for their submission.
 WAITING: list[Submission] = []
@@ -37,8 +35,6 @@ def submit_all(folder: Path | None = None) -> None:
 
     Consecutive jobs with the same launcher settings become one array.
     """
-    from lockstep.job.submit import preview, submit  # needs torch
-
     waiting = [*WAITING]
     WAITING.clear()
     for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep import checkpoint
-from lockstep.config.commands import override, program_words, shell_command
-from lockstep.config.invocation import repeated_words
-from lockstep.config.messages import key_of
+from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run

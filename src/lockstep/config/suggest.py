@@ -1,4 +1,4 @@
-"""What a user meant who typed a word of another program, or a path in place of an option or of KEY=VALUE.
+"""What a user meant: by a misspelt key, a word of another program, or a path in place of an option or KEY=VALUE.
 
 The words are those of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face.
 """
@@ -11,8 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, shell_command
-from lockstep.config.options import is_own, is_timm_model
+from lockstep.config.options import is_own, is_timm_model, options_with
 from lockstep.config.schema import BLOCKS, GROUPS, Job
+from lockstep.core.errors import close_to
 from lockstep.core.run_dir import MANIFEST, RunDir
 
 # Our overrides, and the last part of the other programs' keys and flags, with underscores. `{}` is the user's value;
@@ -166,7 +167,7 @@ def _plain(name: str) -> str:
     return re.sub("[-_]", "", name).lower()
 
 
-def absent(name: str) -> str:
+def explain_absent(name: str) -> str:
     """The sentence about a key or flag of another program that has no counterpart here; empty if it is none."""
     last = _plain(name.rpartition(".")[2])
     return next((sentence for words, sentence in ABSENT.items() if last in _plain(words).split()), "")
@@ -197,7 +198,7 @@ def _own(last: str) -> str:
     )
 
 
-def suggest_overrides(group: str, word: str) -> str:
+def suggest_for_path(group: str, word: str) -> str:
     """` Did you mean ...?` with overrides for a path after `GROUP=`, or for a path alone (`group` is empty).
 
     Empty if the word does not look like a path, or no override fits the path.
@@ -233,3 +234,38 @@ def _data_set_at(path: Path, word: str) -> list[str]:
     elif path.is_dir() and next(path.glob(f"*{SHARDS}"), None):
         name = "webdataset"
     return [f"dataset={name}", override("dataset.path", word)]
+
+
+def note(proposal: str) -> str:
+    """What to know about a proposal: a batch of most other programs is that of one device."""
+    return " (batch counts the images of all devices)" if "batch=" in proposal else ""
+
+
+def suggest_key(key: str, value: str | None, names: list[str]) -> str:
+    """What the user probably meant by a `key` that is none of `names`; empty if nothing is near."""
+    block, _, last = key.rpartition(".")
+    siblings = [name for name in names if name.rpartition(".")[0] == block and not name.endswith("._target_")]
+    # A key without its block (`lr`), or in a misspelt block: look for the same last part.
+    same_last_part = [name for name in names if name.rpartition(".")[2] == last][:3]
+    if sentence_about := explain_absent(key):
+        return f" Here {sentence_about}."
+    if key == "dataset.path" and (suggestion := suggest_for_path("dataset", value or "")):
+        return suggestion
+    if block and (option_names := options_with(block, last)):
+        choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
+        return f" {block}={', '.join(option_names)} has it: {choose}, or leave it out."
+    if (proposal := suggest_override(key, value)) and not proposal.startswith(f"{key}="):
+        return f" Did you mean {proposal}{note(proposal)}?"
+    if block and siblings:
+        near = close_to(last, [name.rpartition(".")[2] for name in siblings])
+        if not near:
+            return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
+        near = [f"{block}.{name}" for name in near]
+    elif same_last_part:
+        near = same_last_part
+    elif blocks := close_to(key.partition(".")[0], {name.partition(".")[0] for name in names}) if block else []:
+        return suggest_key(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
+    else:
+        near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
+    shown_names = [repr(name) if value is None else shell_command([f"{name}={value}"]) for name in near]
+    return f" Did you mean {' or '.join(shown_names)}?" if near else ""

@@ -1,14 +1,28 @@
-"""The flags of commands: a parser whose errors say what to type, and the flags of the training command."""
+"""The flags of commands, and TAB completion of what Hydra cannot complete: runs, and tagged weights of timm's models.
+
+After `lockstep -sc install=bash`, the shell calls Hydra's `-sc query=bash` with the line in COMP_LINE.
+"""
 
 import argparse
+import glob
+import io
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
 from typing import NoReturn
 
-from lockstep.config import other_words
-from lockstep.config.commands import program_name
-from lockstep.config.messages import note
+from hydra.main import get_args_parser
+
+from lockstep.config import suggest
+from lockstep.config.commands import RUNS, key_of, program_name
+from lockstep.config.options import tagged_names
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
+
+OUTPUTS = "outputs"
 
 # argparse's messages, and ours for them: what was typed, what is expected, what to type.
 MESSAGES = (
@@ -59,8 +73,6 @@ class Parser(argparse.ArgumentParser):
 
 def check_flags(words: Sequence[str]) -> None:
     """Refuse a flag that Hydra does not have: usually a key in the style of other programs, `--epochs 5`."""
-    from hydra.main import get_args_parser
-
     flags, rest = Parser(parents=[get_args_parser()], add_help=False).parse_known_args(list(words))
     if flags.experimental_rerun is not None:
         raise InputError(
@@ -76,11 +88,58 @@ def check_flags(words: Sequence[str]) -> None:
         next_word = "".join(words[words.index(flag) + 1 :][:1])
         if not sign and next_word and not next_word.startswith("-") and "=" not in next_word:
             sign, value = " ", next_word
-        if sentence := other_words.absent(name):
+        if sentence := suggest.explain_absent(name):
             raise InputError(f"{flag} is no flag of this program: {sentence}")
-        proposals.append(other_words.suggest_override(name, value if sign else None))
+        proposals.append(suggest.suggest_override(name, value if sign else None))
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
         f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
-        f"KEY=VALUE{note(shown_keys)}: {shown_keys}"
+        f"KEY=VALUE{suggest.note(shown_keys)}: {shown_keys}"
     )
+
+
+def shell_asking(words: Sequence[str]) -> str:
+    """The shell that asks for completions; empty if none does."""
+    return next((word.partition("=")[2] for word in words if word.startswith("query=")), "")
+
+
+def answered(words: Sequence[str]) -> bool:
+    """Print the completions of a shell's line if they are ours; else Hydra prints its own."""
+    shell = shell_asking(words)
+    completions = matches(os.environ.get("COMP_LINE", "").rpartition(" ")[2]) if shell else None
+    if completions is not None:
+        write(completions, shell)
+    return completions is not None
+
+
+@contextmanager
+def without_targets(words: Sequence[str]) -> Iterator[None]:
+    """Leaves `_target_`, which an option sets, out of the completions that Hydra prints."""
+    shell = shell_asking(words)
+    if not shell:
+        yield
+        return
+    with redirect_stdout(io.StringIO()) as printed:
+        yield
+    write([word for word in printed.getvalue().split() if not word.endswith("_target_=")], shell)
+
+
+def write(completions: Sequence[str], shell: str) -> None:
+    """Print completions as a shell reads them."""
+    sys.stdout.write(("\n" if shell == "fish" else " ").join(completions) + "\n")
+
+
+def matches(word: str) -> list[str] | None:
+    """The completions of a word of a job; None if Hydra completes the word, as it does paths from `/` or `./`."""
+    key, _, value = word.partition("=")
+    if key_of(word) == "model" and "." in value:
+        values = [name for name in tagged_names(value.partition(".")[0]) if name.startswith(value)]
+    elif key_of(word) in RUNS and not value.startswith(("/", ".", "~")):
+        values = [LATEST] if LATEST.startswith(value) and Path(OUTPUTS, LATEST).is_file() else []
+        paths = sorted(Path().glob(f"{glob.escape(value or f'{OUTPUTS}/')}*/"))
+        for path in filter(lambda path: str(path).isprintable(), paths):
+            is_run = RunDir(path).overrides.is_file() or (path / MANIFEST).is_file()
+            values.append(f"{path}{'' if is_run else '/'}")
+    else:
+        return None
+    return [f"{key}={text}" for text in values]
