@@ -390,14 +390,6 @@ def test_checkpoints_come_by_their_step_also_after_a_hundred_million(run: RunDir
     assert [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)] == [100_000_000, 99_999_999, 7]
 
 
-def test_a_damaged_checkpoint_of_a_later_step_does_not_count_as_kept(run: RunDir) -> None:
-    *_, last = saved(run, 1, 2, 9)
-    flip(last / "state.pt", 99)
-    saved(run, 3, keep=1)
-    assert steps_left(run) == [9, 3]
-    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000003"
-
-
 @pytest.mark.parametrize("left", ["nothing", "older", "older of its size"])
 def test_an_export_that_a_kill_interrupted_is_repaired(run: RunDir, left: str) -> None:
     (best,) = saved(run, 4)
@@ -612,25 +604,23 @@ def test_leftovers_of_an_interrupted_write_are_overwritten(run: RunDir) -> None:
     assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
 
-def test_a_checkpoint_of_another_run_is_refused_with_the_difference(run: RunDir) -> None:
-    (path,) = saved(run, 1)
-    checkpoint.check_fingerprint(IDENTITY, path)
-    with pytest.raises(
-        InputError, match=r"\(batch: here 32, there 64\); resume with the same values.*init_from=PATH"
-    ):
-        checkpoint.check_fingerprint({**IDENTITY, "batch": 32}, path)
-
-
 @pytest.mark.parametrize(
-    ("files", "difference"),
-    [({}, "files.a: here nothing, there 1"), ({"a": 1, "b": 2}, "files.b: here 2, there nothing")],
+    ("changed", "difference"),
+    [
+        ({"batch": 32}, "batch: here 32, there 64"),
+        ({"files": {}}, "files.a: here nothing, there 1"),
+        ({"files": {"a": 1, "b": 2}}, "files.b: here 2, there nothing"),
+    ],
 )
-def test_a_fact_that_only_one_of_two_runs_has_is_a_difference(
-    run: RunDir, files: dict[str, int], difference: str
+def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
+    run: RunDir, changed: dict[str, Any], difference: str
 ) -> None:
-    (path,) = saved(run, 1, fingerprint={**IDENTITY, "files": {"a": 1}})
-    with pytest.raises(InputError, match=re.escape(f"({difference})")):
-        checkpoint.check_fingerprint({**IDENTITY, "files": files}, path)
+    identity = {**IDENTITY, "files": {"a": 1}}
+    (path,) = saved(run, 1, fingerprint=identity)
+    checkpoint.check_fingerprint(identity, path)
+    says = rf"\({re.escape(difference)}\); resume with the same values.*init_from=PATH"
+    with pytest.raises(InputError, match=says):
+        checkpoint.check_fingerprint({**identity, **changed}, path)
 
 
 def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
@@ -674,33 +664,18 @@ def replace_file(path: Path, name: str, content: bytes) -> None:
     (path / "manifest.json").write_text(checkpoint.manifest_text(path))
 
 
-def replace_manifest(path: Path, **changes: Any) -> None:
-    """Change the sizes and hashes in a manifest, and its own hash with them."""
-    manifest = {**json.loads((path / "manifest.json").read_text()), **changes}
+@pytest.mark.parametrize(
+    ("name", "listed"), [("../secret", True), ("extra", True), ("facts.json", False), ("model.safetensors", False)]
+)
+def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: bool) -> None:
+    (path,) = saved(run, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for part, value in (("bytes", 3), ("sha256", "0" * 64)):
+        manifest[part] = {**manifest[part], name: value}
+        if not listed:
+            del manifest[part][name]
     sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
     (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))
-
-
-def manifest_entries(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The sizes and hashes of a manifest."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    return manifest["bytes"], manifest["sha256"]
-
-
-@pytest.mark.parametrize("name", ["../secret", "extra"])
-def test_a_manifest_that_names_another_file_is_damage(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
-    sizes, digests = manifest_entries(path)
-    replace_manifest(path, bytes={**sizes, name: 3}, sha256={**digests, name: "0" * 64})
-    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
-
-
-@pytest.mark.parametrize("name", ["facts.json", "model.safetensors"])
-def test_a_manifest_that_leaves_a_file_out_is_damage(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
-    sizes, digests = manifest_entries(path)
-    del sizes[name], digests[name]
-    replace_manifest(path, bytes=sizes, sha256=digests)
     assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
