@@ -71,11 +71,7 @@ def _reasons() -> Iterator[None]:
 
 @_reasons()
 def manifest(path: Path) -> dict[str, str]:
-    """The sha256 of each file of a checkpoint, after checking the sizes of the files.
-
-    Raises:
-        ValueError: the manifest or a file is missing or damaged, or the manifest lists another name.
-    """
+    """The sha256 of each file of a checkpoint, after checking the names and sizes of the files. Raises ValueError."""
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
@@ -123,11 +119,7 @@ def _check(path: Path, run: str | None) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """The content of `state.pt` of a checkpoint whose hashes have been checked; the file is mapped, not read.
-
-    Raises:
-        ValueError: it cannot be loaded.
-    """
+    """The content of `state.pt`, whose hash has been checked; the file is mapped, not read. Raises ValueError."""
     try:
         return dict(torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch raises all kinds
@@ -139,11 +131,7 @@ def read_state(path: Path) -> dict[str, Any]:
 
 @_reasons()
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint. They are trusted if their hash matches.
-
-    Raises:
-        ValueError: they are missing, do not match their sha256, or are not those of this checkpoint.
-    """
+    """The facts of a checkpoint, which are trusted if their hash matches and their step is its. Raises ValueError."""
     data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
@@ -233,10 +221,7 @@ def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
-    """The `number` checkpoints with the highest validation top-1; the earlier one if two have the same score.
-
-    `checkpoints` are newest first.
-    """
+    """The `number` checkpoints with the highest top-1 of these, newest first; the earlier one of equal ones."""
     scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
     return sorted(scores, key=lambda path: -scores[path])[:number]
 
@@ -271,8 +256,7 @@ def delete(path: Path) -> None:
 def drop_state(path: Path) -> None:
     """Remove the optimizer's state, which takes most of the space, from an undamaged checkpoint.
 
-    The manifest is replaced first: a kill before the removal leaves a file that the manifest does not list, and that
-    nobody reads.
+    The manifest is replaced first: a kill before the removal leaves a file that it does not list and nobody reads.
     """
     if STATE in (digests := manifest(path)):
         write_atomic(path / MANIFEST, manifest_text(path, digests, digests.keys() - {STATE}))

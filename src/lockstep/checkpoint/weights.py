@@ -101,12 +101,9 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
 
 
 def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_out: tuple[str, ...] = ()) -> None:
-    """Compare the names and shapes of the tensors in a file with those of `model`, which can be on the meta device.
+    """Raise InputError if the names or shapes of a file's tensors are not those of `model`, which can be on meta.
 
     Done before tensors are read, because they may not fit into memory.
-
-    Raises:
-        InputError: the names or shapes differ, or the file is not a safetensors file.
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     saved, _ = _read_header(file, key)

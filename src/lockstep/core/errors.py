@@ -130,10 +130,7 @@ BY_EXIT_CODE: dict[int, type[LockstepError]] = {
 
 
 def close_to(word: str, options: Iterable[str]) -> list[str]:
-    """The three options closest to `word`, the closest first; none if none is close.
-
-    Options that begin with `word` come first, shorter ones before longer ones. Case and dashes make no difference.
-    """
+    """The options closest to `word`, at most three: first those that begin with it. Case and dashes do not matter."""
     import difflib  # only a mistake needs it
 
     originals = {option.lower().replace("-", "_"): option for option in options}
@@ -188,10 +185,7 @@ def shown(value: Any) -> str:
 
 
 def check_installed(package: str, user: str, extra: str = "") -> None:
-    """Refuse `user`, an option or a command, if the package that it needs is not installed.
-
-    `extra` is the extra of Lockstep that has the package; by default it has the package's name.
-    """
+    """Refuse `user`, an option or a command, without the package that it needs, which is in Lockstep's `extra`."""
     if importlib.util.find_spec(package) is None:
         raise InputError(
             f"{user} needs the package {package}, which is not installed; install it with pip install "

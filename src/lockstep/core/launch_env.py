@@ -105,11 +105,7 @@ def without_local_rank(words: Sequence[str]) -> list[str]:
 
 
 def launched_place() -> Place:
-    """The place of a launched rank. If the launcher does not set the local ranks, all ranks are on one machine.
-
-    Raises:
-        InputError: a variable is not a number, or is out of range.
-    """
+    """The place of a launched rank; on one machine if the launcher sets no local ranks. Raises InputError."""
     size = _number("WORLD_SIZE", 1, 65_536)
     rank = _number("RANK", 0, size - 1)
     return Place(

@@ -125,11 +125,7 @@ class ModelCard:
 
     @classmethod
     def parse(cls, metadata: Any) -> ModelCard:
-        """The card in the metadata of a safetensors file. The file is not trusted: every value is checked.
-
-        Raises:
-            ValueError: there is no card, or one of its values is wrong.
-        """
+        """The card in the metadata of a safetensors file. Nothing is trusted: raises ValueError for a wrong value."""
         text = metadata.get(METADATA_KEY) if isinstance(metadata, Mapping) else None
         if not isinstance(text, str):
             raise ValueError("it does not say what its model is; init_from= can train from weights of other programs")

@@ -13,9 +13,7 @@ from lockstep.core.safe_read import UnreadableFile, read_name, read_text
 def latest(root: Path, key: str) -> RunDir:
     """The run that was started last under `root`. `key` begins the error.
 
-    Raises:
-        InputError: no run was started there, or the named folder is not below `root` and no run elsewhere of which
-            `root` is the `output_root`.
+    Raises InputError if there is none, or it is not below `root` and has another `output_root`.
     """
     folder = (root / _content(read_text, root / LATEST, key).replace("\0", "")).resolve()
     if root.resolve() not in folder.parents and not _is_output_root(root, RunDir(folder)):
@@ -62,10 +60,8 @@ def near_path(path: Path, words: Iterable[str] = ()) -> str:
 def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best` of a sweep.
 
-    `latest` without a folder is the newest run of `root`. `key` begins the error.
-
-    Raises:
-        InputError: the path does not exist, and another has a similar name; see also `latest`.
+    `latest` without a folder is the newest run of `root`. `key` begins the error: an InputError if the path does not
+    exist and another has a similar name; see also `latest`.
     """
     if path.name != LATEST and not path.exists() and (near := near_path(path, [LATEST])):
         raise InputError(f"{key}: {path} does not exist.{near}".removeprefix(f"{path}: "))

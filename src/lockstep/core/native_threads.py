@@ -44,10 +44,7 @@ def configure_native_threads() -> None:
     """Import NumPy and torch so that NumPy and later libraries start no OpenBLAS threads, which would be idle.
 
     The reason: only a process with one thread can be forked into ranks. Also makes the waiting threads of torch sleep
-    soon. Does not change variables that the user has set.
-
-    Raises:
-        InputError: the address space is too small for torch.
+    soon. Does not change variables that the user has set. Raises InputError if the address space is too small.
     """
     check_address_space()
     if "OMP_WAIT_POLICY" not in os.environ:

@@ -21,11 +21,7 @@ def seconds(key: str, value: str | float) -> float:
 
 @functools.lru_cache(maxsize=1024)  # a schedule calls this at every step
 def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int) -> int:
-    """A duration in steps: `100` or `"100"` (steps), `"2ep"` (epochs), `"5%"` (of the whole run).
-
-    Raises:
-        InputError: `value` is none of these.
-    """
+    """A duration in steps: `100` (steps), `"2ep"` (epochs), `"5%"` (of the whole run). Raises InputError."""
     parsed = parse_duration(value)
     if parsed is None:
         raise InputError(f"{key} is {shown(value)}, expected {duration_rule(zero=True).expected}")
@@ -86,11 +82,7 @@ def make_plan(
     eval_every: int | str,
     save_every: int | str,
 ) -> Plan:
-    """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`.
-
-    Raises:
-        InputError: there are no examples, fewer than a batch has, or fewer in a batch than it has micro-batches.
-    """
+    """The plan of a run over `examples` training examples. `total_steps` overrides `epochs`. Raises InputError."""
     if examples == 0:
         raise InputError("the training split has no examples; use another data set, or other files of this one")
     if batch > examples:

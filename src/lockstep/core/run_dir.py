@@ -34,10 +34,7 @@ PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 
 
 def slug(text: str) -> str:
-    """`text` as one safe folder name: no separator, no leading dot, at most `NAME_LIMIT` bytes.
-
-    A longer text is cut and gets a hash of the full text, so that two long names stay different.
-    """
+    """`text` as one safe folder name: no separator or leading dot; a long one is cut and gets a hash of the text."""
     clean = re.sub(r"[^\w.,=+-]+", "_", text).strip("._") or "job"
     if len(clean.encode()) <= NAME_LIMIT:
         return clean
@@ -85,11 +82,7 @@ class RunDir:
 
     @classmethod
     def create(cls, root: Path, name: str) -> RunDir:
-        """A new folder under `root`. Two jobs never get the same folder, even if they start in the same second.
-
-        Raises:
-            InputError, StorageError: the folder cannot be written.
-        """
+        """A new folder under `root`, which no other job gets. Raises InputError or StorageError."""
         while True:
             stamp = time.strftime("%Y%m%d-%H%M%S")
             path = root / f"{stamp}-{slug(name)}-{secrets.token_hex(2)}"
@@ -199,10 +192,7 @@ class RunDir:
         return all(path in expected or path.suffix == ".tmp" for path in self.path.rglob("*"))
 
     def mark_latest(self, root: Path) -> None:
-        """Write the name of this folder to `root/latest`.
-
-        `latest` is a text file, because TensorBoard would show a symbolic link as a second run.
-        """
+        """Write the name of this folder to `root/latest`: TensorBoard would show a link as a second run."""
         with safe_write.storing(root):
             root.mkdir(parents=True, exist_ok=True)  # the run folder can be elsewhere: hydra.run.dir=FOLDER
         if not (root / LATEST).is_dir():  # a folder here is a run with this name: hydra.run.dir=outputs/latest

@@ -79,12 +79,9 @@ def kind(mode: int) -> str:
 
 @contextmanager
 def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
-    """Open a plain file for reading. Never blocks on another kind of file.
+    """Open a plain file for reading, without blocking. Raises UnreadableFile, also while the context is open.
 
     `links` allows a symbolic link. Set it for a path that the user named, not for a path inside a run folder.
-
-    Raises:
-        UnreadableFile: the file is missing, not a plain file, or cannot be read, also while the context is open.
     """
     with _open(path, links) as file:
         try:

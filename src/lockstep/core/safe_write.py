@@ -24,10 +24,7 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Replace `path` by `content` in one step: a reader sees the old or the new content, also after a power cut.
 
     After a power cut within seconds it may be the old one. Where another file relies on the new one, call `sync` for
-    its folder too. Content in parts need not fit into memory together.
-
-    Raises:
-        StorageError: the file cannot be written; its old content is unchanged.
+    its folder too. Content in parts need not fit into memory together. Raises StorageError.
     """
     if isinstance(content, str):
         content = content.encode(errors="backslashreplace")
@@ -126,10 +123,7 @@ def open_locked(path: Path, flags: int = os.O_RDONLY, *, wait: bool = False) -> 
 
     Works between machines if their file system has `flock`. Not filelock, which locks no folder and never removes its
     file; before its version 4, a refused attempt empties the holder's file, and a child keeps a dead process's lock.
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `wait` is not set.
-        OSError: it cannot be opened, or its file system has no locks.
+    Raises OSError, and BlockingIOError if another process holds the lock and `wait` is not set.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # opening a pipe would block
     try:
