@@ -40,18 +40,8 @@ class Machine:
     @property
     def shell(self) -> tuple[str, ...]:
         """The words that, put before a command, run it on this machine."""
-        return (
-            "ip",
-            "netns",
-            "exec",
-            self.name,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            'hostname "$0" && exec "$@"',
-            self.name,
-        )
+        renamed = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name)
+        return ("ip", "netns", "exec", self.name, *renamed)
 
     @property
     def copy(self) -> tuple[str, ...]:

@@ -44,8 +44,8 @@ class ThreadRanks:
         self.own = threading.local()
         self.ended: set[int] = set()
         self.mail: dict[tuple[int, int, int], queue.Queue[Tensor]] = defaultdict(queue.Queue)
-        objects = ("all_gather_object", "broadcast_object_list", "gather_object")
-        messages = ("send", "recv", "batch_isend_irecv")
+        objects = ("all_gather_object", "broadcast_object_list")
+        messages = ("send", "isend", "recv", "send_object_list", "recv_object_list", "batch_isend_irecv")
         for name in ("all_reduce", "all_gather", "broadcast", *objects, *messages):
             monkeypatch.setattr(dist, name, getattr(self, name))
         for name in ("all_gather_into_tensor", "all_gather_single"):  # torch 2.14 has renamed it
@@ -97,13 +97,26 @@ class ThreadRanks:
     def send(self, tensor: Tensor, target: int, tag: int = 0) -> None:
         self.mail[self.own.rank, target, tag].put(tensor.detach().clone())
 
-    def recv(self, tensor: Tensor, source: int, tag: int = 0) -> None:
+    def isend(self, tensor: Tensor, target: int, group: Any = None, tag: int = 0) -> Work:
+        self.send(tensor, target, tag)
+        return Work()
+
+    def recv(self, tensor: Tensor, source: int, group: Any = None, tag: int = 0) -> None:
+        tensor.copy_(self.received(source, tag))
+
+    def received(self, source: int, tag: int = 0) -> Tensor:
         mail, until = self.mail[source, self.own.rank, tag], time.monotonic() + LONGEST_S
         while mail.empty():
             assert source not in self.ended or not mail.empty(), f"rank {source} has ended and sent nothing"
             assert time.monotonic() < until, "the ranks wait for each other"
             time.sleep(0.001)
-        tensor.copy_(mail.get())
+        return mail.get()
+
+    def send_object_list(self, box: list[Any], target: int, group: Any = None) -> None:
+        self.send(torch.frombuffer(bytearray(pickle.dumps(box)), dtype=torch.uint8), target)
+
+    def recv_object_list(self, box: list[Any], source: int, group: Any = None) -> None:
+        box[:] = pickle.loads(bytes(self.received(source).tolist()))
 
     def batch_isend_irecv(self, operations: list[tuple[Any, Tensor, int]]) -> list[Work]:
         for call, tensor, peer in operations:
@@ -128,8 +141,3 @@ class ThreadRanks:
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any) -> None:
         values[:] = self.objects(value)
-
-    def gather_object(self, value: Any, values: list[Any] | None, dst: int, group: Any) -> None:
-        objects = self.objects(value)
-        if values is not None:
-            values[:] = objects

@@ -133,8 +133,8 @@ sweep/search.py: the trial of a job that has failed never ends [search]
 - record.state in (State.done, State.failed, State.pruned):
 + record.state in (State.done, State.pruned):
 strategy/cutting.py: of cuts that balance equally the last one is taken [stages]
-- return min(candidates)
-+ return min(reversed([*candidates]), key=lambda pair: pair[0])
+- return list(min(ways)[1])
++ return list(min(reversed(ways), key=lambda way: way[0])[1])
 training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
 - decides=ema is None)
 + decides=True)
@@ -178,7 +178,7 @@ job/slurm.py: a submission that SLURM refuses removes a folder that existed [sub
 job/slurm.py: a job that is done is queued again near its limit [submit]
 - again = code not in (0, InputError.exit_code)
 + again = code != InputError.exit_code
-launcher/base.py: the last error of the ranks is taken for the cause [rank_errors]
+launcher/spawn.py: the last error of the ranks is taken for the cause [rank_errors]
 - errors.sort(key=lambda error: error["time"])
 + errors.sort(key=lambda error: -error["time"])
 launcher/elastic.py: the agent of several machines never starts failed ranks again [spawn]

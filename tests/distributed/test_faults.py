@@ -61,12 +61,9 @@ def fails_as_hanging(folder: Path, process: Process) -> str:
     return err
 
 
-@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
-def test_a_suspended_rank_is_found_and_every_rank_leaves_its_stacks(
-    tmp_path: Path, launcher: tuple[str, ...]
-) -> None:
+def test_a_suspended_rank_is_found_and_every_rank_leaves_its_stacks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *launcher, *LONG, HANGS_AFTER, launch=FORKING)
+    process = running(folder, *SPAWN, *LONG, HANGS_AFTER)
     send(signal.SIGSTOP, ranks(folder, process)[1])
     err = fails_as_hanging(folder, process)
     assert "rank 0 was in" in err
@@ -75,25 +72,23 @@ def test_a_suspended_rank_is_found_and_every_rank_leaves_its_stacks(
         assert "most recent call first" in (folder / "logs" / f"rank{rank}.log").read_text()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_an_image_that_never_comes_is_found_and_the_place_is_named(tmp_path: Path, workers: int) -> None:
+def test_an_image_that_never_comes_is_found_and_the_place_is_named(tmp_path: Path) -> None:
     folder, launch = tmp_path / "run", (sys.executable, "-c", ENDLESS)
-    process = start(folder, *INLINE, STREAMING[0], f"loader.workers={workers}", HANGS_AFTER, launch=launch)
+    process = start(folder, *INLINE, *STREAMING, HANGS_AFTER, launch=launch)
     wait_for(lambda: steps_done(folder) == 3)
     assert "rank 0 was in wait (threading.py:" in fails_as_hanging(folder, process)
     assert "in endless" in logged(folder)
 
 
 def test_a_killed_rank_is_named_at_once(tmp_path: Path) -> None:
-    for launcher in (SPAWN, ELASTIC):
-        folder = tmp_path / launcher[-1].partition("=")[2]
-        process = running(folder, *launcher, *LONG, launch=FORKING)
-        send(signal.SIGKILL, ranks(folder, process)[1])
-        code, err = ended(process)  # by its watchdog it would in ten minutes
-        assert (code, summary(folder)["status"]) == (70, "failed")
-        assert "rank 1 was ended by SIGKILL, probably because the machine, or its memory cgroup" in err
-        assert "ran out of memory; use train.micro_batches=auto, or fewer ranks" in err
-        assert not processes(folder)
+    folder = tmp_path / "run"
+    process = running(folder, *SPAWN, *LONG)
+    send(signal.SIGKILL, ranks(folder, process)[1])
+    code, err = ended(process)  # by its watchdog it would in ten minutes
+    assert (code, summary(folder)["status"]) == (70, "failed")
+    assert "rank 1 was ended by SIGKILL, probably because the machine, or its memory cgroup" in err
+    assert "ran out of memory; use train.micro_batches=auto, or fewer ranks" in err
+    assert not processes(folder)
 
 
 def test_a_rank_that_was_killed_is_started_again(tmp_path: Path) -> None:
@@ -148,7 +143,7 @@ def test_a_second_interrupt_ends_a_job_that_cannot_stop(tmp_path: Path) -> None:
     assert not processes(folder)
 
 
-@pytest.mark.parametrize("launcher", [INLINE, SPAWN, ELASTIC], ids=["inline", "spawn", "elastic"])
+@pytest.mark.parametrize("launcher", [INLINE, ELASTIC], ids=["inline", "elastic"])
 def test_a_stop_before_the_first_step_costs_nothing(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
     process = start(folder, *launcher, "steps=2")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from helpers import as_ranks, command, forked, losses, records, train, weights
+from lockstep.launcher.processes import Fork
+from lockstep.runtime.signals import leave
 from processes import (
     ELASTIC,
     FRESH,
@@ -52,17 +55,15 @@ def test_forked_ranks_give_the_run_of_fresh_ones(reference: Path, tmp_path: Path
 
 
 def test_a_fork_leaves_what_its_parent_has_to_remove_at_its_end() -> None:
-    script = """
-        import os, tempfile
-        from lockstep.launcher.processes import Fork
-        from lockstep.runtime.signals import leave
-        folder = tempfile.TemporaryDirectory()
-        fork = Fork(lambda: leave(0))
-        fork.start()
-        fork.join()
-        print(fork.exitcode, os.path.isdir(folder.name))
-    """
-    assert command(sys.executable, "-c", textwrap.dedent(script)).out == "0 True\n"
+    assert forked("test_launchers:fork_beside_a_temporary_folder").out == "0 True\n"
+
+
+def fork_beside_a_temporary_folder() -> None:
+    folder = tempfile.TemporaryDirectory()
+    fork = Fork(lambda: leave(0))
+    fork.start()
+    fork.join()
+    print(fork.exitcode, Path(folder.name).is_dir(), flush=True)
 
 
 def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
@@ -95,17 +96,17 @@ def test_torchrun_gives_the_run_of_elastic_in_one_folder_of_all_ranks(reference:
 
 @pytest.mark.parametrize(
     ("agents", "ranks"),
-    [(1, 2), pytest.param(1, 4, marks=pytest.mark.slow), pytest.param(2, 1, marks=pytest.mark.slow)],
+    [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)],
 )
 def test_a_killed_rank_of_torchrun_comes_back_again_and_again_in_the_same_run(
     agents: int, ranks: int, tmp_path: Path
 ) -> None:
-    words = (*JOB, "steps=60", "checkpoint.every=3", "strategy=allreduce", "launcher.threads=1")
+    words = (*JOB, "steps=40", "checkpoint.every=3", "strategy=allreduce", "launcher.threads=1")
     undisturbed = train(*words, f"launcher.ranks={agents * ranks}", f"hydra.run.dir={tmp_path / 'undisturbed'}")
     assert undisturbed.code == 0, undisturbed.err
     with socket.create_server(("127.0.0.1", 0)) as server:
         meeting = (f"--rdzv-endpoint=127.0.0.1:{server.getsockname()[1]}", "--rdzv-backend=c10d")
-    options = ("--max-restarts=3", f"--nproc-per-node={ranks}", f"--nnodes={agents}", "--local-addr=127.0.0.1")
+    options = ("--max-restarts=2", f"--nproc-per-node={ranks}", f"--nnodes={agents}", "--local-addr=127.0.0.1")
     restarted = tmp_path / "restarted"
     started = [
         background(
@@ -119,7 +120,7 @@ def test_a_killed_rank_of_torchrun_comes_back_again_and_again_in_the_same_run(
     def folder() -> Path:
         return next(restarted.glob("2*"), restarted)
 
-    for kill in (1, 2, 3):
+    for kill in (1, 2):
         process = started[kill % agents]
         wait_for(lambda kill=kill, process=process: process.poll() is not None or steps_done(folder()) >= 10 * kill)
         assert process.poll() is None, process.communicate()
@@ -148,17 +149,6 @@ def test_ranks_of_torchrun_say_a_mistake_once(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_ranks_of_a_script_say_a_mistake_once_and_all_leave(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [start(tmp_path / "run", "launcher=elastic", **variables, RANK=rank) for rank in "01"]
-    (code, message), (other_code, other_message) = map(ended, ranks)
-    assert (code, other_code) == (2, 2), other_message
-    assert message.count("launcher=elastic starts ranks") == 1
-    assert "lockstep" not in other_message
-
-
 @pytest.mark.parametrize(
     ("number", "overrides"),
     [
@@ -167,7 +157,7 @@ def test_ranks_of_a_script_say_a_mistake_once_and_all_leave(tmp_path: Path) -> N
     ],
 )
 def test_a_signal_saves_and_a_resume_goes_on(
-    reference: Path, tmp_path: Path, number: signal.Signals, overrides: tuple[str, ...]
+    tmp_path: Path, number: signal.Signals, overrides: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "run"
     process = start(folder, *overrides, "epochs=1000", "schedule=constant")
@@ -187,38 +177,22 @@ def test_a_signal_saves_and_a_resume_goes_on(
 
 
 @pytest.mark.slow
-def test_three_jobs_at_once_get_a_port_each(tmp_path: Path) -> None:
-    jobs = [
-        start(tmp_path / str(number), *TWO, "steps=1", *(("launcher=spawn",) if number % 2 else ()))
-        for number in range(3)
-    ]
-    for process in jobs:
-        code, err = ended(process)
-        assert code == 0, err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("overrides", "differs", "signal_to", "expected"),
+    ("overrides", "signal_to", "expected"),
     [
-        (("batch=100000",), (), None, 2),
-        ((), ("steps=11",), None, 2),
-        (("steps=100000",), (), 0, 75),
-        (("steps=100000",), (), 1, 75),
-        (("optimizer.lr=1e6", "precision=fp32", "steps=1000", "launcher.restarts=1"), (), None, 76),
+        (("steps=100000",), 1, 75),
+        (("optimizer.lr=1e6", "precision=fp32", "steps=1000", "launcher.restarts=1"), None, 76),
     ],
-    ids=["refused", "another command", "stopped on main's", "stopped on the other", "not finite"],
+    ids=["stopped on the other", "not finite"],
 )
 def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
-    tmp_path: Path, overrides: tuple[str, ...], differs: tuple[str, ...], signal_to: int | None, expected: int
+    tmp_path: Path, overrides: tuple[str, ...], signal_to: int | None, expected: int
 ) -> None:
     folder = tmp_path / "run"
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}"
     job = (*FRESH, "launcher=elastic", "launcher.ranks=1", "launcher.nodes=2", place, f"steps={STEPS}", *overrides)
-    machines = [
-        start(folder, *job, *words, f"launcher.node_rank={number}") for number, words in enumerate(((), differs))
-    ]
+    machines = [start(folder, *job, f"launcher.node_rank={number}") for number in (0, 1)]
     if signal_to is not None:
         wait_for(lambda: steps_done(folder) >= 3)
         machines[signal_to].send_signal(signal.SIGUSR1)
@@ -226,19 +200,3 @@ def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
     assert [code for code, _ in ends] == [expected, expected], ends
     assert not any("Traceback" in err for _, err in ends), ends
     assert not processes(folder)
-
-
-@pytest.mark.slow
-def test_a_machine_that_is_killed_leaves_no_temporary_folder(tmp_path: Path) -> None:
-    """torch's agent makes one for logs by default, and only its own end would remove it."""
-    folder, temporary = tmp_path / "run", tmp_path / "temporary"
-    temporary.mkdir()
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        place = f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}"
-    job = ("launcher=elastic", "launcher.ranks=1", "launcher.nodes=1:2", place, "steps=100000")
-    process = start(folder, *FRESH, *job, afresh=True, TMPDIR=str(temporary))
-    wait_for(lambda: steps_done(folder) >= 3)
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not processes(folder))
-    assert list(temporary.iterdir()) == []

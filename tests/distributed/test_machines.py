@@ -118,25 +118,6 @@ def test_a_machine_may_come_later_and_go_earlier(
     assert all(math.isclose(loss, expected, rel_tol=1e-10) for loss, expected in pairs)
 
 
-def test_a_link_that_stays_cut_ends_the_ranks_within_the_timeout(
-    machines: tuple[Machine, Machine], tmp_path: Path
-) -> None:
-    """How long the agent of a machine without main waits for the store is torch's affair."""
-    one, two = machines
-    folder, overrides = tmp_path / "run", ("launcher.timeout=8s", "steps=100000")
-    main, other = begin(one, one, folder, *overrides), begin(two, one, folder, *overrides)
-    wait_for(lambda: steps_done(folder) >= 3)
-    one.cut()
-    try:
-        code, err = ended(main)
-        assert code == 70, err
-        wait_for(lambda: not ranks_of(two))
-    finally:
-        other.kill()
-        one.mend()
-    wait_for(lambda: not processes(folder))
-
-
 def test_a_machine_that_does_not_see_the_run_folder_says_so_on_both(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:

@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from helpers import records, train
-from lockstep.sweep.runs import read_runs
 from processes import INLINE, LONG, ended, running, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow
@@ -50,20 +48,3 @@ def test_the_seconds_of_a_run_are_those_that_its_sessions_took(tmp_path: Path) -
     assert 0 < number(folder, "seconds") - stopped <= time.monotonic() - last
     assert "duration" in (folder / "report.html").read_text()
     assert [line["step"] for line in records(folder) if "loss/train" in line] == [*range(1, done + 4)]
-
-
-def test_what_a_resumed_run_is_comes_from_its_own_config(tmp_path: Path) -> None:
-    words = (f"output_root={tmp_path}", "device=cpu", "logger=jsonl")
-    run = tmp_path / "run"
-    first = train("model=linear", "schedule=step", "schedule.gamma=0.5", "steps=3", f"hydra.run.dir={run}", *words)
-    assert first.code == 0, first.err
-    for number, word in enumerate(("resume=latest", f"resume={run}", "resume=latest schedule=constant"), 4):
-        resumed = train(*word.split(), f"steps={number}", *words)
-        assert resumed.code == 0, resumed.err
-        (read,) = read_runs(tmp_path)
-        schedule = "constant" if "constant" in word else "step"
-        assert (read.settings["model"], read.settings["schedule"]) == ("linear", schedule)
-    assert "schedule.gamma=0.5 of the run is left out" in resumed.out
-    assert "schedule.gamma=0.5" not in yaml.safe_load((run / ".hydra" / "overrides.yaml").read_text())
-    refused = train("resume=latest", "schedule=constant", "schedule.gamma=0.5", "steps=9", *words)
-    assert (refused.code, "schedule.gamma: there is no such key" in refused.err) == (2, True)

@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from helpers import command, records
-from lockstep.core.errors import RankFailed
-from lockstep.core.run_dir import RunDir
-from lockstep.launcher import attach, create_on_main
+from helpers import command, records, train
 from processes import (
     ELASTIC,
-    FORKING,
     FORKS,
     FRESH,
     INLINE,
     LONG,
     SPAWN,
     TORCHRUN,
+    Process,
     background,
     children,
     ended,
@@ -71,8 +66,6 @@ with program.command_line(stopped=getattr(signals, sys.argv[2])):
     ("where", "command_is", "words"),
     [
         ("del", "STOPPED_EARLY", "before a run began; the same command starts it"),
-        ("import", "STOPPED_EARLY", "before a run began; the same command starts it"),
-        ("del", "STOPPED", "before it was done; the same command does it again"),
         ("import", "STOPPED", "before it was done; the same command does it again"),
     ],
 )
@@ -86,22 +79,6 @@ def test_a_stop_that_is_swallowed_ends_the_program_all_the_same(
     done = command(sys.executable, "-W", "ignore", "-c", SWALLOWED, place, command_is)
     assert done.code == 75, done.err
     assert done.err == f"lockstep: stopped {words}\n"
-
-
-def test_a_stop_that_is_raised_where_nothing_can_be_raised_is_heard_without_a_word() -> None:
-    program = (
-        "import os, signal\n"
-        "from lockstep.runtime.signals import StopRequest, stop_signals\n"
-        "class Lost:\n"
-        "    def __del__(self):\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "request = StopRequest()\n"
-        "with stop_signals(request):\n"
-        "    Lost()\n"
-        "print(request.requested)\n"
-    )
-    done = command(sys.executable, "-c", program)
-    assert (done.code, done.out, done.err) == (0, "True\n", "")
 
 
 @pytest.mark.skipif(not FORKS, reason="a rank that is no copy has the function as it is")
@@ -123,44 +100,35 @@ def test_a_stop_of_a_process_that_cannot_be_interrupted_before_the_first_step_is
     assert not processes(folder)
 
 
-@pytest.mark.parametrize("ends", ["timeout", "stop"])
-def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout_or_a_stop(
-    tmp_path: Path, ends: str
-) -> None:
-    folder, waits = tmp_path / "run", tmp_path / "waits"
+def without_data(tmp_path: Path, *overrides: str) -> Process:
+    """Start a run whose data set does not come, and wait until it waits."""
+    waits = tmp_path / "waits"
+    waits.unlink(missing_ok=True)
     late = f"lambda *_: (open({str(waits)!r}, 'w').close(), __import__('threading').Event().wait())"
     launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", late)
-    process = start(folder, *INLINE, f"launcher.timeout={'4s' if ends == 'timeout' else '10min'}", launch=launch)
+    process = start(tmp_path / "run", *INLINE, *overrides, launch=launch)
     wait_for(lambda: waits.exists() or process.poll() is not None)
-    if ends == "stop":
+    return process
+
+
+def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
+    code, err = ended(without_data(tmp_path, "launcher.timeout=4s"))
+    assert (code, "no step was finished for 4 s" in err, "Traceback" in err) == (70, True, False), err
+    assert summary(tmp_path / "run")["exit_code"] == code
+
+
+def test_a_run_that_was_stopped_before_its_next_step_is_the_newest_and_says_where_it_stands(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for steps, says in ((2, "stopped before a step was finished"), (4, "stopped at step 2 of 2, which was saved")):
+        process = without_data(tmp_path, f"steps={steps}")
         process.send_signal(signal.SIGTERM)
-    code, err = ended(process)
-    assert code == (75 if ends == "stop" else 70), err
-    assert ("stopped before a step" if ends == "stop" else "no step was finished for 4 s") in err
-    assert "Traceback" not in err
-    assert summary(folder)["exit_code"] == code
-
-
-@pytest.mark.parametrize("saved", [False, True])
-def test_a_run_that_was_stopped_before_its_next_step_is_the_newest_and_says_where_it_stands(
-    tmp_path: Path, saved: bool
-) -> None:
-    folder, waits = tmp_path / "run", tmp_path / "waits"
-    if saved:
-        assert ended(start(folder, *INLINE, "steps=2"))[0] == 0
+        code, err = ended(process)
+        assert (code, says in err, "Traceback" in err) == (75, True, False), err
+        assert summary(folder)["error"] in err
+        again = train("resume=latest", f"output_root={tmp_path}")
+        assert again.code == 0, again.err
+        assert (summary(folder)["status"], summary(folder)["step"]) == ("completed", steps)
         (tmp_path / "latest").unlink()
-    late = f"lambda *_: (open({str(waits)!r}, 'w').close(), __import__('threading').Event().wait())"
-    launch = (sys.executable, "-c", REPLACED, "lockstep.training.build_data", "_splits", late)
-    process = start(folder, *INLINE, "steps=4", launch=launch)
-    wait_for(lambda: waits.exists() or process.poll() is not None)
-    process.send_signal(signal.SIGTERM)
-    code, err = ended(process)
-    assert code == 75, err
-    assert ("stopped at step 2 of 2, which was saved" if saved else "stopped before a step was finished") in err
-    assert summary(folder)["error"] in err
-    again = command(sys.executable, "train.py", "resume=latest", f"output_root={tmp_path}")
-    assert again.code == 0, again.err
-    assert (summary(folder)["status"], summary(folder)["step"]) == ("completed", 4)
 
 
 def test_a_stop_that_waits_for_a_suspended_rank_goes_back_to_the_last_checkpoint(tmp_path: Path) -> None:
@@ -178,12 +146,9 @@ def suspended(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
-def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
-    tmp_path: Path, launcher: tuple[str, ...]
-) -> None:
+def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = running(folder, *launcher, *LONG, "launcher.timeout=3s", launch=FORKING)
+    process = running(folder, *SPAWN, *LONG, "launcher.timeout=3s")
     os.killpg(process.pid, signal.SIGTSTP)  # as Ctrl-Z does
     wait_for(lambda: all(suspended(pid) for pid in [process.pid, *ranks(folder, process)]))
     time.sleep(4)
@@ -195,11 +160,10 @@ def test_a_job_that_was_suspended_for_longer_than_its_timeout_goes_on(
     assert code == 75, err
 
 
-@pytest.mark.parametrize("launcher", [SPAWN, ELASTIC], ids=["spawn", "elastic"])
-def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_an_error_behind_the_start_of_the_ranks_ends_them(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     launch = (sys.executable, "-c", REPLACED, "lockstep.launcher.spawn:Children", "join", RAISES)
-    process = start(folder, *launcher, *LONG, launch=launch)
+    process = start(folder, *ELASTIC, *LONG, launch=launch)
     code, err = ended(process)
     assert (code, "ZeroDivisionError" in err) == (70, True), err
     wait_for(lambda: not processes(folder))
@@ -214,18 +178,6 @@ def test_ranks_that_lose_their_torchrun_while_they_import_are_gone(tmp_path: Pat
     process.communicate()
     wait_for(lambda: not processes(tmp_path / "run"))
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-def test_a_rank_does_not_wait_for_a_store_that_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **served}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(attach, "REACHED_S", 0.2)
-    folder = nullcontext(RunDir(Path()))
-    with pytest.raises(RankFailed, match="does not answer"), create_on_main(lambda: folder):
-        pass
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

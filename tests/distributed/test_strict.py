@@ -94,13 +94,6 @@ def test_strict_runs_with_batch_norm_end_with_the_same_bits(strict: dict[str, Pa
     assert fingerprint(strict[f"bn{ranks}"]) == fingerprint(strict["bn1"])
 
 
-def test_strict_is_another_order_of_sums_than_exact(strict: dict[str, Path], tmp_path: Path) -> None:
-    exact = train_here(tmp_path / "exact", *COMMON, *DIGITS, "precision=bf16", "train.micro_batches=4").path
-    assert fingerprint(exact) != fingerprint(strict["1"])
-    # The same four micro-batches with the same weights, and their losses added in float64.
-    assert losses(exact)[0] == pytest.approx(losses(strict["1"])[0], rel=1e-14)
-
-
 def test_an_exact_run_goes_on_from_four_ranks_to_two_one_and_three_to_summation_order(
     strict: dict[str, Path],
 ) -> None:
@@ -112,12 +105,12 @@ def test_an_exact_run_goes_on_from_four_ranks_to_two_one_and_three_to_summation_
         torch.testing.assert_close(tensor, expected[name], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_three_and_four_ranks_resume_to_the_bit(tmp_path: Path, ranks: int) -> None:
+def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
+    """On two, a sum has one order; on three it depends on the bucket of DDP."""
     stops = (1, 4)
     first = [Case(tmp_path / f"stop{stop}", DDP, stop_at=stop) for stop in stops]
-    gang(tmp_path / "first", ranks, [Case(tmp_path / "whole", DDP), *first])
-    gang(tmp_path / "second", ranks, [Case(tmp_path / f"stop{stop}", DDP) for stop in stops])
+    gang(tmp_path / "first", 3, [Case(tmp_path / "whole", DDP), *first])
+    gang(tmp_path / "second", 3, [Case(tmp_path / f"stop{stop}", DDP) for stop in stops])
     for stop in stops:
         assert fingerprint(tmp_path / f"stop{stop}") == fingerprint(tmp_path / "whole")
         assert losses(tmp_path / f"stop{stop}") == losses(tmp_path / "whole")

@@ -67,11 +67,6 @@ def test_source_that_no_repository_tracks_is_of_an_unknown_commit(repository: Pa
         assert environment.source_state(package) == unknown
 
 
-def test_without_git_the_commit_is_unknown(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(repository))
-    assert environment.source_state(repository / "package")["git"] == "unknown"
-
-
 def test_neither_the_current_folder_nor_a_variable_is_taken_for_the_source(
     repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

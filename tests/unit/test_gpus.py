@@ -28,7 +28,7 @@ from lockstep.core.world import World
 from lockstep.data.inspection import Finding
 from lockstep.job import examination
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
-from lockstep.runtime.limits import VISIBLE
+from lockstep.runtime.host import VISIBLE
 from lockstep.telemetry.hardware import watched_gpus
 
 WHOLE = ["GPU-aa11", "GPU-ab22", "GPU-ab33", "GPU-cc44"]

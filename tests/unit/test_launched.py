@@ -25,7 +25,7 @@ from lockstep.core.launch_env import (
     without_local_rank,
 )
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import attach, network
+from lockstep.launcher import addresses, attach
 
 STEP = {
     "SLURM_JOB_ID": "70001",
@@ -180,23 +180,23 @@ def test_an_invalid_store_address_is_refused(
 
 def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    for rank, machine in enumerate(("other", network.machine(), "other", "third", network.machine())):
+    for rank, machine in enumerate(("other", addresses.machine(), "other", "third", addresses.machine())):
         store.set(attach.ARRIVED.format(0, rank), json.dumps([machine, rank, 5, []]))
     set_environment(monkeypatch, RANK="4", WORLD_SIZE="5")
-    attach._find_local_ranks(store, "0")
+    attach.find_local_ranks(store, "0")
     assert launched_place() == Place(rank=4, size=5, local_rank=1, local_size=2)
 
 
 def test_the_interface_of_an_address_is_found() -> None:
-    assert network.interface_of("127.0.0.1") == "lo"
-    assert network.interface_to("127.0.0.2", 9) == "lo"
-    assert network.interface_of("198.51.100.1") is None
+    assert addresses.interface_of("127.0.0.1") == "lo"
+    assert addresses.interface_to("127.0.0.2", 9) == "lo"
+    assert addresses.interface_of("198.51.100.1") is None
 
 
 def test_an_address_of_this_machine_is_known_as_its_own() -> None:
-    assert network.is_own("127.0.0.1", 29500)
-    assert network.is_own("localhost", 29500)
-    assert not network.is_own("198.51.100.1", 29500)
+    assert addresses.is_own("127.0.0.1", 29500)
+    assert addresses.is_own("localhost", 29500)
+    assert not addresses.is_own("198.51.100.1", 29500)
 
 
 def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +205,7 @@ def test_a_host_that_nobody_knows_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(InputError, match=r"the host 'nowhere' is not known on this machine \(Name or service"):
-        network.addresses("nowhere", 1)
+        addresses.resolve("nowhere", 1)
 
 
 @pytest.fixture
@@ -228,7 +228,7 @@ def join_with(*words: str) -> None:
 
 def test_a_rank_whose_number_another_process_has_is_refused(monkeypatch: pytest.MonkeyPatch, store: TCPStore) -> None:
     as_rank(monkeypatch, 1, store.port)
-    store.set(attach.ARRIVED.format(0, 1), json.dumps([network.machine(), 7, 2, []]))
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, 2, []]))
     with pytest.raises(InputError, match=rf"RANK=1 was given to two processes, 7 and {os.getpid()}; give each"):
         join_with()
 
@@ -250,7 +250,7 @@ def test_a_rank_of_another_job_is_refused(
     says: str,
 ) -> None:
     as_rank(monkeypatch, 0, store.port)
-    store.set(attach.ARRIVED.format(0, 1), json.dumps([network.machine(), 7, size, words]))
+    store.set(attach.ARRIVED.format(0, 1), json.dumps([addresses.machine(), 7, size, words]))
     with pytest.raises(SystemExit) as left:
         join_with("a=1", "b=2")
     assert left.value.code == 2

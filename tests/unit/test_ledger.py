@@ -29,7 +29,7 @@ from lockstep.cli.run import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
-from lockstep.runtime.limits import CORES, VISIBLE
+from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import Devices, Needs, Share

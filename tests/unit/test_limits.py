@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from lockstep.core.world import World
-from lockstep.runtime import host, limits
-from lockstep.runtime.limits import CORES, cores, memory_left
+from lockstep.runtime import host
+from lockstep.runtime.host import CORES, cores, memory_left
 
 GIB = 2**30
 NONE_1 = str(2**63 - 4096)  # what version 1 says without a limit
@@ -29,8 +29,8 @@ def container(
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text + "\n")
     (folder / "own").write_text(f"{own}\n" if own else "")
-    monkeypatch.setattr(limits, "CGROUPS", folder)
-    monkeypatch.setattr(limits, "OWN_GROUPS", folder / "own")
+    monkeypatch.setattr(host, "CGROUPS", folder)
+    monkeypatch.setattr(host, "OWN_GROUPS", folder / "own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(allowed)))
     monkeypatch.delenv(CORES, raising=False)
 
@@ -119,14 +119,14 @@ def test_the_cores_are_those_of_the_affinity_within_the_quota(
 
 
 def test_without_linux_there_is_no_cgroup(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "nothing")
+    monkeypatch.setattr(host, "OWN_GROUPS", tmp_path / "nothing")
     assert memory_left() == math.inf
     assert cores() >= 1
 
 
 def test_a_real_limit_is_the_memory_there_is() -> None:
     """The kernel's own count, where this process may make a cgroup."""
-    own = next(iter(limits._groups("memory")), None)
+    own = next(iter(host.cgroups("memory")), None)
     if own is None or not os.access(own, os.W_OK):
         pytest.skip("no cgroup can be made here")
     group = own / f"lockstep-{uuid4().hex}"

@@ -31,8 +31,7 @@ from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.runtime.host import GB
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import GB, cores
 from thread_ranks import ThreadRanks
 
 PLAN = Plan(examples=50, batch=16, total_steps=9, micro_batches=1, log_every=1, eval_every=1, save_every=1)

@@ -25,7 +25,7 @@ from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed
 from lockstep.data.loading.loaders import Auto, Resident
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 
 
 def fill(root: Path) -> Folder:

@@ -17,7 +17,7 @@ from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped,
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
 from lockstep.job.worker import RankErrorFile, exit_as_rank
-from lockstep.launcher.base import first_failure
+from lockstep.launcher.spawn import first_failure
 
 
 @pytest.fixture

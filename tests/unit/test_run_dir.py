@@ -26,7 +26,7 @@ from lockstep.core.run_dir import MANIFEST, NAME_LIMIT, RunDir, slug
 from lockstep.core.safe_write import write_atomic
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Preparation
-from lockstep.launcher.base import Inline, first_failure
+from lockstep.launcher.spawn import Inline, first_failure
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import Pool

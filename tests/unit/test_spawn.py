@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError, Interrupted, LockstepError, RankFai
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import Elastic, Slurm, Spawn, elastic, spawn
 from lockstep.launcher.processes import RANKS_GRACE_S, forwarding
-from lockstep.launcher.spawn import Children, rank_variables
+from lockstep.launcher.spawn import Children
 from lockstep.runtime.signals import AGAIN_S
 
 
@@ -79,20 +79,6 @@ def test_a_rank_that_hangs_after_a_failure_is_killed(clock: Clock) -> None:
     assert RANKS_GRACE_S < clock.now - began < RANKS_GRACE_S + 1
 
 
-def test_the_ranks_of_a_machine_know_that_they_share_it() -> None:
-    assert (
-        rank_variables(1, 3, 4444).items()
-        >= {
-            "RANK": "1",
-            "LOCAL_RANK": "1",
-            "WORLD_SIZE": "3",
-            "LOCAL_WORLD_SIZE": "3",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "4444",
-        }.items()
-    )
-
-
 def entry(path: Path) -> None:
     """What the ranks would do."""
 
@@ -143,21 +129,6 @@ def test_an_attempt_does_not_read_the_errors_of_the_one_before(tmp_path: Path, r
         Spawn(ranks=2).attempt(entry, run)
 
 
-def test_ranks_are_started_again_as_often_as_restarts_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allowed: list[bool] = []
-
-    def attempt(self: Elastic, entry: Any, run_dir: RunDir, *, can_restart: bool) -> RankFailed | None:
-        allowed.append(can_restart)
-        if not can_restart:
-            raise RankFailed("again")
-        return RankFailed("again")
-
-    monkeypatch.setattr(Elastic, "attempt", attempt)
-    with pytest.raises(RankFailed):
-        Elastic(ranks=1, restarts=2).run(entry, RunDir(tmp_path))
-    assert allowed == [True, True, False]
-
-
 def test_machines_are_a_number_or_a_range_and_meet_only_if_there_are_several() -> None:
     assert [Elastic(nodes=nodes).node_range for nodes in (1, 3, "2:4")] == [(1, 1), (3, 3), (2, 4)]
     for launcher in (Elastic(nodes="1:2", rendezvous="a:1"), Elastic(nodes=2, node_rank=1), Elastic()):
@@ -205,15 +176,6 @@ def test_a_stop_reaches_the_ranks_and_a_second_interrupt_kills_them(clock: Clock
     with pytest.raises(Interrupted):
         interrupt_twice()
     assert sent == [signal.SIGTERM, signal.SIGKILL]
-
-
-def test_the_ranks_are_suspended_with_their_launcher_and_go_on_with_it(
-    sent: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "kill", lambda process, number: sent.append(-number))
-    with forwarding(sent.append):
-        signal.raise_signal(signal.SIGTSTP)
-    assert sent == [signal.SIGSTOP, -signal.SIGSTOP, signal.SIGCONT]
 
 
 @pytest.mark.parametrize(("exit_code", "says"), [(75, None), (-9, "rank 3 was ended by SIGKILL, probably because")])

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
-from lockstep.stochastic import KeyedModel, key_draws
+from lockstep.precision import FP32
 from lockstep.strategy import Pipeline
 from lockstep.strategy.cutting import cut
-from lockstep.strategy.stage import NoNeighbours, become_stage, stage_of
+from lockstep.strategy.pipeline import become_stage
+from thread_ranks import ThreadRanks
 
 IMAGES = torch.zeros(2, 4)
 
 
 def world(rank: int, size: int) -> World:
     return World(rank=rank, local_rank=rank, size=size, local_size=size, device=torch.device("cpu"))
-
-
-@pytest.fixture
-def _group() -> Iterator[None]:
-    """A process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Residual(nn.Module):
@@ -138,26 +130,32 @@ def test_cuts_are_in_the_order_of_the_layers() -> None:
         cut(Network("plain"), IMAGES, 3, ["third", "second"])
 
 
-@pytest.mark.usefixtures("_group")
-def test_a_stage_has_its_own_layers_and_gives_logits_in_the_last_one() -> None:
-    for rank, rows in ((0, 0), (1, 2)):
-        model = Network("plain")
-        become_stage(model, cut(model, IMAGES, 2, ["second"]), IMAGES, world(rank, 2))
-        stage_of(model).neighbours = NoNeighbours(torch.device("cpu"))
-        assert model(IMAGES).shape == (rows, 3)
-        model(IMAGES).sum().backward()
-        own = {name for name, parameter in model.named_parameters() if not parameter.is_meta}
-        assert {name.partition(".")[0] for name in own} == ({"second", "third"} if rank else {"first"})
-        assert own == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+def test_stages_have_their_own_layers_and_pass_on_activations_and_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, images = Network("plain"), torch.randn(2, 4)
+    models = [copy.deepcopy(whole), copy.deepcopy(whole)]
+    expected = whole(images)
+    expected.sum().backward()
+
+    def trained(world: World) -> tuple[Tensor, dict[str, Tensor]]:
+        model = models[world.rank]
+        become_stage(model, cut(model, images, 2, ["second"]), world)
+        logits = model(images)
+        logits.sum().backward()
+        own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
+        return logits.detach(), {name: parameter.grad for name, parameter in own.items()}
+
+    (first, of_first), (last, of_last) = ThreadRanks(2, monkeypatch).run(trained)
+    assert first.shape == (0, 3)
+    assert torch.equal(last, expected)
+    assert {*of_first} == {"first.weight", "first.bias"}
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    assert gradients.keys() == {*of_first, *of_last}
+    assert all(torch.equal(gradient, gradients[name]) for name, gradient in (of_first | of_last).items())
 
 
-@pytest.mark.usefixtures("_group")
-def test_a_model_that_reads_numbers_of_another_stage_is_refused() -> None:
-    model = Network("constant")
-    with pytest.raises(
-        InputError, match=r"of this model does not run without the numbers of the stages .* use strategy=fsdp"
-    ):
-        become_stage(model, cut(model, IMAGES, 2, ["third"]), IMAGES, world(1, 2))
+def test_a_model_whose_shapes_depend_on_numbers_is_refused() -> None:
+    with pytest.raises(InputError, match=r"this model's depend on numbers \(.*\); use strategy=fsdp"):
+        Pipeline().shard(Network("constant"), world(1, 2), FP32(), IMAGES)
 
 
 @pytest.mark.parametrize(
@@ -185,35 +183,3 @@ def test_a_schedule_orders_the_passes_of_a_stage(schedule: str, rank: int, order
         between=lambda: pytest.fail("it waits for all stages"),
     )
     assert " ".join(passes) == order
-
-
-def test_ranks_are_stages() -> None:
-    assert [Pipeline(stages=stages).ranks(gpus) for stages, gpus in ((None, 0), (None, 4), (3, 4))] == [2, 4, 3]
-    Pipeline(cuts=["a"], stages=2).check(2, "cpu")
-    with pytest.raises(InputError, match="a pipeline is not data parallel as well; leave out strategy"):
-        Pipeline(stages=2).check(4, "cpu")
-    with pytest.raises(InputError, match=r"strategy\.cuts is \[a\], which makes 2 stages, .* use launcher\.ranks=2"):
-        Pipeline(cuts=["a"]).check(3, "cpu")
-
-
-class DrawsTwice(nn.Module):
-    """A module that draws before and after a point where its forward pass may raise."""
-
-    left = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(x, 0.5, self.training)
-        if self.left:
-            raise StopIteration
-        return nn.functional.dropout(x, 0.5, self.training)
-
-
-def test_draws_begin_anew_behind_a_forward_pass_that_was_left() -> None:
-    model, keys = DrawsTwice(), torch.arange(8).view(4, 2)
-    replica = KeyedModel(model, key_draws(model, torch.ones(1, 64), seed=0))
-    expected = replica(torch.ones(4, 64), keys)
-    model.left = True
-    with pytest.raises(StopIteration):
-        replica(torch.ones(4, 64), keys)
-    model.left = False
-    assert torch.equal(replica(torch.ones(4, 64), keys), expected)

@@ -23,7 +23,7 @@ from hydra.core.config_store import ConfigStore
 from hydra_plugins.lockstep import pool
 from lockstep.core.errors import InputError, Stopped, check_installed
 from lockstep.core.safe_write import append
-from lockstep.runtime.limits import VISIBLE
+from lockstep.runtime.host import VISIBLE
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Ledger, output_of

@@ -22,7 +22,7 @@ from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_of
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob

@@ -32,7 +32,7 @@ from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.losses import MaskedLoss
 from lockstep.metrics import Calibration, build_scores
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate as evaluate_model
 from lockstep.training.predictions import NoPredictions, counts_by_class

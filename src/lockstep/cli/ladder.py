@@ -32,7 +32,7 @@ from lockstep.core.safe_write import storing, write_atomic
 from lockstep.job.create import check_plan, job_of
 from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
-from lockstep.runtime import host, limits
+from lockstep.runtime import host
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
@@ -121,7 +121,7 @@ def ladder(
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0
-    least, most = (1, gpus) if gpus else (2, max(2, limits.cores()))
+    least, most = (1, gpus) if gpus else (2, max(2, host.cores()))
     ranks = ranks if ranks is not None else gpus or 2
     if not least <= ranks <= most:
         raise InputError(f"--ranks is {ranks}, expected from {least} to {most} on this machine: --ranks={most}")

@@ -16,7 +16,7 @@ from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.prefetch import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Prediction, Predictor, find_weights, load, say_which
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
 AT_ONCE = 32  # images in one batch of the model

@@ -70,9 +70,15 @@ class World(Place):
         """The values of all ranks, indexed by rank, on main; an empty list on others. Pickled, as in `broadcast`."""
         if self.size == 1:
             return [value]
-        values: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, values, dst=0, group=self.control)
-        return values or []
+        if not self.is_main:
+            dist.send_object_list([value], 0, group=self.control)
+            return []
+        values = [value]
+        for rank in range(1, self.size):  # one at a time: they may be large
+            box: list[Any] = [None]
+            dist.recv_object_list(box, rank, group=self.control)
+            values += box
+        return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""

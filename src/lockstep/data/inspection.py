@@ -15,7 +15,7 @@ from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets.files import check_labels, class_notes
 from lockstep.data.loading.prefetch import in_order
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 
 CHUNK = 64  # images that a thread looks at in a row
 Image = tuple[Split, int]  # an image by its split and its number there

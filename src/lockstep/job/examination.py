@@ -21,8 +21,7 @@ from lockstep.job.create import check_plan, check_resumable
 from lockstep.job.resume import Resume
 from lockstep.models.nets import sketch
 from lockstep.runtime.gpus import name_in_nvml, path_between
-from lockstep.runtime.host import GB, format_bytes, free_memory
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints

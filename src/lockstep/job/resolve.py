@@ -17,7 +17,7 @@ from lockstep.data.datasets.files import with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.training.resolved_job import ResolvedJob

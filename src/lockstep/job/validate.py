@@ -20,8 +20,7 @@ from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.models.nets import check_size, sketch
-from lockstep.runtime.host import available_memory, check_room
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.

@@ -29,7 +29,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import impatient
 from lockstep.core.world import World
-from lockstep.launcher import network
+from lockstep.launcher import addresses
 from lockstep.launcher.processes import Fork
 from lockstep.runtime import program, watchdog
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
@@ -247,10 +247,10 @@ def _choose_interface(*, one_machine: bool) -> None:
     By default gloo takes the address of this machine's own name, which can be a loopback address, or unknown (on
     macOS). On main's machine, MASTER_ADDR can be a loopback address too.
     """
-    loopback = network.interface_of(network.LOOPBACK) or "lo"
-    name = loopback if one_machine else network.interface_to(*store_address())
+    loopback = addresses.interface_of(addresses.LOOPBACK) or "lo"
+    name = loopback if one_machine else addresses.interface_to(*store_address())
     if name == loopback and not one_machine:
-        name = network.interface_elsewhere()
+        name = addresses.interface_elsewhere()
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if one_machine:
@@ -259,7 +259,7 @@ def _choose_interface(*, one_machine: bool) -> None:
 
 def _local_peer_pids(control: Any) -> dict[int, int]:
     """The process numbers of the other ranks of this machine. Collective."""
-    own = (network.machine(), os.getpid())
+    own = (addresses.machine(), os.getpid())
     processes: list[tuple[str, int]] = [own] * dist.get_world_size()
     dist.all_gather_object(processes, own, group=control)
     return {rank: pid for rank, (machine, pid) in enumerate(processes) if machine == own[0] and pid != own[1]}

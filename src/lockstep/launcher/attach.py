@@ -20,7 +20,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, RankFailed
 from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, is_launched, launched_place, store_address
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import network
+from lockstep.launcher import addresses
 from lockstep.launcher.processes import POLL_S
 from lockstep.runtime import program
 
@@ -29,26 +29,22 @@ from lockstep.runtime import program
 WAIT_S, JOIN_S, REACHED_S = 30 * 60.0, 10 * 60.0, 15.0
 SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
-OK, FAILED = "ok", "failed"
-ARRIVED = "lockstep/arrived/{}/{}"  # the key in the store at which a rank of an attempt says who it is
-SEEN = "{}/seen/{}"  # the key at which a rank says whether it sees the run folder
 # Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
 # default for 3 to 60 s).
 SEEN_S = 30.0
-# The keys at which a rank has its name, at which main tells a name its attempt, and of the folder of all attempts.
+OK, FAILED = "ok", "failed"
+# Keys of the store: who a rank of an attempt is, main's answer with the folder, and whether a rank sees the folder.
+ARRIVED, ANSWER, SEEN = "lockstep/arrived/{}/{}", "lockstep/run_dir/{}", "lockstep/run_dir/{}/seen/{}"
+# Keys of an agent's store: the name of a rank, the attempt that main invites a name to, the folder of all attempts.
 NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
 
-Answer = TypeVar("Answer")
+T = TypeVar("T")
+Make = Callable[[str], AbstractContextManager[RunDir]]
 
 
 @contextmanager
-def create_on_main(
-    make: Callable[[str], AbstractContextManager[RunDir]], words: Sequence[str] = ()
-) -> Iterator[RunDir]:
+def create_on_main(make: Make, words: Sequence[str] = ()) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
-
-    If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
-    could end main because another rank left first.
 
     `make` creates the folder, and returns the context in which it is used. Only main calls it, with the folder from
     before a restart by torchrun, if any. `words` are the words of this rank's command that must be those of main's.
@@ -61,36 +57,52 @@ def create_on_main(
         with make(os.environ.get(RUN_FOLDER, "")) as run_dir:
             yield run_dir
         return
-    rank = launched_place().rank
-    store = _store(serve=rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
+    store = _store(
+        serve=launched_place().rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S
+    )
     attempt = _shared_attempt(store)
-    key = f"lockstep/run_dir/{attempt}"
     _arrive(store, attempt, words)
-    if rank == 0:
-        if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
-            log.warn(f"a rank has failed, and all were started again: restart {restart}")
-        try:
-            _check_arrivals(store, attempt)
-            _find_local_ranks(store, attempt)
-            context = make(_value(store, FOLDER) or os.environ.get(RUN_FOLDER, ""))
-        except LockstepError as error:
-            program.say(error)
-            store.set(key, f"{FAILED} {error.exit_code}")
-            if not _agent_serves():
-                # The others would wait for a store again, if this one went before they have read that main leaves.
-                wait(lambda: store.add(f"{key}/read", 0) >= launched_place().size - 1, READ_S)
-            raise SystemExit(error.exit_code) from error
-        with context as run_dir:
-            store.set(FOLDER, str(run_dir.path))
-            store.set(key, f"{OK} {run_dir.path}")
-            for other in range(1, launched_place().size):
-                seen = _wait_for_value(partial(_value, store, SEEN.format(key, other)), f"rank {other} has ended")
-                if seen != OK:
-                    raise InputError(seen)
-            yield run_dir
-        return
-    _find_local_ranks(store, attempt)
-    answer = _wait_for_value(lambda: _value(store, key), "main has not created the run folder")
+    with _lead(store, attempt, make) if launched_place().rank == 0 else _follow(store, attempt) as run_dir:
+        yield run_dir
+
+
+@contextmanager
+def _lead(store: TCPStore, attempt: str, make: Make) -> Iterator[RunDir]:
+    """The run folder on main.
+
+    If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
+    could end main because another rank left first.
+    """
+    key, size = ANSWER.format(attempt), launched_place().size
+    if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        log.warn(f"a rank has failed, and all were started again: restart {restart}")
+    try:
+        _check_arrivals(store, attempt)
+        find_local_ranks(store, attempt)
+        context = make(_value(store, FOLDER) or os.environ.get(RUN_FOLDER, ""))
+    except LockstepError as error:
+        program.say(error)
+        store.set(key, f"{FAILED} {error.exit_code}")
+        if not _agent_serves():
+            # The others would wait for a store again, if this one went before they have read that main leaves.
+            wait(lambda: store.add(f"{key}/read", 0) >= size - 1, READ_S)
+        raise SystemExit(error.exit_code) from error
+    with context as run_dir:
+        store.set(FOLDER, str(run_dir.path))
+        store.set(key, f"{OK} {run_dir.path}")
+        for rank in range(1, size):
+            seen = _wait_for_value(partial(_value, store, SEEN.format(attempt, rank)), f"rank {rank} has ended")
+            if seen != OK:
+                raise InputError(seen)
+        yield run_dir
+
+
+@contextmanager
+def _follow(store: TCPStore, attempt: str) -> Iterator[RunDir]:
+    """The run folder on another rank than main."""
+    find_local_ranks(store, attempt)
+    key = ANSWER.format(attempt)
+    answer = _wait_for_value(partial(_value, store, key), "main has not created the run folder")
     status, _, text = answer.partition(" ")
     if status == FAILED:
         store.add(f"{key}/read", 1)
@@ -101,7 +113,7 @@ def create_on_main(
             f"machine {socket.gethostname()} does not see the run folder {text}, which main has created; put it on a "
             "file system that all machines share: output_root=FOLDER"
         )
-    store.set(SEEN.format(key, rank), seen)
+    store.set(SEEN.format(attempt, launched_place().rank), seen)
     if seen != OK:
         raise InputError(seen)
     yield run_dir
@@ -126,7 +138,7 @@ def _shared_attempt(store: TCPStore) -> str:
     name, rank = uuid4().hex, launched_place().rank
     if rank > 0:
         store.set(NAME.format(rank), name)
-        name = _wait_for_value(lambda: _value(store, INVITED.format(name)), "main has not asked this rank to join")
+        name = _wait_for_value(partial(_value, store, INVITED.format(name)), "main has not asked this rank to join")
     os.environ[ATTEMPT] = name
     return name
 
@@ -138,7 +150,7 @@ def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
         InputError: another process has the RANK of this one.
     """
     place, key = launched_place(), ARRIVED.format(attempt, launched_place().rank)
-    own = [network.machine(), os.getpid(), place.size, [*words]]
+    own = [addresses.machine(), os.getpid(), place.size, [*words]]
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
     if first[:2] != own[:2] and not _agent_serves():
         raise InputError(
@@ -164,32 +176,30 @@ def _check_arrivals(store: TCPStore, attempt: str) -> None:
                 "same for each"
             )
         if sorted(its_words) != sorted(words):
-            theirs, ours = _only_in(its_words, words), _only_in(words, its_words)
+            theirs, ours = (
+                " ".join(word for word in some if word not in others) or "nothing more"
+                for some, others in ((its_words, words), (words, its_words))
+            )
             raise InputError(
                 f"rank {rank} was started with {theirs}, and rank 0 with {ours}; use the same command for each"
             )
 
 
-def _only_in(words: Sequence[str], others: Sequence[str]) -> str:
-    """The words of a command that another one lacks."""
-    return " ".join(word for word in words if word not in others) or "nothing more"
-
-
 def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, list[str]]:
     """The machine, the process, the WORLD_SIZE and the command of a rank, when it is there."""
-    key, missing = ARRIVED.format(attempt, rank), f"rank {rank} of {launched_place().size} has not joined"
 
     def invited_and_there() -> str:
         if name := _value(store, NAME.format(rank)):
             store.set(INVITED.format(name), attempt)
-        return _value(store, key)
+        return _value(store, ARRIVED.format(attempt, rank))
 
+    missing = f"rank {rank} of {launched_place().size} has not joined"
     text = _wait_for_value(invited_and_there, missing, JOIN_S, show=f"waiting for rank {rank}")
     machine, pid, size, words = json.loads(text)
     return machine, pid, size, words
 
 
-def _find_local_ranks(store: TCPStore, attempt: str) -> None:
+def find_local_ranks(store: TCPStore, attempt: str) -> None:
     """Set LOCAL_RANK and LOCAL_WORLD_SIZE for ranks whose launcher does not set them."""
     if _agent_serves() or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} <= os.environ.keys():
         return
@@ -204,19 +214,15 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
     """The store of the job's ranks, which must answer within `seconds`."""
     address, port = store_address()
     where = f"MASTER_ADDR={address} MASTER_PORT={port}"
-    network.addresses(address, port)  # raises for an unknown name, instead of waiting for it
+    addresses.resolve(address, port)  # raises for an unknown name, instead of waiting for it
     try:
         if not wait(lambda: serve or is_listening(address, port), seconds, show=f"waiting for rank 0 at {where}"):
             raise DistNetworkError("it does not answer")
+        timeout = timedelta(seconds=REACHED_S)
         # In a thread, because torch waits without a limit for another program's answer.
         store = in_thread(
             lambda: TCPStore(
-                address,
-                port,
-                is_master=serve,
-                timeout=timedelta(seconds=REACHED_S),
-                wait_for_workers=False,
-                multi_tenant=True,
+                address, port, is_master=serve, timeout=timeout, wait_for_workers=False, multi_tenant=True
             )
         )
         if not wait(store.done, 2 * REACHED_S):
@@ -229,7 +235,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
                 f"rank 0 cannot listen at {where}: another program does, or RANK=0 was started twice; choose a free "
                 "MASTER_PORT, the same for all ranks"
             ) from error
-        if serve and not network.is_own(address, port):
+        if serve and not addresses.is_own(address, port):
             raise InputError(
                 f"MASTER_ADDR={address} does not lead to this machine, where RANK=0 was started; set it to the "
                 "address of this machine, the same for all ranks"
@@ -237,9 +243,9 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
         raise RankFailed(f"no store at {where}: {reason}") from error
 
 
-def in_thread(call: Callable[[], Answer]) -> futures.Future[Answer]:
+def in_thread(call: Callable[[], T]) -> futures.Future[T]:
     """The result of a call in a thread, which does not keep this process from ending."""
-    future: futures.Future[Answer] = futures.Future()
+    future: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
@@ -260,7 +266,7 @@ def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
     return True
 
 
-def wait(condition: Callable[[], Answer], seconds: float, *, show: str = "") -> Answer:
+def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:
     """Wait until the condition holds, at most so long; returns its last value.
 
     Polls, because signal handlers do not run while a store or a socket waits. A longer wait shows what it waits for.

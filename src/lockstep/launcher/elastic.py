@@ -17,10 +17,9 @@ from lockstep.core.fields import TEXT, TIME, Check, ranged, ruled
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import network
+from lockstep.launcher import addresses
 from lockstep.launcher.attach import is_listening, wait
-from lockstep.launcher.base import Inline, killed
-from lockstep.launcher.spawn import Spawn
+from lockstep.launcher.spawn import Inline, Spawn, killed
 from lockstep.runtime.signals import STOP_SIGNALS
 
 MOST_NODES = 4096
@@ -86,16 +85,24 @@ class Elastic(Spawn):
         if self.node_range[1] == 1:
             return super().try_address()
         host, port = self._meeting()
-        if self.is_host:
-            _try_to_listen(host, port)
-            return f"this machine can listen at {self.rendezvous}"
-        network.addresses(host, port)
-        return f"{host} has an address; it listens at {self.rendezvous} when the job starts there"
+        family, address = addresses.resolve(host, port)[0]
+        if not self.is_host:
+            return f"{host} has an address; it listens at {self.rendezvous} when the job starts there"
+        # As torch's agent will, on all interfaces if the name is a loopback one. A machine can resolve its own name
+        # to such an address, which other machines do not reach.
+        try:
+            socket.create_server((address, port), family=family).close()
+        except OSError as error:
+            raise InputError(
+                f"launcher.rendezvous: this machine cannot listen at {address}:{port} ({error.strerror}); use an "
+                "address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
+            ) from error
+        return f"this machine can listen at {self.rendezvous}"
 
     @property
     def is_host(self) -> bool:
         """Whether this machine is main's, among several."""
-        return self.node_rank == 0 or (self.node_rank == "auto" and network.is_own(*self._meeting()))
+        return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own(*self._meeting()))
 
     def run_agent(self, command: Sequence[str]) -> None:
         """Run `command` as each rank of this machine by torch's elastic agent, which meets those of the others.
@@ -107,22 +114,42 @@ class Elastic(Spawn):
             SystemExit: a rank has failed, or the ranks were stopped.
         """
         # Not needed by other jobs, and slow to import.
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+        from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.elastic.rendezvous import RendezvousError
-        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+        from torch.distributed.launcher.api import elastic_launch
 
-        (host, port), (least, most) = self._meeting(), self.node_range
         timeout = max(1, round(plan.seconds("launcher.timeout", self.timeout)))
         patience = max(timeout, FIRST_S)
-        # The agents number the machines in the order of these names, and the first one is where the ranks meet.
-        name = host if self.is_host else f"~{self.node_rank:>8}~{socket.gethostname()}"
-        self.try_address()
-        if self.is_host:
-            log.show(f"waiting at {self.rendezvous} for {least - 1} of {least} machines")
-        else:
-            self._await_main(host, port, patience)
-        config = LaunchConfig(
+        self._await_main(patience)
+        logger = logging.getLogger("torch.distributed.elastic")
+        logger.propagate = False  # its warnings are about ranks and signals, which the ranks report themselves
+        logger.addHandler(logging.NullHandler())
+        # Else a machine that joins gets no address of the store: main's rank serves one of each round.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        try:
+            elastic_launch(self._launch_config(timeout, patience), command[0])(*command[1:])
+        except SignalException as stop:
+            raise SystemExit(Stopped.exit_code) from stop
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            if failure.exitcode < 0:  # the others say why they have ended
+                raise RankFailed(killed({rank: failure.exitcode})) from error
+            raise SystemExit(failure.exitcode) from error
+        # A machine that was not needed gets no result, which torch's launcher takes for one (AttributeError).
+        except (RendezvousError, DistError, AttributeError) as error:
+            reason = str(error).partition("\n")[0]
+            raise RankFailed(
+                f"no {self.node_range[0]} machines have met at {self.rendezvous}, or main's is gone ({reason}); "
+                "start the same command on each, and see the output of the others"
+            ) from error
+
+    def _launch_config(self, timeout: int, patience: int) -> Any:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.launcher.api import LaunchConfig
+
+        (host, _), (least, most) = self._meeting(), self.node_range
+        return LaunchConfig(
             min_nodes=least,
             max_nodes=most,
             nproc_per_node=int(self.ranks),
@@ -137,33 +164,20 @@ class Elastic(Spawn):
             },
             max_restarts=self.restarts,
             monitor_interval=MONITOR_S,
-            local_addr=name,
+            # The agents number the machines in the order of these names, and the first one is where the ranks meet.
+            local_addr=host if self.is_host else f"~{self.node_rank:>8}~{socket.gethostname()}",
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # a folder would stay behind after a kill
             signals_to_handle=",".join(stop.name for stop in signal.Signals if stop in STOP_SIGNALS),
         )
-        logger = logging.getLogger("torch.distributed.elastic")
-        logger.propagate = False  # its warnings are about ranks and signals, which the ranks report themselves
-        logger.addHandler(logging.NullHandler())
-        # Else a machine that joins gets no address of the store: main's rank serves one of each round.
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        try:
-            elastic_launch(config, command[0])(*command[1:])
-        except SignalException as stop:
-            raise SystemExit(Stopped.exit_code) from stop
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            if failure.exitcode < 0:  # the others say why they have ended
-                raise RankFailed(killed({rank: failure.exitcode})) from error
-            raise SystemExit(failure.exitcode) from error
-        # A machine that was not needed gets no result, which torch's launcher takes for one (AttributeError).
-        except (RendezvousError, DistError, AttributeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise RankFailed(
-                f"no {least} machines have met at {self.rendezvous}, or main's is gone ({reason}); start the same "
-                "command on each, and see the output of the others"
-            ) from error
 
-    def _await_main(self, host: str, port: int, patience: float) -> None:
+    def _await_main(self, patience: float) -> None:
+        """Check the place where the machines meet; on another machine than main's, wait until main listens there."""
+        self.try_address()
+        if self.is_host:
+            least = self.node_range[0]
+            log.show(f"waiting at {self.rendezvous} for {least - 1} of {least} machines")
+            return
+        host, port = self._meeting()
         if is_listening(host, port, ANSWER_S):  # a network can swallow what it cannot deliver
             return
         log.show(f"waiting for main at {self.rendezvous}")
@@ -188,24 +202,6 @@ class Elastic(Spawn):
             raise InputError(f"launcher.node_rank is {self.node_rank}, expected a number from 0 to {most - 1}")
         host, _, port = self.rendezvous.rpartition(":")
         return host.strip("[]"), int(port)
-
-
-def _try_to_listen(host: str, port: int) -> None:
-    """Listen at the rendezvous for a moment, as torch's agent will, on all interfaces if the name is a loopback one.
-
-    A machine can resolve its own name to a loopback address, which other machines do not reach.
-
-    Raises:
-        InputError: it cannot.
-    """
-    family, address = network.addresses(host, port)[0]
-    try:
-        socket.create_server((address, port), family=family).close()
-    except OSError as error:
-        raise InputError(
-            f"launcher.rendezvous: this machine cannot listen at {address}:{port} ({error.strerror}); use an "
-            "address of it and a free port, or launcher.node_rank=1 if this is not main's machine"
-        ) from error
 
 
 @option("launcher")

@@ -12,20 +12,11 @@ import torch
 
 from lockstep.config import extensions
 from lockstep.core.world import World
+from lockstep.runtime.gpus import driver_version
 
 UNKNOWN = "unknown"
-PACKAGES = (
-    "lockstep",
-    "torch",
-    "torchvision",
-    "timm",
-    "hydra-core",
-    "omegaconf",
-    "tensorboard",
-    "nvidia-ml-py",
-    "numpy",
-    "safetensors",
-)
+PACKAGES = ("lockstep", "torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard", "nvidia-ml-py")
+PACKAGES += ("numpy", "safetensors")
 
 
 def facts(world: World) -> dict[str, Any]:
@@ -39,7 +30,7 @@ def facts(world: World) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
-        "driver": _driver(),
+        "driver": driver_version(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         **own_source(),
     }
@@ -50,18 +41,6 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _driver() -> str | None:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        driver: str = pynvml.nvmlSystemGetDriverVersion()
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError:
-        return None
-    return driver
 
 
 @functools.cache

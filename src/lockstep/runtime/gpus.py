@@ -13,7 +13,7 @@ from typing import Any
 import pynvml
 import torch
 
-from lockstep.runtime.limits import VISIBLE
+from lockstep.runtime.host import VISIBLE
 
 # What lies between two GPUs, in the words of `nvidia-smi topo -m`: NVML's levels are 0, 10, ..., 50.
 PATHS = ("one board", "PIX", "PXB", "PHB", "NODE", "SYS")
@@ -61,6 +61,12 @@ def name_in_nvml(number: int) -> str:
     if names and names[0].startswith("MIG-"):
         return names[0]
     return f"GPU-{torch.cuda.get_device_properties(number).uuid}"
+
+
+def driver_version() -> str | None:
+    with suppress(pynvml.NVMLError), _nvml():
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    return None
 
 
 def processes_on(gpu: str) -> list[int]:

@@ -1,6 +1,5 @@
 """The strategies of one process, and the base class of those with several ranks."""
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -169,14 +168,6 @@ class Distributed(Single):
                 "strategy.sync_batchnorm=true makes them the same"
             )
         return notes
-
-
-def by_dtype(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """One list of tensors for each dtype, each in the order of `tensors`."""
-    lists: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        lists.setdefault(tensor.dtype, []).append(tensor)
-    yield from lists.values()
 
 
 def flattened(tensors: list[Tensor]) -> Tensor:

@@ -60,33 +60,25 @@ class Place:
 class ForwardTrace(TorchFunctionMode):
     """Follows one forward pass: which modules begin in which order, and where a tensor is used after it was made.
 
-    `position` counts the modules that have begun; the model itself is at 0.
+    A position is the number of modules that have begun; the model itself is at 0.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, images: Tensor) -> None:
         super().__init__()
         self.places: list[Place] = []
         self.begun: dict[nn.Module, int] = {model: 0}
         self.names = {id(tensor): name for name, tensor in named_tensors(model)}
         self.first_use: dict[str, int] = {}
         # The position at which each tensor was made. Weak, so that the pass needs no more memory.
-        self.birth = WeakIdKeyDictionary()
-
-    @property
-    def position(self) -> int:
-        return len(self.places)
-
-    def watch(self, model: nn.Module, images: Tensor) -> Tensor:
-        """The output of a forward pass of `model`, in evaluation mode."""
-        self.birth[images] = 0
+        self.birth = WeakIdKeyDictionary({images: 0})
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 if name:
                     begin = functools.partial(self._begin, name)
                     hooks.enter_context(module.register_forward_pre_hook(begin, with_kwargs=True))
                     hooks.enter_context(module.register_forward_hook(self._end))
-            with self:
-                return model(images)
+            with self, model_mode(model, training=False):
+                self.logits: Tensor = model(images)
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if module in self.begun:
@@ -98,7 +90,7 @@ class ForwardTrace(TorchFunctionMode):
         if only_input:
             place.dtype, place.size, place.argument = tensors[0].dtype, tensors[0].numel(), id(tensors[0])
         self.places.append(place)
-        self.begun[module] = self.position
+        self.begun[module] = len(self.places)
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         # After the module, a use of its input prevents a cut: only the module gets the numbers from the other stage.
@@ -114,18 +106,18 @@ class ForwardTrace(TorchFunctionMode):
                 self._use(tensor)
         for output in outputs:
             if id(output) not in self.names and output not in self.birth:
-                self.birth[output] = self.position
+                self.birth[output] = len(self.places)
         return result
 
     def _use(self, tensor: Tensor) -> None:
         name = self.names.get(id(tensor))
         if name is not None:
-            since = self.first_use.setdefault(name, self.position)
+            since = self.first_use.setdefault(name, len(self.places))
         elif tensor in self.birth:
             since = self.birth[tensor]
         else:  # a constant
             return
-        for place in self.places[since : self.position]:
+        for place in self.places[since:]:
             if name is not None:
                 place.obstacle = place.obstacle or f"{name} is used on both sides of it"
             elif place.argument != id(tensor):
@@ -156,11 +148,9 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     Raises:
         InputError: the model cannot be cut there, or not into so many stages.
     """
-    trace = ForwardTrace(model)
-    with model_mode(model, training=False):
-        logits = trace.watch(model, images)
+    trace = ForwardTrace(model, images)
     homes = trace.homes(model)
-    sizes = [0] * (trace.position + 1)  # numbers at each position
+    sizes = [0] * (len(trace.places) + 1)  # numbers at each position
     for name, parameter in model.named_parameters():
         sizes[homes[name]] += parameter.numel()
     starts = _balance(sizes, trace.places, stages) if entries is None else _locate(trace.places, entries)
@@ -176,7 +166,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
         entries=tuple(place.name for place in places),
         formats=tuple(place.dtype for place in places),
         homes={name: sum(start <= position for start in starts) for name, position in homes.items()},
-        classes=logits.shape[-1],
+        classes=trace.logits.shape[-1],
     )
 
 
@@ -206,34 +196,32 @@ def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
 
 def _balance(sizes: Sequence[int], places: Sequence[Place], stages: int) -> list[int]:
     """The cuts that make the stages most equal. `sizes` has the number of parameters at each position."""
+    before = list(itertools.accumulate(sizes, initial=0))  # the parameters before each position
     # Of several places without parameters between them, take the one that sends least, and of these the outermost.
     starts_by_size: dict[int, list[int]] = defaultdict(list)
     for start, place in enumerate(places, 1):
-        if not place.obstacle:
-            starts_by_size[sum(sizes[:start])].append(start)
+        if not place.obstacle and 0 < before[start] < before[-1]:
+            starts_by_size[before[start]].append(start)
     starts = [
         min(group, key=lambda start: (places[start - 1].size, places[start - 1].name.count(".")))
-        for size_before, group in starts_by_size.items()
-        if 0 < size_before < sum(sizes)
+        for group in starts_by_size.values()
     ]
     if len(starts) < stages - 1:
         raise InputError(
             f"strategy=pipeline has {stages} stages, but this model can be cut into {len(starts) + 1} at the most; "
             f"use launcher.ranks={len(starts) + 1}, or strategy=fsdp"
         )
-
-    @functools.cache
-    def best_cuts(start: int, stages_left: int) -> tuple[int, tuple[int, ...]]:
-        """The sum of the squared sizes of `left` stages from `start`, and the cuts between them."""
-        if stages_left == 1:
-            return sum(sizes[start:]) ** 2, ()
-        later = [cut for cut in starts if cut > start]
-        candidates: Iterator[tuple[int, tuple[int, ...]]] = (
-            (sum(sizes[start:cut]) ** 2 + squared_sizes, (cut, *cuts))
-            for number, cut in enumerate(later)
-            if len(later) - number >= stages_left - 1
-            for squared_sizes, cuts in [best_cuts(cut, stages_left - 1)]
-        )
-        return min(candidates)
-
-    return list(best_cuts(0, stages)[1])
+    # By the start of the last stage so far: the sum of the squared sizes of the stages before it, and the cuts.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for _ in range(stages - 1):
+        best = {
+            cut: min(
+                (squares + (before[cut] - before[start]) ** 2, (*cuts, cut))
+                for start, (squares, cuts) in best.items()
+                if start < cut
+            )
+            for cut in starts
+            if cut > min(best)
+        }
+    ways = [(squares + (before[-1] - before[start]) ** 2, cuts) for start, (squares, cuts) in best.items()]
+    return list(min(ways)[1])

@@ -1,27 +1,48 @@
-"""`torch.nn.parallel.DistributedDataParallel`: gradients are averaged in buckets while backward runs."""
+"""Replicas whose gradients are averaged.
+
+By torch's `DistributedDataParallel`, which Hugging Face Accelerate makes too, or by the all-reduces of the tutorials,
+done correctly: the simplest way to see what DDP does.
+"""
 
 import inspect
+import os
 import warnings
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Self
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import choice, ranged
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import NO_CONTEXT, Optimizer
 from lockstep.core.world import World
-from lockstep.strategy.base import Distributed, rehearse
+from lockstep.strategy.base import Distributed, copy_back, flattened, rehearse
 
+LARGE = 2**16  # a gradient with at least this many elements gets an all-reduce of its own
 COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
 # Do not synchronise buffers in forward (`World.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
     else "broadcast_buffers": False
+}
+
+# Environment variables that `accelerate launch` and its config file set, their values that change nothing, and the
+# override that has the same effect here.
+LAUNCH_SETTINGS = {
+    "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
+    "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("", "1"), "train.micro_batches=N"),
+    "ACCELERATE_USE_FSDP": (("", "false"), "strategy=fsdp"),
+    "ACCELERATE_USE_DEEPSPEED": (("", "false"), "strategy=zero"),
+    "ACCELERATE_USE_MEGATRON_LM": (("", "false"), "strategy=fsdp"),
 }
 
 
@@ -88,3 +109,130 @@ class DDP(Distributed):
         if self.comm_hook == "powersgd":
             notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes
+
+
+@option("strategy")
+class Accelerate(Distributed):
+    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too.
+
+    The data and the loop are Lockstep's, so a run is the same as with `ddp`: Accelerate does not cut a batch, pad a
+    shard, or step a schedule.
+    """
+
+    find_unused_parameters: bool = False
+
+    def check(self, ranks: int, device: str) -> None:
+        check_installed("accelerate", "strategy=accelerate")
+        for name, (neutral, override) in LAUNCH_SETTINGS.items():
+            value = os.environ.get(name, "")
+            if value.lower() not in neutral:
+                raise InputError(
+                    f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
+                    "leave it out of `accelerate launch` and `accelerate config`"
+                )
+
+    def with_changing_graph(self) -> Self:
+        return replace(self, find_unused_parameters=True)
+
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
+        replica: nn.Module = accelerator(
+            example[0].device, find_unused_parameters=self.find_unused_parameters
+        ).prepare_model(model, device_placement=False)
+        rehearse(replica, example, passes=2)  # DDP rebuilds its buckets, see `DDP.replicate`
+        return replica
+
+    def build_optimizer(self, optimizer: Optimizer, model: nn.Module, world: World) -> torch.optim.Optimizer:
+        built = optimizer.build(model)
+        if world.size == 1:
+            return built
+        return accelerator(world.device).prepare_optimizer(built, device_placement=False)
+
+
+def accelerator(device: torch.device, **ddp: bool) -> Any:
+    """The Accelerator of this rank, with options of DDP. It changes neither the threads nor the number format."""
+    import accelerate
+    from accelerate.utils import DistributedDataParallelKwargs
+
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "OMP_NUM_THREADS/MKL_NUM_THREADS unset")
+        built = accelerate.Accelerator(
+            cpu=device.type == "cpu",
+            mixed_precision="no",
+            device_placement=False,
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True, **ddp)],
+        )
+    torch.set_num_threads(threads)
+    return built
+
+
+@option("strategy", "allreduce")
+class AllReduce(Distributed):
+    """Blocking all-reduces after backward: one for each large gradient, and one for all the small ones together.
+
+    A call costs as much as about 100 kB on the wire. With one call for each of a hundred small gradients, a step
+    would take several times as long.
+    """
+
+    def grad_divisor(self, world: World) -> int:
+        return 1
+
+    def reduce(self, replica: nn.Module) -> None:
+        if not dist.is_initialized():
+            return
+        gradients = [parameter.grad for parameter in replica.parameters() if parameter.grad is not None]
+        small = []
+        for gradient in gradients:
+            if gradient.numel() >= LARGE and gradient.is_contiguous():
+                dist.all_reduce(gradient)
+            else:
+                small.append(gradient)
+        if small:
+            total = flattened(small)
+            dist.all_reduce(total)
+            copy_back(total, small)
+
+
+class HookedReplica(nn.Module):
+    """A model that starts the all-reduce of each gradient as soon as backward has computed it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = model
+        self.sync = True
+        self.pending: list[tuple[Any, Tensor]] = []
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._start)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+    def _start(self, parameter: Tensor) -> None:
+        if self.sync and parameter.grad is not None:
+            self.pending.append((dist.all_reduce(parameter.grad, async_op=True), parameter.grad))
+
+    def finish(self) -> None:
+        """Wait for the sums, and divide them by the number of ranks."""
+        size = dist.get_world_size()
+        for work, gradient in self.pending:
+            work.wait()
+            gradient /= size
+        self.pending.clear()
+
+
+@option("strategy", "allreduce_hooks")
+class AllReduceHooks(Distributed):
+    """One asynchronous all-reduce per gradient, started by a hook during backward."""
+
+    def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
+        return HookedReplica(model)
+
+    def accumulate(self, replica: nn.Module, last: bool) -> AbstractContextManager[None]:
+        if isinstance(replica, HookedReplica):  # of one rank it is the model
+            replica.sync = last
+        return NO_CONTEXT
+
+    def reduce(self, replica: nn.Module) -> None:
+        if isinstance(replica, HookedReplica):
+            replica.finish()

@@ -1,22 +1,30 @@
-"""ZeRO (Rajbhandari et al. 2020), stage 1: replicas as in DDP, and the optimizer's state cut over the ranks.
+"""ZeRO (Rajbhandari et al. 2020): the state of a run is cut over the ranks instead of copied to each.
 
-torch's `ZeroRedundancyOptimizer` does the same, but needs parameters of one dtype, and when it is saved it sends its
-whole state, pickled, to every rank.
+Stage 1 (`ZeRO`) cuts the optimizer's state. torch's `ZeroRedundancyOptimizer` does the same, but needs parameters of
+one dtype, and when it is saved it sends its whole state, pickled, to every rank. Stage 3 (`FSDP`) cuts parameters and
+gradients too, by `torch.distributed.fsdp.fully_shard`.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.options import option
-from lockstep.core.model import ShardedOptimizer, UpdateScope, wire
-from lockstep.core.protocols import Optimizer
+from lockstep.core.errors import InputError
+from lockstep.core.model import ShardedOptimizer, UpdateScope
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.world import World
-from lockstep.strategy.base import by_dtype, copy_back, flattened
+from lockstep.strategy.base import Distributed, copy_back, flattened
 from lockstep.strategy.ddp import DDP
+
+# A single layer with at least this many parameters is gathered on its own. Smaller layers are gathered with the rest
+# of the model, because a call costs as much as about 100 kB on the wire.
+LARGE = 2**17
 
 
 @option("strategy", "zero")
@@ -71,37 +79,17 @@ class OwnedOptimizer(ShardedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """On main, the state of all parameters, in host memory; on others, that of their own. Collective."""
         numbers = {parameter: number for number, parameter in enumerate(self.owners)}
-        own = {numbers[parameter]: dict(entries) for parameter, entries in self.own.state.items()}
         groups = [
             {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
         ]
-        return {"state": self._collected(own), "param_groups": groups}
-
-    def _collected(self, own: dict[int, dict[str, Any]]) -> dict[int, dict[str, Any]]:
-        """The entries of all ranks on main. Tensors are sent one at a time; all other values are small."""
-        outlines = self.world.gather_to_main({number: _outline(entries) for number, entries in own.items()})
-        if not outlines:
-            for entries in own.values():
-                for value in entries.values():
-                    if isinstance(value, Tensor):
-                        dist.send(value.to(wire(self.world.device)).contiguous(), 0)
-            return own
-        for rank, outline in enumerate(outlines[1:], start=1):
-            for number, entries in outline.items():
-                own[number] = {key: self._received(value, rank) for key, value in entries.items()}
-        return dict(sorted(own.items()))
-
-    def _received(self, outline: Any, rank: int) -> Any:
-        if not isinstance(outline, Tensor):
-            return outline
-        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=wire(self.world.device))
-        dist.recv(tensor, rank)
-        return tensor.cpu()
+        state = {numbers[parameter]: _on_host(entries) for parameter, entries in self.own.state.items()}
+        for entries_of_rank in self.world.gather_to_main(state)[1:]:
+            state |= entries_of_rank
+        return {"state": dict(sorted(state.items())), "param_groups": groups}
 
 
-def _outline(entries: dict[str, Any]) -> dict[str, Any]:
-    """The entries with the shape and dtype of each tensor only: on the meta device."""
-    return {key: value.to("meta") if isinstance(value, Tensor) else value for key, value in entries.items()}
+def _on_host(entries: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
 class ZeROOptimizer(OwnedOptimizer):
@@ -116,7 +104,10 @@ class ZeROOptimizer(OwnedOptimizer):
         """Step this rank's parameters, and give every rank all of them. Collective."""
         super().step(closure)
         for rank in range(self.world.size):
-            for tensors in by_dtype(parameter for parameter, owner in self.owners.items() if owner == rank):
+            by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+            for parameter in (parameter for parameter, owner in self.owners.items() if owner == rank):
+                by_dtype[parameter.dtype].append(parameter)
+            for tensors in by_dtype.values():
                 message = flattened(tensors)
                 dist.broadcast(message, rank)
                 if rank != self.world.rank:
@@ -131,3 +122,100 @@ def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
         owners[parameter] = sizes.index(min(sizes))
         sizes[owners[parameter]] += parameter.numel()
     return owners
+
+
+@option("strategy")
+class FSDP(Distributed):
+    """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
+
+    The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
+    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long.
+    """
+
+    cpu_offload: bool = False
+    low_precision: bool = False
+    whole_model: ClassVar[bool] = False
+    widest: ClassVar[UpdateScope] = UpdateScope.element
+    no_scaler: ClassVar[str] = (
+        "which looks for overflows in whole gradients, but strategy=fsdp cuts them over the ranks"
+    )
+
+    def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
+        super().check_parts(optimizer, precision, micro_batches)
+        if self.low_precision and precision.dtype is precision.storage:
+            raise InputError(
+                f"strategy.low_precision is true, but precision computes in {str(precision.dtype)[6:]}, in which the "
+                "parameters are stored; use precision=bf16, or leave out strategy.low_precision"
+            )
+
+    def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:
+        if world.size > 1:
+            self.cut(model, world, precision)
+
+    def cut(self, model: nn.Module, world: World, precision: Precision) -> None:
+        """Cut a model over the ranks of the process group, which may be one."""
+        # Imported here, because it takes a second.
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+        dtypes = {parameter.dtype for parameter in model.parameters()}
+        if len(dtypes) > 1:
+            raise InputError(
+                f"strategy=fsdp gathers the parameters of a block together, and this model has {len(dtypes)} formats "
+                f"({', '.join(sorted(str(dtype)[6:] for dtype in dtypes))}); use precision=bf16 or precision=fp32"
+            )
+        model.to(memory_format=torch.contiguous_format)  # the only format that FSDP cuts; the images keep theirs
+        offload = (
+            CPUOffloadPolicy(pin_memory=True) if self.cpu_offload and world.device.type != "cpu" else OffloadPolicy()
+        )
+        policy = MixedPrecisionPolicy(
+            param_dtype=precision.dtype if self.low_precision else None, reduce_dtype=precision.storage
+        )
+        mesh = init_device_mesh(world.device.type, (world.size,))
+        for block in [*blocks(model), model]:
+            fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
+
+    def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
+        notes = super().notes(model, world, plan)
+        if self.low_precision and world.size > 1:
+            notes.append(
+                "strategy.low_precision=true has norms and residuals in 16 bits too: this run differs from one of "
+                "another strategy by more than summation order"
+            )
+        return notes
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model whose parameters are gathered together.
+
+    They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
+    children, and the children of its lists of modules. A single small layer is gathered with the rest of the model.
+    """
+    groups = _groups(model)
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[nn.Module]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            own = [parameter for parameter in groups if parameter.startswith(f"{path}.")]
+            if not own:
+                continue
+            # A list of modules has no forward, before which its parameters could be gathered.
+            together = len({groups[parameter] for parameter in own}) == 1 and not isinstance(child, nn.ModuleList)
+            size = sum(map(Tensor.numel, child.parameters()))
+            if not together:
+                yield from visit(child, f"{path}.")
+            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= LARGE:
+                yield child
+
+    yield from visit(model, "")
+
+
+def _groups(model: nn.Module) -> dict[str, int | str]:
+    if hasattr(model, "group_matcher"):
+        from timm.models import group_parameters
+
+        matcher = cast(Any, model).group_matcher(coarse=False)
+        return group_parameters(model, matcher, reverse=True)
+    lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
+    paths = {name: name.split(".") for name, _ in model.named_parameters()}
+    return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}

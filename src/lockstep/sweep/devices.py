@@ -7,7 +7,7 @@ from typing import Self
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.runtime.limits import CORES, VISIBLE, cores
+from lockstep.runtime.host import CORES, VISIBLE, cores
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.core import log
 from lockstep.core.world import World
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import cores
 from lockstep.runtime.signals import StopRequest
 from lockstep.training.resolved_job import ResolvedJob
 

@@ -15,7 +15,7 @@ from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSource
-from lockstep.runtime import host, limits
+from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
 from lockstep.training.dry_run import has_convolutions, takes_channels_last
 from lockstep.training.fingerprint import larger_batch
@@ -82,7 +82,7 @@ class Evidence:
     spread: Mapping[str, float]
     hardware: Mapping[str, float]
     mfu: float
-    cores: int = field(default_factory=limits.cores)
+    cores: int = field(default_factory=host.cores)
 
     def share(self, *parts: str) -> float:
         return sum(self.shares.get(part, 0.0) for part in parts)

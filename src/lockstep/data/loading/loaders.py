@@ -27,8 +27,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import MappedSplit
 from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
 from lockstep.data.loading.shared_memory import decode_all
-from lockstep.runtime.host import GB, format_bytes, free_memory
-from lockstep.runtime.limits import cores
+from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
 # cache: as float32 they are 4 MB. On a GPU a call costs more than many values, so they may take a small share of the

@@ -34,7 +34,7 @@ def machine() -> str:
     return " ".join(words)
 
 
-def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
+def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
     """The addresses of a host, as family and text.
 
     Raises:
@@ -52,7 +52,7 @@ def addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
 
 def is_own(host: str, port: int) -> bool:
     """Whether an address of `host` belongs to this machine, so that it can listen there."""
-    for family, address in addresses(host, port):
+    for family, address in resolve(host, port):
         with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.bind((address, 0))
             return True
@@ -83,7 +83,7 @@ def interface_to(host: str, port: int) -> str | None:
 
     Nothing is sent: connecting a datagram socket only asks the kernel for the route.
     """
-    for family, address in addresses(host, port):
+    for family, address in resolve(host, port):
         with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect((address, port))
             return interface_of(probe.getsockname()[0])
