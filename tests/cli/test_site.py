@@ -102,19 +102,10 @@ class SilentHandler(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.mark.parametrize(
-    ("links", "to_nowhere"),
-    [
-        ("[x](docs/use.md#a-heading)", ()),
-        (
-            "[x](docs/nothing.md) [x](#nothing-here) [x](docs/use.md#nothing-there) ![x](nothing.png)",
-            ("docs/nothing.md", "nothing-here", "nothing-there", "nothing.png"),
-        ),
-    ],
-    ids=["a heading", "nowhere"],
-)
-def test_a_link_to_nowhere_fails_the_build(links: str, to_nowhere: tuple[str, ...], tmp_path: Path) -> None:
-    """Each is named: the build goes on behind the first."""
+def test_a_link_to_nowhere_fails_the_build(tmp_path: Path) -> None:
+    """Each is named, since the build goes on behind the first; a link to a heading is none of them."""
+    to_nowhere = ("docs/nothing.md", "#nothing-here", "docs/use.md#nothing-there", "nothing.png")
+    links = "".join(f"[x]({target}) " for target in ("docs/use.md#a-heading", *to_nowhere[:3])) + "![x](nothing.png)"
     (tmp_path / "docs").mkdir()
     for name in ("conf.py", "site.css"):
         shutil.copy(ROOT / "docs" / name, tmp_path / "docs")
@@ -125,10 +116,11 @@ def test_a_link_to_nowhere_fails_the_build(links: str, to_nowhere: tuple[str, ..
     with (tmp_path / "README.md").open("a") as readme:
         readme.write(links)
     built = build(tmp_path, tmp_path / "build")
-    assert built.returncode == bool(to_nowhere)
+    assert built.returncode == 1
     warnings = built.stderr.splitlines()
     assert len(warnings) == len(to_nowhere), built.stderr
-    assert all(any(target in line for line in warnings) for target in to_nowhere), built.stderr
+    names = [target.rpartition("#")[2] for target in to_nowhere]
+    assert all(any(name in line for line in warnings) for name in names), built.stderr
 
 
 def test_pre_commit_runs_the_checks_of_ci() -> None:
