@@ -18,10 +18,8 @@ from helpers import launch
 from lockstep.core import world
 from lockstep.core.data_protocols import Broken, Split
 from lockstep.core.errors import InputError
-from lockstep.data.datasets import folder as folder_module
-from lockstep.data.datasets import listing
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.loading import prefetch, shared_memory
+from lockstep.data.loading import reading
 from lockstep.data.loading.loaders import Resident
 from lockstep.job import worker
 
@@ -48,16 +46,15 @@ def exit_as_rank(folder: Path) -> None:
     """What a rank does: feed itself from shared memory and, where its neighbours cannot be reached, from its own."""
     facts: dict[str, object] = {}
     with worker.join(device="cpu", backend="gloo", timeout=240, threads=1) as here:
-        facts |= listed(folder, here)
-        split, read = Folder(path=str(folder), decode_size=6, skip=2).train(), []
+        split, read, whole = Folder(path=str(folder), decode_size=6, skip=2).train(), [], reading.read_images
         before = set(os.listdir("/dev/shm"))  # noqa: PTH208
 
-        def counted(split: Split, indices: list[int]) -> tuple[Tensor, Broken]:
+        def counted(split: Split, indices: list[int], epoch: int = 0) -> tuple[Tensor, Broken]:
             read.extend(indices)
-            return prefetch.read_images(split, indices)
+            return whole(split, indices, epoch)
 
-        shared_memory.read_images = counted
-        images, broken = shared_memory.decode_all(split, here, threads=2)
+        reading.read_images = counted
+        images, broken = reading.decode_all(split, here, threads=2)
         facts["read"], facts["broken"] = (min(read), max(read), len(read)), sorted(broken)
         facts["maps"] = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
         facts["left"] = sorted(set(os.listdir("/dev/shm")) - before) + memory_files()  # noqa: PTH208
@@ -68,39 +65,16 @@ def exit_as_rank(folder: Path) -> None:
         here.barrier()
         facts["written"] = images[10:12, 0, 0, 0].tolist()
         try:
-            shared_memory.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
+            reading.decode_all(Folder(path=str(folder), decode_size=6).train(), here, threads=1)
         except InputError as error:
             facts["error"] = str(error)
         mapped = shared_maps()
-        shared_memory._link_target = lambda link: ""  # as if the other rank were in another container
-        alone, again = shared_memory.decode_all(split, here, threads=2)
+        del os.memfd_create  # as on another system
+        alone, again = reading.decode_all(split, here, threads=2)
         facts["equal"] += [torch.equal(alone[12:], images[12:]), again.keys() == broken.keys()]
         facts["alone"] = shared_maps() - mapped
     (folder / f"found{here.rank}.json").write_text(json.dumps(facts))
     sys.exit(0)
-
-
-def listed(folder: Path, here: world.World) -> dict[str, object]:
-    """How often this rank lists files, where the list that it then has lies, and what it says."""
-    count, whole = [], folder_module.list_split
-    folder_module.list_split = lambda *places: (count.append(1), whole(*places))[1]
-    source = Folder(path=str(folder), decode_size=6)
-    if here.rank == 0:
-        source.prepare()
-    here.barrier()
-    shared_memory.share_listings(source, here)
-    files = source.train().paths
-    mapped = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
-    shared_memory.share_listings(source, here)
-    again = [line.split()[4] for line in maps() if "/memfd:lockstep-" in line]
-    listing.LISTINGS.clear()  # so that the listing of each rank is its own from here on
-    return {
-        "listed": len(count),
-        "shares": mapped == again and len(mapped),
-        "inodes": sorted(mapped),
-        "files": [str(files[at]) for at in (0, 350, 699)],
-        "equal lists": list(files) == list(source.train().paths),
-    }
 
 
 def fed(split: Split, here: world.World, indices: Tensor) -> Iterator[Tensor]:
@@ -147,12 +121,3 @@ def test_all_ranks_know_every_broken_image(root: Path) -> None:
 def test_the_pixels_are_those_of_a_rank_that_decodes_for_itself(root: Path) -> None:
     assert facts_of(root, "equal") == [[True, True, True]] * 2
     assert all(int(str(more)) <= 0 for more in facts_of(root, "alone")), "no more is shared than before"
-
-
-def test_one_rank_of_a_machine_lists_the_files_and_the_others_map_its_list(root: Path) -> None:
-    assert facts_of(root, "listed") == [2, 0], "training and evaluation split, by main"
-    assert facts_of(root, "shares") == [2, 2]
-    (first, second) = facts_of(root, "inodes")
-    assert first == second
-    assert facts_of(root, "files") == [[f"{root}/train/a/{number:03}.png" for number in (0, 350, 699)]] * 2
-    assert facts_of(root, "equal lists") == [True, True]

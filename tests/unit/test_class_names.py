@@ -186,11 +186,11 @@ def test_files_that_systems_leave_behind_are_no_photos(tmp_path: Path, place: st
     assert folder.notes()[0].startswith(f"{tmp_path}/train: left out {number} other files (")
 
 
-@pytest.mark.parametrize("sidecar", SIDECARS)
-def test_members_that_systems_leave_behind_are_no_examples(tmp_path: Path, sidecar: str) -> None:
+def test_members_that_systems_leave_behind_are_no_examples(tmp_path: Path) -> None:
     clean = [("./x/0.png", png(1)), ("./x/0.cls", b"cat"), ("x.y/1.png", png(2)), ("x.y/1.cls", b"dog")]
+    before = [(sidecar, b"\x00\x05\x16\x07\xff") for sidecar in SIDECARS]
     for name in ("train", "val"):
-        write_tar(tmp_path / f"{name}.tar", (sidecar, b"\x00\x05\x16\x07\xff"), *clean, (f"x/{sidecar}", b"\xff"))
+        write_tar(tmp_path / f"{name}.tar", *before, *clean, *((f"x/{sidecar}", b"\xff") for sidecar in SIDECARS))
     write_tar(tmp_path / "clean.tar", *clean)
     right = [
         (sample["__key__"], sample["png"], sample["cls"].decode()) for sample in samples_of(tmp_path / "clean.tar")

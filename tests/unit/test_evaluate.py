@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from lockstep.cli.evaluate import Evaluation
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
-from lockstep.data.datasets import Digits, Fake, Folder, listing
+from lockstep.data.datasets import Digits, Fake, Folder
+from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.data.transforms.augment import CropFlip
@@ -330,7 +331,7 @@ def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     actual = scores(Mean(), fewer, kind=kind, block=5)
     for name in ("a/3.png", "b/5.png"):
         (tmp_path / "val" / name).unlink()
-    listing.LISTINGS.clear()
+    LISTINGS.clear()
     assert actual["top1"] == pytest.approx(90)
     assert actual == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
 

@@ -26,10 +26,9 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
-from lockstep.data.loading.prefetch import read_images, reading_rate, sample, workers_needed
+from lockstep.data.loading.reading import decode_all, read_images, reading_rate, sample, workers_needed
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
-from lockstep.data.loading.shared_memory import decode_all
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.runtime.host import GB, cores
 from thread_ranks import ThreadRanks
@@ -215,25 +214,6 @@ def test_a_broken_image_that_several_ranks_have_read_counts_once(
     assert ThreadRanks(3, monkeypatch).run(skipped) == [5] * 3
 
 
-def test_the_last_batch_of_an_epoch_may_leave_a_rank_with_nothing() -> None:
-    for kind in (Resident(), Streaming(workers=0)):
-        own = list(shards(loader(Digits(), kind, world(0, 3))))
-        assert [len(shard.labels) for shard in own] == [5, 5, 5, 0, 5, 5, 5, 0, 5]
-        assert [shard.count for shard in own] == [16, 16, 16, 2, 16, 16, 16, 2, 16]
-        assert own[3].images.shape == (0, 1, 8, 8)
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 7])
-def test_the_micro_batches_of_a_shard_are_the_shard(parts: int) -> None:
-    shard = next(shards(loader(Digits(), Resident(), world(0, 3))))
-    pieces = list(shard.micro_batches(parts))
-    for name in ("images", "labels", "indices"):
-        assert torch.equal(torch.cat([getattr(piece, name) for piece, _ in pieces]), getattr(shard, name))
-    assert [last for _, last in pieces] == [False] * (parts - 1) + [True]
-    assert {(piece.step, piece.epoch, piece.count) for piece, _ in pieces} == {(1, 0, 16)}
-    assert [piece.number for piece, _ in pieces] == list(range(parts))
-
-
 def pieces_of(count: int, ranks: int, parts: int, partner: bool) -> list[Shard]:
     """All micro-batches of a global batch, rank by rank. Image, label and index of example i are i."""
     pieces = []
@@ -254,20 +234,6 @@ def test_pieces_depend_on_ranks_times_micro_batches_alone(count: int, ranks: int
     for ours, theirs in zip(pieces, pieces_of(count, 1, ranks * parts, partner), strict=True):
         assert equal(ours, theirs)
         assert len(ours.indices) == len(ours.labels) + (partner and len(ours.labels) > 0)
-
-
-def test_the_images_and_labels_of_partners_come_along(source: Source) -> None:
-    split = source.train()
-    for kind in (Resident(), Streaming(workers=0)):
-        for shard in shards(loader(source, kind, world(1, 3), partners=True)):
-            assert torch.equal(shard.images, split.fetch(shard.indices.tolist()))
-            assert torch.equal(shard.known_labels, split.labels[shard.indices])
-            assert len(shard.indices) == len(shard.labels) + 1
-
-
-def test_ranks_together_evaluate_every_example_once() -> None:
-    seen = [labels for rank in range(3) for _, labels in loader(Digits(), Resident(), world(rank, 3)).eval()]
-    assert torch.equal(torch.cat(seen).sort().values, Digits().eval().labels.sort().values)
 
 
 def task(source: Source, where: World | None = None, **changes: Any) -> LoaderContext:
@@ -317,12 +283,6 @@ def test_on_a_gpu_the_steps_of_an_epoch_are_read_together_as_far_as_memory_allow
     assert Streaming().stride(2000, 3 * 32 * 32, gpu) == 1
 
 
-def test_workers_or_reading_ahead_ask_auto_for_streaming() -> None:
-    kind, reason = Auto(workers=3).choose(task(Digits()))
-    assert (kind, reason) == (Streaming(workers=3), "loader.workers or loader.prefetch is given; as configured")
-    assert Auto(prefetch=4).choose(task(Digits()))[0] == Streaming(workers=1, prefetch=4)
-
-
 def test_auto_leaves_half_of_a_ranks_share_of_the_memory_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 10 * GB)
     for where, gigabytes, kind in ((world(), 6, Streaming), (world(), 3, Resident), (world(0, 4), 3, Streaming)):
@@ -363,7 +323,7 @@ def test_the_rate_of_reading_is_that_of_the_images_that_were_read(monkeypatch: p
             return torch.zeros((len(indices), 1, 1, 1), dtype=torch.uint8)
 
     slow = Slow()
-    monkeypatch.setattr("lockstep.data.loading.prefetch.time.perf_counter", lambda: slow.seconds)
+    monkeypatch.setattr("lockstep.data.loading.reading.time.perf_counter", lambda: slow.seconds)
     assert reading_rate(slow) == pytest.approx(100)
 
 
@@ -408,11 +368,6 @@ def test_an_unreadable_image_is_an_error_with_its_sentence_from_a_worker_too(dam
     with pytest.raises(InputError, match=r"^dataset: image 1, .*/train/a/1\.png, cannot be decoded"):
         list(feed([(0, torch.tensor([0])), (0, torch.tensor([0, 1]))]))
     assert readers_end()
-
-
-def test_an_unreadable_image_is_an_error_of_the_resident_loader_too(damaged: Folder) -> None:
-    with pytest.raises(InputError, match=r"^dataset: image 1, .*cannot be decoded"):
-        Resident().feed(damaged.train(), world())
 
 
 def spoil(folder: Folder, into: Path, *names: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from scipy.special import betainc, betaincinv
+from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -126,23 +126,11 @@ def test_a_piece_without_examples_has_a_loss_of_zero(kind: str) -> None:
     assert (images.shape, targets.shape, loss.item()) == ((0, 1, 8, 8), (0, 10), 0)
 
 
-@pytest.mark.parametrize("alpha", [0.01, 0.2, 1.0, 8.0, 1000.0])
-def test_shares_follow_the_beta_distribution(alpha: float) -> None:
-    drawn = beta(uniform(sample_keys(0, 0, torch.arange(100_000), MIX), 0), alpha).double().sort().values.numpy()
-    # Kolmogorov-Smirnov: about one seed in ten thousand has a larger distance.
-    distance = np.abs(betainc(alpha, alpha, drawn) - (np.arange(100_000) + 0.5) / 100_000)
-    assert distance[(drawn > 0) & (drawn < 1)].max() < 2.2 / 100_000**0.5
-
-
 @pytest.mark.parametrize(("alpha", "accuracy"), [(0.2, 1e-6), (0.5, 1e-6), (1.0, 1e-7), (2.0, 5e-3)])
 def test_shares_are_the_quantiles_of_their_numbers(alpha: float, accuracy: float) -> None:
     points = torch.arange(2**16) / 2**16
     exact = betaincinv(alpha, alpha, points.double().numpy())
     assert np.abs(beta(points, alpha).double().numpy() - exact).max() < accuracy
-
-
-def test_an_alpha_of_zero_keeps_the_own_image() -> None:
-    assert torch.equal(beta(torch.rand(9), 0.0), torch.ones(9))
 
 
 def test_boxes_have_their_area_and_lie_everywhere() -> None:
@@ -168,24 +156,6 @@ def test_with_both_on_half_of_the_samples_take_each() -> None:
     assert cut.double().mean().item() == pytest.approx(0.5, abs=0.04)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_the_weighted_sum_of_the_losses_of_both_labels(kind: str) -> None:
-    path = transforms(mixing(kind), FP64())
-    shard = shards(path, 1, Resident(), 0)[0]
-    _, targets = path.mixed(shard)
-    logits = torch.randn(10, 10, dtype=torch.float64)
-    own, following = (
-        F.cross_entropy(logits, labels, reduction="none", label_smoothing=0.1)
-        for labels in (shard.known_labels[:-1], shard.known_labels[1:])
-    )
-    share = targets.gather(1, shard.labels[:, None])[:, 0]
-    share[shard.labels == shard.known_labels[1:]] = 1
-    expected = (share * own + (1 - share) * following).sum()
-    torch.testing.assert_close(
-        F.cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1), expected, rtol=1e-12, atol=0
-    )
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind: str, smoothing: float) -> None:
@@ -202,8 +172,3 @@ def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind
     loss(logits, targets, labels[:-1]).sum().backward()
     assert logits.grad is not None
     assert (logits.grad.abs().amax(1) > 1e-15).tolist() == [True, True, False, False, True]
-
-
-def test_evaluation_is_never_mixed() -> None:
-    images = Digits().eval().images
-    assert torch.equal(transforms(mixing("both")).eval(images), transforms(None).eval(images))

@@ -68,17 +68,6 @@ def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 
-def test_a_gpu_computes_every_operation_for_every_sample_and_gets_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    stored = images((3, 20, 20)).repeat(40, 1, 1, 1)
-    expected = randaugment.randaugment(stored, draws(240), ops=2, magnitude=12)
-
-    def everywhere(chosen: Tensor, change: Callable[..., Tensor], unchanged: Tensor, *arguments: Tensor) -> Tensor:
-        return torch.where(chosen.view(-1, *[1] * (unchanged.dim() - 1)), change(*arguments), unchanged)
-
-    monkeypatch.setattr(randaugment, "_where", everywhere)
-    assert torch.equal(randaugment.randaugment(stored, draws(240), ops=2, magnitude=12), expected)
-
-
 def test_every_operation_is_drawn_as_often_as_another_and_up_as_often_as_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -88,21 +88,6 @@ def test_going_on_behind_a_step_gives_the_rest_of_the_sequence(case: Case, data:
         assert all(torch.equal(a.indices, b.indices) for a, b in zip(resumed, whole, strict=True))
 
 
-@given(cases(), st.integers(1, 7), st.data())
-def test_going_on_with_other_ranks_leaves_the_same_samples(case: Case, ranks: int, data: st.DataObject) -> None:
-    after = data.draw(st.integers(0, case.plan.total_steps))
-    resumed = Case(case.plan, case.seed, ranks)
-    assert [joined(step) for step in resumed.steps(after)] == [joined(step) for step in case.steps()[after:]]
-
-
-@given(st.integers(0, 200), st.integers(1, 8), st.integers(1, 8))
-def test_the_pieces_of_a_shard_are_pieces_of_the_global_batch(n: int, ranks: int, parts: int) -> None:
-    pieces = [range(n)[share(n, ranks * parts, piece)] for piece in range(ranks * parts)]
-    for rank in range(ranks):
-        mine = [index for piece in pieces[rank * parts : (rank + 1) * parts] for index in piece]
-        assert mine == list(range(n)[share(n, ranks, rank)])
-
-
 @given(cases())
 def test_a_partner_is_the_next_sample_of_the_global_batch_and_the_first_for_the_last(case: Case) -> None:
     alone = Case(case.plan, case.seed, 1).shards(0)

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import ArraySplit, Crop, FileSplit, check_labels
+from lockstep.data.datasets.files import Crop, FileSplit, check_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 
@@ -29,21 +29,6 @@ def decoded(path: Path, size: int = 20) -> Tensor:
 def centre(image: Image.Image) -> Tensor:
     """The central 20x20 of a 20x30 image, decoded by Pillow."""
     return T.center_crop(T.pil_to_tensor(image.convert("RGB")), [20, 20])
-
-
-def test_an_array_split_gives_its_images_in_the_order_asked_for() -> None:
-    images = torch.arange(12, dtype=torch.uint8).view(3, 1, 2, 2)
-    split = ArraySplit(images, torch.tensor([5, 6, 7]))
-    assert len(split) == 3
-    assert torch.equal(split.fetch([2, 0, 2]), images[[2, 0, 2]])
-    assert split.fetch([]).shape == (0, 1, 2, 2)
-
-
-@pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif", "tiff", "PNG"])
-def test_a_lossless_file_is_decoded_to_its_pixels(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"image.{suffix}"
-    Image.fromarray(PIXELS).save(path)
-    assert torch.equal(decoded(path), centre(Image.fromarray(PIXELS)))
 
 
 def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None:
@@ -68,14 +53,6 @@ def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path
         else:
             expected = T.resize(whole[:, 5:13, 3:15], [20, 30], mode, antialias=True)
         assert (split.fetch([0])[0].int() - expected.int()).abs().max() <= 1
-
-
-def test_files_come_in_the_order_asked_for(tmp_path: Path) -> None:
-    for level in (0, 100, 200):
-        Image.fromarray(np.full((4, 4, 3), level, dtype=np.uint8)).save(tmp_path / f"{level}.png")
-    split = FileSplit(sorted(tmp_path.iterdir()), torch.arange(3), 4)
-    assert split.fetch([1, 2, 0])[:, 0, 0, 0].tolist() == [100, 200, 0]
-    assert split.fetch([]).shape == (0, 3, 4, 4)
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])

@@ -20,7 +20,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, check_installed
 from lockstep.core.model_card import ModelCard
 from lockstep.core.safe_write import check_out, storing, sync
-from lockstep.data.loading.prefetch import sample
+from lockstep.data.loading.reading import sample
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.precision import FP32, FP64

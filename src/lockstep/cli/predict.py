@@ -13,7 +13,7 @@ from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.safe_write import check_out, write_atomic
-from lockstep.data.loading.prefetch import in_order
+from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Prediction, Predictor, find_weights, load, say_which
 from lockstep.runtime.host import cores

@@ -14,7 +14,7 @@ from typing import TypeVar
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets.files import check_labels, class_notes
-from lockstep.data.loading.prefetch import in_order
+from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 
 CHUNK = 64  # images that a thread looks at in a row

@@ -11,10 +11,9 @@ from lockstep.core.data_protocols import LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import Crop, FileSplit, crops_files, interpolated
-from lockstep.data.loading.prefetch import sample
+from lockstep.data.loading.reading import sample
 from lockstep.data.loading.sampler import balanced_order
 from lockstep.data.loading.shards import Loader
-from lockstep.data.loading.shared_memory import share_listings
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.runtime.host import GB
@@ -105,7 +104,6 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split]:
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
-    share_listings(job.dataset, world)
     train, val = (interpolated(split, job.input.interpolation) for split in (job.dataset.train(), job.dataset.eval()))
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)

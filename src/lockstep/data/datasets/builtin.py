@@ -24,8 +24,6 @@ from lockstep.core.fields import pathname, ranged
 from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
 
-MOST_BYTES = 2**30  # of a file: MNIST's largest has 47 MB
-
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource(Source):
@@ -37,8 +35,6 @@ class ArraySource(Source):
     image_shape: ClassVar[tuple[int, int, int]]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
-    class_names: ClassVar[tuple[str, ...]] = ()
-    usual_augment: ClassVar[str] = "none"
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -92,8 +88,7 @@ class Digits(ArraySource):
     usual_augment = "shift"
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
-        # `load_digits` reads the same file, but importing scikit-learn takes most of a second. Each line has the 64
-        # levels of a digit, from 0 to 16, and its label.
+        # `load_digits` reads the same file, but importing scikit-learn takes most of a second.
         spec = importlib.util.find_spec("sklearn")
         if spec is None or not spec.submodule_search_locations:
             raise InputError(
@@ -300,7 +295,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     file = next((name for name in (path, packed) if name.is_file()), None)
     if file is None:
         raise FileNotFoundError(f"there is no {path.name}")
-    content = read_bytes(file, MOST_BYTES, links=True)
+    content = read_bytes(file, 2**30, links=True)  # MNIST's largest file has 47 MB
     content = gzip.decompress(content) if file == packed else content
     shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
     return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)

@@ -17,7 +17,7 @@ from lockstep.core.fields import choice, ranged
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
-from lockstep.data.datasets.listing import LISTINGS, Files, Member
+from lockstep.data.datasets.listing import Files, Member
 
 AUTO = "auto"
 SIZES = ("decode_size", "input_size", "crop")
@@ -29,6 +29,8 @@ SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's,
 CLASSES_NAMED = 5  # the most classes that a note names
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
+# The files of both splits by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
+LISTINGS: dict[Hashable, tuple[Files, Files]] = {}
 ResultT = TypeVar("ResultT")
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from lockstep.config.commands import override, shell_command
 from lockstep.config.options import option
@@ -20,7 +21,7 @@ from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Listing, as_names, held_out, in_order
+from lockstep.data.datasets.listing import Files, as_names, held_out, in_folder, in_order
 
 SUFFIXES = frozenset(
     [
@@ -45,11 +46,7 @@ class Folder(FileSource):
     train_folder: str = pathname("train")
     val_folder: str = pathname("val")
 
-    @property
-    def class_names(self) -> tuple[str, ...]:
-        return tuple(scan_split(Path(self.path, self.train_folder))[0])
-
-    def list_files(self) -> tuple[Listing, Listing]:
+    def list_files(self) -> tuple[Files, Files]:
         train, val = Path(self.path, self.train_folder), Path(self.path, self.val_folder)
         scan_split(train)  # raises if there is no such folder
         if self.val_share is None:
@@ -62,7 +59,7 @@ class Folder(FileSource):
         if val.exists():
             self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
         whole = list_split(train, train)
-        return held_out(whole, whole.names, self.val_share)
+        return held_out(whole, whole.keys, self.val_share)
 
 
 @option("dataset", "imagenet")
@@ -72,7 +69,7 @@ class ImageNet(Folder):
     crop_from: str = choice("file", "square", "file")
 
 
-def list_split(folder: Path, train: Path) -> Listing:
+def list_split(folder: Path, train: Path) -> Files:
     """The files of the split in `folder`, with the classes of the split in `train`.
 
     Raises:
@@ -98,8 +95,9 @@ def list_split(folder: Path, train: Path) -> Listing:
                 f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
                 f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
             )
-    counts, files = tuple(map(len, names.values())), np.concatenate([*names.values()])
-    return Listing(folder, tuple(names), counts, files, left_out_note(folder, left_out))
+    labels = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, names.values())]))
+    keys, notes = np.concatenate([*names.values()]), left_out_note(folder, left_out)
+    return Files(in_folder(folder), keys, labels, tuple(names), notes=notes)
 
 
 @functools.cache
@@ -188,9 +186,6 @@ def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
                 pending.append((f"{relative}{entry.name}/", ancestors))
             elif kind not in SUFFIXES:
                 left_out[kind] += 1
-            # Refuse a pipe: opening it would wait for its writer. A dangling link counts as a broken image.
-            elif not entry.is_file() and Path(entry.path).exists():
-                raise InputError(f"dataset.path: {entry.path} is not a regular file, expected an image; remove it")
             else:
                 yield relative + entry.name
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,63 +18,11 @@ from torch import Tensor
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import class_name
 
-Names = NDArray[np.bytes_]
-SplitT = TypeVar("SplitT")
+OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
 SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
 # Numbers that number no class. A table often has one of them where a label is missing.
 NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
-
-
-@dataclass(frozen=True, eq=False)
-class Listing:
-    """Image files in folders, by class and then by name.
-
-    A Path object takes about 280 bytes in each rank: 355 MB for the training files of ImageNet. Here a file takes as
-    many bytes as the longest name, in one array that all ranks of a machine can share.
-
-    Fields:
-        folder: the folder that the names are relative to.
-        classes: the names of the classes, by label.
-        counts: the number of files of each class.
-        names: the paths of the files, (N,).
-        notes: sentences about the files that are left out.
-    """
-
-    folder: Path
-    classes: tuple[str, ...]
-    counts: tuple[int, ...]
-    names: Names
-    notes: tuple[str, ...] = ()
-
-    @cached_property
-    def labels(self) -> Tensor:
-        """int64 (N,)."""
-        return torch.arange(len(self.counts)).repeat_interleave(torch.tensor(self.counts))
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, index: int) -> Path:
-        return self.folder / os.fsdecode(self.names[index])  # a name may be a whole path
-
-    def fingerprint(self) -> dict[str, str]:
-        """For each class with files: their number and a hash of their names. Does not depend on the folder's path."""
-        by_class = {}
-        for name, names in zip(self.classes, np.split(self.names, np.cumsum(self.counts)[:-1]), strict=True):
-            if count := len(names):
-                digest = hashlib.sha256(b"".join(file + b"\0" for file in names.tolist())).hexdigest()[:16]
-                by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
-        return by_class
-
-    def part(self, chosen: NDArray[np.bool_]) -> Listing:
-        """Those of the files that are `chosen`, bool (N,)."""
-        counts = tuple(self.labels[chosen].bincount(minlength=len(self.classes)).tolist())
-        return replace(self, counts=counts, names=self.names[chosen])
-
-
-def as_names(names: Iterable[str]) -> Names:
-    return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
 
 
 class Member(Protocol):
@@ -86,46 +33,66 @@ class Member(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Members:
-    """Image files inside other files, in the order in which they are stored.
+class Files:
+    """The image files of a split, wherever they are stored.
+
+    A Path object takes about 280 bytes: 355 MB for the training files of ImageNet. Here a file takes as many bytes as
+    the longest name.
 
     Fields:
-        member: returns the member at a position.
-        positions: the positions of the split's examples, int64 (N,).
+        place: takes a key and returns a path, or a member of another file.
+        keys: (N,): the paths of files, by class and then by name; or the positions of members, int64.
         labels: int64 (N,).
         classes: the names of the classes, by label.
-        identity: identifies the stored data, whatever its path.
+        identity: identifies what the members are stored in, whatever its path; empty for paths.
         notes: sentences about the files that are left out.
     """
 
-    member: Callable[[int], Member]
-    positions: NDArray[np.int64]
+    place: Callable[[Any], Path | Member]
+    keys: NDArray[Any]
     labels: Tensor
     classes: tuple[str, ...]
-    identity: str
+    identity: str = ""
     notes: tuple[str, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.positions)
+        return len(self.keys)
 
-    def __getitem__(self, index: int) -> Member:
-        return self.member(int(self.positions[index]))
+    def __getitem__(self, index: int) -> Path | Member:
+        return self.place(self.keys[index])
 
     def fingerprint(self) -> dict[str, str]:
-        """The number of examples, the identity of the stored data, and a hash of positions and labels."""
-        digest = hashlib.sha256(self.positions.tobytes() + self.labels.numpy().tobytes()).hexdigest()[:16]
-        return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
+        """For each class with files their number and a hash of their names, or the same for all members together."""
+        if self.identity:
+            digest = _digest(self.keys.tobytes() + self.labels.numpy().tobytes())
+            return {"examples": f"{len(self):,} of {self.identity} ({digest})"}
+        by_class = {}
+        ends = self.labels.bincount(minlength=len(self.classes)).cumsum(0).tolist()
+        for name, names in zip(self.classes, np.split(self.keys, ends[:-1]), strict=True):
+            if count := len(names):
+                digest = _digest(b"".join(file + b"\0" for file in names.tolist()))
+                by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
+        return by_class
 
-    def part(self, chosen: NDArray[np.bool_]) -> Members:
+    def part(self, chosen: NDArray[np.bool_]) -> Files:
         """Those of the files that are `chosen`, bool (N,)."""
-        return replace(self, positions=self.positions[chosen], labels=self.labels[chosen])
+        return replace(self, keys=self.keys[chosen], labels=self.labels[chosen])
 
 
-Files = Listing | Members  # the image files of a split, with their labels
-FilesT = TypeVar("FilesT", Listing, Members)
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
-def held_out(files: FilesT, names: Names, share: float) -> tuple[FilesT, FilesT]:
+def in_folder(folder: Path) -> Callable[[bytes], Path]:
+    """The `place` of files whose keys are relative to a folder, or whole paths."""
+    return lambda name: folder / os.fsdecode(name)
+
+
+def as_names(names: Iterable[str]) -> NDArray[np.bytes_]:
+    return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+
+
+def held_out(files: Files, names: NDArray[np.bytes_], share: float) -> tuple[Files, Files]:
     """Divide files into those to train on and those to evaluate, by their names and labels.
 
     Of each class, the `share` of the files whose names have the smallest hashes is evaluated: at least one of two or
@@ -136,8 +103,8 @@ def held_out(files: FilesT, names: Names, share: float) -> tuple[FilesT, FilesT]
         InputError: every class has one file.
     """
     evaluated = np.zeros(len(names), dtype=np.bool_)
-    hashes = [  # other files can have the same name in other shards, but not in a listing
-        (hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest(), position * isinstance(files, Members))
+    hashes = [  # other members can have the same name in other shards
+        (hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest(), position * bool(files.identity))
         for position, name in enumerate(names.tolist())
     ]
     for of_class in files.labels.argsort(stable=True).split(files.labels.bincount().tolist()):
@@ -165,7 +132,7 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
     Args:
         labels: the label of each training example.
         place: says where the label of an example is, by its position.
-        gaps: whether numbers may be missing between those of the classes, as in a part of a larger data set.
+        gaps: whether numbers may be missing, as in a part of a larger data set.
 
     Raises:
         InputError: a label is a number that numbers no class, such as -1, 1.0, or 7 among 0 and 1.
@@ -200,22 +167,17 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     return torch.tensor(labels, dtype=torch.int64)
 
 
-def split_of(splits: Mapping[str, SplitT], name: str, where: str, *, key: str) -> SplitT:
-    """The split `name`, as the field `key` of a data set asks for.
+def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str) -> OptionT:
+    """The split or the column `name`, as the field `key` of a data set asks for.
 
     Raises:
         InputError: `where` does not have it.
     """
-    if name not in splits:
-        available = ", ".join(sorted(map(repr, splits))) or "nothing"
-        share = ", or hold out a share of the training split with dataset.val_share=0.1" * (key == "val_split")
+    if name not in options:
+        available = ", ".join(sorted(map(repr, options))) or "nothing"
+        share = ", or hold out a share of each class with dataset.val_share=0.1"
         raise InputError(
-            f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME{share}"
+            f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME"
+            f"{share if key in ('val_split', 'split_column') else ''}"
         )
-    return splits[name]
-
-
-# The cache of `FileSource.listings` in this process: the files of the training and of the evaluation split, by
-# `FileSource.place`. A forked rank inherits the cache of the command. For other ranks, `share_listings` of
-# `lockstep.data.loading.shared_memory` fills it, or they list the files themselves.
-LISTINGS: dict[Hashable, tuple[Any, Any]] = {}
+    return options[name]

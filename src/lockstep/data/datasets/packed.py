@@ -39,7 +39,7 @@ from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
 from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource, check_labels
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.loading.prefetch import in_order, read_images
+from lockstep.data.loading.reading import in_order, read_images
 
 SPLITS = ("train", "val")
 DTYPES = {"images": torch.uint8, "labels": torch.int64}

@@ -1,7 +1,6 @@
 """Images that a table lists: the lines of a CSV file, or a data set saved by Hugging Face's package `datasets`."""
 
 import csv
-import functools
 import hashlib
 import io
 import os
@@ -19,14 +18,14 @@ from lockstep.core.fields import TEXT, pathname, ruled
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import (
-    Listing,
-    Members,
+    Files,
     as_labels,
     as_names,
     classes_of,
     held_out,
+    in_folder,
     in_order,
-    split_of,
+    option_of,
 )
 
 DELIMITERS = ",;\t"
@@ -62,28 +61,28 @@ class CSV(FileSource):
     def folder(self) -> Path:
         return Path(self.path).parent if self.images is None else Path(self.images)
 
-    def list_files(self) -> tuple[Listing, Listing]:
+    def list_files(self) -> tuple[Files, Files]:
         rows, notes = self._checked_rows()
         by_split: dict[str, list[Row]] = {}
         for row in rows:
             by_split.setdefault(row.split, []).append(row)
         where = f"the column {self.split_column!r} of {self.path}"
-        train = split_of(by_split, self.train_split, where, key="train_split")
+        train = option_of(by_split, self.train_split, where, key="train_split")
         classes = classes_of([row.label for row in train], lambda index: self._line(train[index]), gaps=False)
         if self.val_share is not None:
             whole = self._listing(train, classes, notes)
-            return held_out(whole, whole.names, self.val_share)
-        val = split_of(by_split, self.val_split, where, key="val_split")
+            return held_out(whole, whole.keys, self.val_share)
+        val = option_of(by_split, self.val_split, where, key="val_split")
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes += (f"{self.path}: left out lines of other splits ({shown})",) * bool(other_splits)
         return self._listing(train, classes, notes), self._listing(val, classes)
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Listing:
+    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
         labels = as_labels([row.label for row in rows], classes, lambda index: self._line(rows[index]))
         by_class = sorted(zip(labels.tolist(), (row.name for row in rows), strict=True))
-        counts = tuple(labels.bincount(minlength=len(classes)).tolist())
-        return Listing(self.folder, classes, counts, as_names(name for _, name in by_class), notes)
+        names = as_names(name for _, name in by_class)
+        return Files(in_folder(self.folder), names, labels.sort().values, classes, notes=notes)
 
     def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -99,7 +98,8 @@ class CSV(FileSource):
             if earlier[2:] != row[2:]:
                 raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
             if earlier is row and not file.is_file():
-                raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images")
+                remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
+                raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images", remedy)
             if row.name != earlier.name:
                 renamed.append(f"{row.name!r} in line {row.line:,} for {earlier.name!r} in line {earlier.line:,}")
             rows.append(row._replace(name=earlier.name))
@@ -140,22 +140,13 @@ class CSV(FileSource):
             self.refuse_val_share(
                 f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
             )
-        for key, name in columns.items():
-            if names.count(name) != 1:
-                remedy = ", or hold out a share of each class with dataset.val_share=0.1" * (key == "split_column")
-                raise InputError(
-                    f"dataset.{key} is {name!r}, but the columns of {self.path} are {', '.join(names) or 'none'}; "
-                    f"name one with dataset.{key}=NAME{remedy}"
-                )
-        return [names.index(name) for name in columns.values()]
+        numbers = {name: number for number, name in enumerate(names)}
+        return [option_of(numbers, name, f"the table {self.path}", key=key) for key, name in columns.items()]
 
     def _line(self, row: Row) -> str:
         return f"line {row.line:,} of {self.path}"
 
-    def _wrong(self, line: int, problem: str, key: str = "path") -> InputError:
-        remedy = "correct it"
-        if key == "images":
-            remedy += ", or name the folder that its paths start from with dataset.images=FOLDER"
+    def _wrong(self, line: int, problem: str, key: str = "path", remedy: str = "correct it") -> InputError:
         return InputError(f"dataset.{key}: line {line:,} of {self.path} {problem}; {remedy}")
 
 
@@ -188,9 +179,9 @@ class HF(FileSource):
     image_column: str = ruled("image", TEXT)
     label_column: str = ruled("label", TEXT)
 
-    def list_files(self) -> tuple[Members, Members]:
+    def list_files(self) -> tuple[Files, Files]:
         splits = self._load()
-        table = split_of(splits, self.train_split, self.path, key="train_split")
+        table = option_of(splits, self.train_split, self.path, key="train_split")
         names = self._labels(table)
         declared = in_order(getattr(table.features[self.label_column], "names", None) or ())
         classes = declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True)
@@ -200,7 +191,7 @@ class HF(FileSource):
                 split = f"{self.path} has the split {self.val_split!r}"
                 self.refuse_val_share(split, "name none with dataset.val_split=none")
             return held_out(train, as_names(map(str, range(len(train)))), self.val_share)
-        val = split_of(splits, self.val_split, self.path, key="val_split")
+        val = option_of(splits, self.val_split, self.path, key="val_split")
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
     def _load(self) -> dict[str, Any]:
@@ -223,11 +214,7 @@ class HF(FileSource):
         import datasets
 
         for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
-            if column not in table.column_names:
-                raise InputError(
-                    f"dataset.{key} is {column!r}, but the columns of {self.path} are "
-                    f"{', '.join(table.column_names)}; name one with dataset.{key}=NAME"
-                )
+            option_of(table.features, column, f"the table {self.path}", key=key)
         if not isinstance(table.features[self.image_column], datasets.Image):
             raise InputError(
                 f"dataset.image_column is {self.image_column!r}, which holds {table.features[self.image_column]} in "
@@ -235,10 +222,7 @@ class HF(FileSource):
             )
 
     def _hash_of_sizes(self, table: Any) -> str:
-        """A hash of the sizes of all images in bytes, which identifies the images without reading them.
-
-        The library's own hash of a table changes whenever the same table is saved again.
-        """
+        # It identifies the images without reading them. The library's own hash changes with each save of a table.
         from pyarrow import compute
 
         contents = compute.struct_field(table.data.column(self.image_column), "bytes")
@@ -253,12 +237,17 @@ class HF(FileSource):
                 raise InputError(f"dataset: row {row} of {self.path} has the label {label!r}, expected a class")
         return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
 
-    def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Members:
+    def _members(self, table: Any, split: str, names: list[str], classes: tuple[str, ...]) -> Files:
         import datasets
 
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
-        member = functools.partial(TableRow, stored, where, self.image_column)
         labels = as_labels(names, classes, lambda row: f"row {row} of {where}")
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
-        return Members(member, np.arange(len(names)), labels, classes, identity)
+        return Files(
+            lambda row: TableRow(stored, where, self.image_column, int(row)),
+            np.arange(len(names)),
+            labels,
+            classes,
+            identity,
+        )

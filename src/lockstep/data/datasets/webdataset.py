@@ -18,12 +18,8 @@ from lockstep.core.safe_read import opened
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
-from lockstep.data.datasets.listing import Members, as_labels, as_names, classes_of, held_out
+from lockstep.data.datasets.listing import Files, as_labels, as_names, classes_of, held_out
 
-BLOCK, CODEC = tarfile.BLOCKSIZE, ("utf-8", "surrogateescape")
-LONG_NAME, PAX = b"L", (b"x", b"X")
-DESCRIPTIONS = (LONG_NAME, *PAX, b"K", b"g")  # the types of members that describe the next one, or the archive
-LONGEST = 2**16  # bytes of a description; a name has up to 4 kB, attributes of the file may be beside it
 LABEL_BYTES = 1000
 
 
@@ -62,7 +58,7 @@ class WebDataset(FileSource):
     val_shards: str = pathname("val*.tar")
     label: str = ruled("cls", TEXT)
 
-    def list_files(self) -> tuple[Members, Members]:
+    def list_files(self) -> tuple[Files, Files]:
         left_out: Counter[str] = Counter()
         train = self._labels("train_shards", self.train_shards, left_out)
         images = list(train)
@@ -108,6 +104,7 @@ class WebDataset(FileSource):
                             raise InputError(f"dataset: {shard} has two images {key}.{suffix}, expected one")
                         sample[suffix] = TarMember(shard, name, key, offset, size)
                     elif suffix == self.label.lower().removeprefix("."):
+                        file.seek(offset)
                         labels[key] = file.read(min(size, LABEL_BYTES)).decode().strip()
                     else:
                         left_out[f".{suffix}"] += 1
@@ -133,58 +130,33 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     return f"{folder}{slash}{stem}", suffix.lower()
 
 
-def _members(labels: dict[TarMember, str], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Members:
+def _members(labels: dict[TarMember, str], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
     images = list(labels)
     digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
     numbers = as_labels([*labels.values()], classes, lambda index: str(images[index]))
-    return Members(images.__getitem__, np.arange(len(images)), numbers, classes, digest, notes)
+    return Files(images.__getitem__, np.arange(len(images)), numbers, classes, digest, notes)
 
 
 def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
-    """The name, the offset and the size of each file in an archive, which is then at this offset.
+    """The name, the offset and the size of each file in an archive.
 
     Raises:
         ValueError: it is no tar archive or cut short, or a member is neither a plain file nor a folder.
     """
-    offset, end, described = 0, archive.seek(0, os.SEEK_END), dict[str, str]()
-    while archive.seek(offset) == offset and (block := archive.read(BLOCK)).strip(b"\0"):
-        try:
-            member = tarfile.TarInfo.frombuf(block, *CODEC)
-        except tarfile.HeaderError as error:
-            raise ValueError(f"{error} at byte {offset:,}") from error
-        offset += BLOCK
-        describes, most = member.type in DESCRIPTIONS, end - offset
-        name, size = described.get("path", member.name), int(described.get("size", member.size))
-        if describes:
-            size, most = member.size, min(most, LONGEST)
-        elif member.isdir():
-            size = 0
-        elif "sparse" in described or member.type == tarfile.GNUTYPE_SPARSE or not member.isreg():
-            raise ValueError(f"its member {name!r} is a link, a device or sparse; use tar -h --hard-dereference")
-        if not 0 <= size <= most:
-            raise ValueError(f"its member {name!r} has {size:,} bytes, expected 0 to {most:,}")
-        if describes:
-            described |= _description(member.type, archive.read(size))
-        else:
-            if not member.isdir():
-                yield name, offset, size
-            described = {}
-        offset += -(-size // BLOCK) * BLOCK
-    if described or not end:
-        raise ValueError("it is empty or cut short")
-
-
-def _description(kind: bytes, content: bytes) -> dict[str, str]:
-    """The `path` and the `size` that a member states for the next one, and whether that is `sparse`."""
-    if kind == LONG_NAME:
-        return {"path": content.partition(b"\0")[0].decode(*CODEC)}
-    described, start = {}, 0
-    while kind in PAX and start < len(content):
-        digits, _, _ = content[start : start + 6].partition(b" ")  # a record is "LENGTH KEY=VALUE\n"
-        end = start + int(digits)
-        if not start < end <= len(content):
-            raise ValueError("a record of pax is cut short")
-        key, _, value = content[start + len(digits) + 1 : end - 1].partition(b"=")
-        described[key.partition(b".sparse.")[1].decode()[1:-1] or key.decode(*CODEC)] = value.decode(*CODEC)
-        start = end
-    return {key: described[key] for key in ("path", "size", "sparse") if key in described}
+    try:
+        with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8") as tar:
+            while member := tar.next():
+                if member.size < 0:  # on an older Python, the next member would be this one again
+                    raise ValueError(f"its member {member.name!r} has {member.size:,} bytes")
+                if member.issparse() or not (member.isreg() or member.isdir()):
+                    raise ValueError(
+                        f"its member {member.name!r} is a link, a device or sparse; use tar -h --hard-dereference"
+                    )
+                if member.isreg():
+                    yield member.name, member.offset_data, member.size
+                tar.members.clear()  # it would keep about 1 kB for each
+            archive.seek(tar.offset)
+            if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+                raise ValueError(f"its header at byte {tar.offset:,} is damaged")
+    except (tarfile.TarError, MemoryError, OverflowError) as error:  # memory, for a name of terabytes
+        raise ValueError(str(error) or "it asks for too much memory") from error

@@ -25,8 +25,14 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
 from lockstep.data.datasets.files import MappedSplit
-from lockstep.data.loading.prefetch import in_order, read_images, reading_rate, useful_threads, workers_needed
-from lockstep.data.loading.shared_memory import decode_all
+from lockstep.data.loading.reading import (
+    decode_all,
+    in_order,
+    read_images,
+    reading_rate,
+    useful_threads,
+    workers_needed,
+)
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
