@@ -15,8 +15,18 @@ from lockstep.core.world import World
 from lockstep.runtime.gpus import driver_version
 
 UNKNOWN = "unknown"
-PACKAGES = ("lockstep", "torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard", "nvidia-ml-py")
-PACKAGES += ("numpy", "safetensors")
+PACKAGES = (
+    "lockstep",
+    "torch",
+    "torchvision",
+    "timm",
+    "hydra-core",
+    "omegaconf",
+    "tensorboard",
+    "nvidia-ml-py",
+    "numpy",
+    "safetensors",
+)
 
 
 def facts(world: World) -> dict[str, Any]:
