@@ -47,11 +47,12 @@ from lockstep import checkpoint
 from lockstep.config import composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
+from lockstep.core.locks import Lock
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import Lock, job_lock
+from lockstep.job.run_folder import job_lock
 from lockstep.job.worker import start
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest

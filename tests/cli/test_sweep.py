@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from helpers import Done, forked, losses, on_a_terminal, train_here, weights
+from lockstep.core.locks import Lock
 from lockstep.core.run import State
-from lockstep.job.run_folder import Lock
 from lockstep.runtime.signals import AGAIN_S
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import to_run

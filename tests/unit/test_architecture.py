@@ -179,6 +179,11 @@ def test_a_launcher_does_not_know_what_it_launches() -> None:
     assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "config", "runtime", "launcher"}
 
 
+def test_sweeps_and_plugins_know_nothing_of_training() -> None:
+    known = packages_imported(*sources(PACKAGE / "sweep", PLUGINS))
+    assert known == {"core", "config", "runtime", "launcher", "telemetry", "sweep"}
+
+
 def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
     loop = [MODULES[f"training.{name}"] for name in ("trainer", "train_step", "evaluate")]
     known = {name for path in loop for name in modules_imported(path)}
@@ -188,7 +193,7 @@ def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
 
 def test_hydra_and_omegaconf_stay_at_the_border() -> None:
     packages = sources(PACKAGE / "config", PACKAGE / "sweep", PLUGINS)
-    border = {MODULES["cli.train"], MODULES["runtime.program"], *packages}
+    border = {MODULES["cli.train"], MODULES["cli.callbacks"], MODULES["runtime.program"], *packages}
     beyond = {
         path
         for path in {ROOT / "train.py", *sources(PACKAGE, PLUGINS)}

@@ -32,10 +32,9 @@ from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.predictor import find_weights
-from lockstep.sweep.compare import causes, groups, interval
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Direction, Record, best_of
-from lockstep.sweep.runs import differing, existing, read_runs
+from lockstep.sweep.runs import causes, differing, existing, groups, interval, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {
@@ -387,7 +386,7 @@ def test_best_names_the_winner_while_a_sweep_runs_and_its_weights_are_used(swept
 def test_the_score_of_a_pruned_job_is_not_compared(swept: Ledger) -> None:
     second = swept.records()[1]
     swept.write(replace(second, state=State.pruned, objective=99.0))
-    swept.mark_best(swept.records())
+    swept.mark_best()
     assert swept.best == swept.records()[5].folder
     assert best_of(swept.records(), Direction.maximize) == swept.records()[5]
     row = next(row for row in groups(read_runs(swept.folder)) if row["optimizer.lr"] == "0.1")

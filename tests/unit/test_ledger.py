@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,11 +34,11 @@ from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep import halving
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
-from lockstep.sweep.line import _alone, choose_folder, sweep_of_line
+from lockstep.sweep.line import alone_in, choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.record import Direction, Record, best_of, checked_direction
+from lockstep.sweep.record import Direction, Record, best_of, checked_direction, seeds_together, swept_keys
 from lockstep.sweep.runs import read_jobs
-from lockstep.sweep.view import SweepView, progress_of, seeds_together, show_table, swept_keys
+from lockstep.sweep.view import SweepView, progress_of
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -58,7 +58,7 @@ class FakeLedger(Ledger):
     def read(self, record: Record) -> Record:
         return self.by_number.get(record.number, record)
 
-    def mark_best(self, records: Iterable[Record]) -> None:
+    def mark_best(self) -> None:
         """There is no folder."""
 
 
@@ -224,7 +224,7 @@ def test_jobs_on_a_part_of_a_gpu_have_as_large_a_part_of_the_cores() -> None:
 
 
 @pytest.mark.parametrize("capacity", [0, 3])
-def test_a_job_alone_on_a_gpu_has_its_cores_whatever_its_memory(capacity: int) -> None:
+def test_a_jobalone_in_on_a_gpu_has_its_cores_whatever_its_memory(capacity: int) -> None:
     devices = Devices(["a", "b"], 16, lambda gpu: capacity)
     devices.of_kind["x"] = 5
     share = devices.take(Needs(gpus=1, kind="x"))
@@ -232,7 +232,7 @@ def test_a_job_alone_on_a_gpu_has_its_cores_whatever_its_memory(capacity: int) -
     assert share.environment == {VISIBLE: "a", CORES: "8"}
 
 
-def test_on_the_cpu_a_job_has_the_cores_of_its_threads_and_alone_all() -> None:
+def test_on_the_cpu_a_job_has_the_cores_of_its_threads_andalone_in_all() -> None:
     share = Devices([], cores=4).take(Needs(cores=2))
     assert share is not None
     assert share.environment == {CORES: "2"}
@@ -300,14 +300,14 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
 
 def test_one_line_at_a_time_chooses_its_folder(tmp_path: Path) -> None:
     sweeps = tmp_path / "sweeps"
-    with _alone(sweeps):
+    with alone_in(sweeps):
         other = os.open(sweeps, os.O_RDONLY)
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(other)
     (tmp_path / "file").touch()
-    with _alone(tmp_path / "file" / "sweeps"), _alone(None):
+    with alone_in(tmp_path / "file" / "sweeps"), alone_in(None):
         pass  # has a sentence of its own
 
 
@@ -474,7 +474,7 @@ def test_the_half_written_file_of_a_kill_is_no_record(tmp_path: Path) -> None:
     assert ledger.identity() == ONE
 
 
-def test_a_ledger_of_another_version_is_left_alone(tmp_path: Path) -> None:
+def test_a_ledger_of_another_version_is_leftalone_in(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.create(ONE)
     (tmp_path / "sweep.json").write_text(
@@ -516,7 +516,7 @@ def test_a_job_that_is_done_and_whose_folder_is_gone_waits_again(tmp_path: Path)
     assert (gone.state, gone.score) == (State.waiting, None)
     assert to_run(ledger.records(), retry=False) == [gone]
     assert [run.state for run in read_jobs(ledger)] == ["waiting", "done"]
-    ledger.mark_best(ledger.records())
+    ledger.mark_best()
     assert ledger.best == other.folder
 
 
@@ -536,8 +536,8 @@ def test_the_table_puts_seeds_together_and_names_the_best() -> None:
         job(number, f"lr={lr}", f"seed={seed}", "batch=8", objective=scores[number])
         for number, (lr, seed) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)])
     ]
-    assert swept_keys(records) == ("lr", "seed")
-    assert seeds_together(records, swept_keys(records), Direction.maximize) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
+    assert swept_keys(record.overrides for record in records) == ("lr", "seed")
+    assert seeds_together(records, ("lr", "seed"), Direction.maximize) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
     assert best_of(records, Direction.maximize) == records[1]
     assert best_of([records[3]], Direction.maximize) is None
 
@@ -554,7 +554,7 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
             (ledger.folder / record.folder).mkdir()
             ledger.end(record, State.done, objective=score)
         assert ledger.best == records[best].folder
-        show_table(ledger, ledger.records())
+        SweepView(ledger, ledger.records()).show_table()
         assert f"best: job {best} with" in capsys.readouterr().out
         seeds = [job(n, f"lr={n // 2}", f"seed={n % 2}", objective=float(n)) for n in range(4)]
         order = [line[:4] for line in seeds_together(seeds, ("lr", "seed"), direction)]
@@ -606,7 +606,7 @@ def test_of_an_odd_number_of_jobs_the_larger_part_goes_on(
         evaluated(ledger, record, *[float(record.number)] * 3)
     waiting = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
     pool: Any = SimpleNamespace(ledger=ledger, view=SHOWN, run=lambda tasks, enough: None)
-    halving.run(pool, records, waiting, factor)
+    halving.halve(pool, records, waiting, factor)
     assert [record.number for record in ledger.records() if record.state is State.pruned] == pruned
 
 
@@ -620,7 +620,7 @@ def test_a_rung_that_ends_late_because_jobs_are_rarely_evaluated_says_so(
         evaluated(ledger, record, 1.0)
         (ledger.folder / record.folder / "metrics.jsonl").write_text('{"step": 4, "acc/val_top1": 1.0}\n')
     pool: Any = SimpleNamespace(ledger=ledger, view=SHOWN, run=lambda tasks, enough: None)
-    halving.run(pool, records, {record.number: Task(record, Needs(), lambda: None, ()) for record in records}, 2)
+    halving.halve(pool, records, {record.number: Task(record, Needs(), lambda: None, ()) for record in records}, 2)
     assert (
         "rung 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
         "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
@@ -727,7 +727,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
             ledger.end(task.record, State.done, objective=1.0)
 
     tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
-    halving.run(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
+    halving.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
     winner = 0 if direction is Direction.maximize else 3
     assert ran == [[], [], [winner]], "the evaluations of the first rounds are there"
     order = sorted(range(4), key=lambda number: -direction.gain(-number))
@@ -738,12 +738,12 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
         (State.pruned, "1 of 3"),
         (State.pruned, "1 of 3"),
     ]
-    show_table(ledger, ledger.records())
+    SweepView(ledger, ledger.records()).show_table()
     assert capsys.readouterr().out.count(" pruned, rung 1 of 3") == 2
     assert not any(record.exit_code or record.error for record in ledger.records())
 
 
-def test_a_job_that_is_killed_alone_has_failed_also_in_a_later_run_of_the_pool() -> None:
+def test_a_job_that_is_killedalone_in_has_failed_also_in_a_later_run_of_the_pool() -> None:
     ledger = FakeLedger()
 
     def start(_: Ledger, task: Task, share: Share) -> FakeProcess:
@@ -787,7 +787,7 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
         ran.clear()
         records = ledger.enter([([f"lr={number}"], f"lr={number}") for number in range(8)])
         tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in to_run(records, retry=retry)}
-        halving.run(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
+        halving.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
     with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; the same line goes on"):
@@ -823,7 +823,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
     assert shown.err == "lockstep: job 1: no\n"
 
 
-def test_a_job_that_comes_alone_is_shown_by_what_its_sweep_varies(
+def test_a_job_that_comesalone_in_is_shown_by_what_its_sweep_varies(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger(tmp_path)

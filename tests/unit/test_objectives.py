@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
-from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction
-from lockstep.sweep.view import show_table
+from lockstep.sweep.record import Direction, check_objectives, objectives_of, trade_offs
+from lockstep.sweep.view import SweepView
 
 NAMES = ("score", "seconds", "megabytes")
 FIGURES = st.lists(st.integers(0, 4).map(float), min_size=3, max_size=3)
@@ -31,7 +30,7 @@ def test_the_trade_offs_are_the_jobs_that_no_other_beats(jobs: dict[int, list[fl
         return min(gains) >= 0 and max(gains) > 0
 
     expected = {number for number, job in jobs.items() if not any(beats(other, job) for other in jobs.values())}
-    chosen = objectives.trade_offs(jobs, NAMES, direction)
+    chosen = trade_offs(jobs, NAMES, direction)
     assert {*chosen} == expected
     scores = [jobs[number][0] for number in chosen]
     assert scores == sorted(scores, reverse=direction is Direction.maximize)
@@ -55,13 +54,13 @@ def sweep(folder: Path) -> Ledger:
 
 def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ledger = sweep(tmp_path)
-    assert objectives.values(ledger, ledger.records()[0], NAMES) == [90.0, pytest.approx(10.0), 2.0]
-    assert objectives.values(ledger, ledger.records()[3], NAMES) == []
-    show_table(ledger, ledger.records(), ["score", "seconds"])
+    assert objectives_of(ledger.folder, ledger.records()[0], NAMES) == [90.0, pytest.approx(10.0), 2.0]
+    assert objectives_of(ledger.folder, ledger.records()[3], NAMES) == []
+    SweepView(ledger, ledger.records()).show_table(["score", "seconds"])
     out = capsys.readouterr().out
     assert re.search(r"^0 +lr=1 +90\.00 +10 +done *$", out, re.MULTILINE)
     assert "no other job is better in score and seconds than jobs 0, 1\n" in out
-    show_table(ledger, ledger.records())
+    SweepView(ledger, ledger.records()).show_table()
     assert "no other job" not in capsys.readouterr().out
 
 
@@ -70,7 +69,7 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
     energies = ({"kwh": 0.5}, {"kwh": 0.25}, {"hours": 1.0})
     for record, energy in zip(ledger.records(), energies, strict=False):
         (tmp_path / record.folder / "summary.json").write_text(json.dumps({"spent": energy}))
-    show_table(ledger, ledger.records(), ["score", "kwh"])
+    SweepView(ledger, ledger.records()).show_table(["score", "kwh"])
     out = capsys.readouterr().out
     assert "no other job is better in score and kwh than jobs 0, 1\n" in out
     assert (
@@ -81,4 +80,4 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
 @pytest.mark.parametrize("names", [[], ["score", "score"], ["speed"], ["score", "energy"]])
 def test_other_names_are_refused(names: list[str]) -> None:
     with pytest.raises(InputError, match=r"sweep\.objectives is \[.*\], expected some of score, seconds, megabytes"):
-        objectives.check(names)
+        check_objectives(names)

@@ -17,10 +17,10 @@ from lockstep.checkpoint.files import drop_state
 from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli.runs import clean
 from lockstep.core.errors import InputError
+from lockstep.core.locks import Lock
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.predictor import load
-from lockstep.job.run_folder import Lock
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
 from lockstep.runtime.host import format_bytes

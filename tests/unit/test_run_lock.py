@@ -17,8 +17,9 @@ import pytest
 
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
+from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.job.run_folder import Lock, job_lock, lock_run_folder
+from lockstep.job.run_folder import job_lock, lock_run_folder
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_what_is_no_plain_file_is_refused_and_stays(path: Path, make: Callable[[
 
 HOLDER = """
 import os, pathlib, sys, time
-from lockstep.job.run_folder import Lock
+from lockstep.core.locks import Lock
 Lock().take(pathlib.Path(sys.argv[1]))
 child = os.fork()
 os.write(1, f"{child}\\n".encode())  # both report their start; fork returns 0 in the child

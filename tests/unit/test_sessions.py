@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from helpers import train_here
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.page import costs_of
 from lockstep.sweep.record import Record
+from lockstep.sweep.report import costs_of
 from lockstep.telemetry.progress import format_duration
 from lockstep.telemetry.report import facts_of
 

@@ -15,8 +15,8 @@ import pytest
 from helpers import composed
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.locks import Lock
 from lockstep.job.resume import Resume
-from lockstep.job.run_folder import Lock
 from lockstep.job.slurm import Submission, Task, preview, submission, submit
 from lockstep.launcher import Slurm
 

@@ -1,6 +1,6 @@
 """`hydra/launcher=pool`: the jobs of a sweep in processes of their own, as many at once as fit, and resumable.
 
-Any Hydra app can use it. A task function may have an attribute `plan`: a function that gets a job's config and what
+Any Hydra app can use it. A task function may have an attribute `needs`: a function that gets a job's config and what
 the machine has before any job starts, may raise an error for a wrong one, and returns what the job needs (both as
 `lockstep.sweep.devices.Needs`).
 """
@@ -27,16 +27,15 @@ from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
+from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
 from lockstep.core.terminal import impatient
-from lockstep.job.run_folder import Lock
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Record, checked_direction, job_key
+from lockstep.sweep.record import SCORE, Record, checked_direction, job_key, swept_keys, varied
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -75,7 +74,7 @@ class PoolLauncher(Launcher, Callback):
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.hydra_context, self.task_function, self.config = hydra_context, task_function, config
         self.lock, self.planned = Lock(), dict[tuple[str, ...], tuple[DictConfig, Needs] | InputError]()
-        self.numbers: set[int] = set()  # of the jobs that were launched
+        self.view: SweepView | None = None  # of all jobs that were launched
         self.exit_code, self.handled = 0, sys.exc_info()[1]  # a caller may start a sweep while it handles an error
         hydra_context.callbacks.callbacks.insert(0, self)  # the last one at the end
         # Whether failed jobs run again, of how many jobs one goes on, the table's columns; null in other apps.
@@ -85,17 +84,16 @@ class PoolLauncher(Launcher, Callback):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
-        if self.jobs is not None:
-            check_whole("hydra.launcher.jobs", self.jobs, 1)
-        check_whole("hydra.launcher.gpus", self.gpus, 0)
-        check_whole("hydra.launcher.cores", self.cores, 1)
+        jobs = 1 if self.jobs is None else self.jobs
+        for key, value, least in (("jobs", jobs, 1), ("gpus", self.gpus, 0), ("cores", self.cores, 1)):
+            check_whole(f"hydra.launcher.{key}", value, least)
         if not job_overrides and self.search is None:
             raise InputError(
                 "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"
             )
         ledger = Ledger(Path(self.config.hydra.sweep.dir).absolute())
         if not ledger.exists:
-            ledger.create(Identity(base={}, swept=(), words=(), direction=checked_direction(self.direction)))
+            ledger.create(Identity(direction=checked_direction(self.direction)))
         with impatient(), closing(self.lock) as lock:  # the ledger and the jobs' logs have what is shown
             lock.take(ledger.folder / ".lock", user="sweep", remedy="sweep.resume=new")
             try:
@@ -103,9 +101,10 @@ class PoolLauncher(Launcher, Callback):
             except (Stopped, Interrupted, StorageError) as error:
                 say(error)
                 sys.exit(error.exit_code)
-            codes = (record.exit_code for record in ledger.records() if record.number in self.numbers)
+            assert self.view is not None
+            codes = (record.exit_code for record in ledger.records() if record.number in self.view.records)
             self.exit_code = next(filter(None, codes), 0)
-        return [self._returned(record) for record in records]
+        return [_returned(record) for record in records]
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         if self.exit_code and sys.exc_info()[1] is self.handled:  # another error has its own code
@@ -115,17 +114,17 @@ class PoolLauncher(Launcher, Callback):
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
         from lockstep.sweep import halving
-        from lockstep.sweep.view import SweepView, show_table
+        from lockstep.sweep.view import SweepView
 
         self.devices = self._devices()
+        view = self.view = self.view or SweepView(ledger, begun=self.begun)
         if self.search is None:
             records, tasks = self._enter(ledger, job_overrides, first)
-            view = SweepView(ledger, records, [task.record for task in tasks or ()], begun=self.begun)
+            view.enter(records, [task.record for task in tasks or ()])
         else:  # its line is about all its jobs
-            view = SweepView(ledger, ledger.records(), begun=self.begun)
+            view.enter(ledger.records(), [])
             tasks = self._enter_drawn(ledger, view, self.search.follow())
             records = ledger.records()
-            self.numbers.update(record.number for record in records)
         if (words := tuple(self.config.hydra.overrides.task)) != (identity := ledger.identity()).words:
             ledger.create(replace(identity, words=words))  # not before: a refused line is none to go on with
         if tasks is None:
@@ -134,15 +133,13 @@ class PoolLauncher(Launcher, Callback):
             with view:
                 pool = self._pool(ledger, self.devices, view)
                 if self.halving is not None:
-                    halving.run(pool, records, {task.record.number: task for task in tasks}, self.halving)
+                    halving.halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
                     pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view))
                 else:
                     pool.run(tasks)
         finally:
-            show_table(
-                ledger, [record for record in ledger.records() if record.number in self.numbers], self.objectives
-            )
+            view.show_table(self.objectives)
         return [ledger.read(record) for record in records]
 
     def _enter(
@@ -163,7 +160,7 @@ class PoolLauncher(Launcher, Callback):
             try:
                 config, need = self._planned(words)
             except InputError as error:
-                shown = " ".join(self._varied(ledger, job_overrides)[number - first])
+                shown = " ".join(_varied(ledger, job_overrides)[number - first])
                 lines = str(error).split("\n")
                 raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
             configs.append(config)
@@ -179,10 +176,7 @@ class PoolLauncher(Launcher, Callback):
                 "search inside an allocation, without launcher=slurm, or leave out hydra/sweeper=optuna"
             )
         self.devices.check(needs)
-        names = [slug(",".join(words) or "defaults") for words in self._varied(ledger, job_overrides)]
-        entered = ledger.enter(zip(job_overrides, names, strict=True), self.identify)
-        records = [_settled(ledger, record) for record in entered]
-        self.numbers.update(record.number for record in records)
+        records = [_settled(ledger, record) for record in self._recorded(ledger, job_overrides)]
         chosen = {record.number for record in to_run(records, retry=self.retry)}
         tasks = []
         for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
@@ -205,7 +199,8 @@ class PoolLauncher(Launcher, Callback):
         if (key := tuple(words)) not in self.planned:
             try:
                 config = self.hydra_context.config_loader.load_sweep_config(self.config, [*words])
-                needs = getattr(self.task_function, "plan", self._needs)(config, self.devices.all)
+                needs_of = getattr(self.task_function, "needs", None)
+                needs = needs_of(config, self.devices.all) if needs_of else Needs(self.gpus, self.cores)
                 self.planned[key] = config, needs
             except Exception as error:
                 if not isinstance(known := translate(error), InputError):
@@ -221,13 +216,10 @@ class PoolLauncher(Launcher, Callback):
             return self._planned(words)[1].identity or job_key(words)
         return job_key(words)
 
-    def _varied(self, ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[list[str]]:
-        """The overrides of each job that others do not have."""
-        from lockstep.sweep.view import swept_keys, varied
-
-        drafts = [Record(number=0, overrides=tuple(words), folder="") for words in jobs]
-        swept = ledger.identity().swept or swept_keys(drafts)
-        return [varied(draft, swept) for draft in drafts]
+    def _recorded(self, ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[Record]:
+        """The records of jobs, whose folders are named after what varies."""
+        names = [slug(",".join(words) or "defaults") for words in _varied(ledger, jobs)]
+        return ledger.enter(zip(jobs, names, strict=True), self.identify)
 
     def _more(self, ledger: Ledger, view: SweepView, record: Record) -> list[Task]:
         """The tasks that follow the end of a job in a search."""
@@ -256,19 +248,13 @@ class PoolLauncher(Launcher, Callback):
                     self._planned(self.search.fixed)
                 if str(self.planned[tuple(self.search.fixed)]) in str(error.__cause__):
                     raise
-                refused = self._refused(ledger, words, error)
+                (record,) = self._recorded(ledger, [words])
+                code, sentence = error.exit_code, str(error.__cause__ or error)  # without the number of the job
+                refused = ledger.end(ledger.start(record), State.failed, exit_code=code, error=sentence)
                 waiting += self.search.follow(refused)
                 view.enter([refused], [], self.search.left)
                 view.ended(refused)
         return tasks
-
-    def _refused(self, ledger: Ledger, words: Sequence[str], error: InputError) -> Record:
-        """Record a job whose config is wrong."""
-        (varied,) = self._varied(ledger, [words])
-        (record,) = ledger.enter([(words, slug(",".join(varied) or "defaults"))], self.identify)
-        self.numbers.add(record.number)
-        sentence = str(error.__cause__ or error)  # without the number of the job
-        return ledger.end(ledger.start(record), State.failed, exit_code=error.exit_code, error=sentence)
 
     def _devices(self) -> Devices:
         return Devices.of_machine()
@@ -277,9 +263,6 @@ class PoolLauncher(Launcher, Callback):
         from lockstep.sweep.pool import Pool, start
 
         return Pool(ledger, devices, view, most=self.jobs, start=start)
-
-    def _needs(self, config: DictConfig, machine: Needs) -> Needs:
-        return Needs(self.gpus, self.cores)
 
     def _run(self, config: DictConfig, record: Record) -> float | None:
         with read_write(config.hydra), open_dict(config.hydra):
@@ -296,11 +279,18 @@ class PoolLauncher(Launcher, Callback):
         value = done.return_value
         return float(value) if isinstance(value, int | float) else None
 
-    def _returned(self, record: Record) -> JobReturn:
-        """What a sweeper gets for a job: its score, or NaN if it has none, so that the sweep goes on."""
-        returned = JobReturn(overrides=record.overrides, status=JobStatus.COMPLETED)
-        returned.return_value = float("nan") if record.objective is None else record.objective
-        return returned
+
+def _returned(record: Record) -> JobReturn:
+    """What a sweeper gets for a job: its score, or NaN if it has none, so that the sweep goes on."""
+    returned = JobReturn(overrides=record.overrides, status=JobStatus.COMPLETED)
+    returned.return_value = float("nan") if record.objective is None else record.objective
+    return returned
+
+
+def _varied(ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The overrides of each job that others do not have."""
+    swept = ledger.identity().swept or swept_keys(jobs)
+    return [varied(words, swept) for words in jobs]
 
 
 def _settled(ledger: Ledger, record: Record) -> Record:

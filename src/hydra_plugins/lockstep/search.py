@@ -30,11 +30,10 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import check_whole
-from lockstep.job.run_folder import Lock
+from lockstep.core.locks import Lock
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of
-from lockstep.sweep.objectives import SCORE, directions
-from lockstep.sweep.record import Direction, job_key
+from lockstep.sweep.record import SCORE, Direction, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class OptunaSweeper(GridSweeper):
         with closing(getattr(self.launcher, "lock", None) or Lock()) as lock:
             lock.take(folder / ".lock", user="sweep", remedy="sweep.resume=new")
             ledger, score = Ledger(folder), Direction(self.study["direction"])
-            identity = ledger.identity() if ledger.exists else Identity(base={}, swept=(), words=(), direction=score)
+            identity = ledger.identity() if ledger.exists else Identity(direction=score)
             try:
                 study = self._open(folder, self._name(identity, space))
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors

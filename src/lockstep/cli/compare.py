@@ -10,9 +10,8 @@ from lockstep.cli.rows import show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run import Run, State
-from lockstep.sweep.compare import Row, causes, direction_of, groups, ordered
 from lockstep.sweep.record import Direction, score_text
-from lockstep.sweep.runs import existing, read_runs
+from lockstep.sweep.runs import Row, causes, direction_of, existing, groups, ordered, read_runs
 
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "

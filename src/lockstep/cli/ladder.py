@@ -25,18 +25,18 @@ from lockstep.cli.rows import show_rows
 from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
+from lockstep.core.locks import Lock
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.job.create import check_plan, job_of
-from lockstep.job.run_folder import Lock
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.compare import Row
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record
+from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import cut
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob

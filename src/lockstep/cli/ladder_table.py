@@ -8,7 +8,7 @@ from rich.table import Column, Table
 
 from lockstep.core import log
 from lockstep.core.run import Run
-from lockstep.sweep.compare import Row
+from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import COLOURS, cut, svg
 
 NOTE = (

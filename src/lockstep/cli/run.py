@@ -11,22 +11,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.cli.callbacks import WAITING, submit_all
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
+from lockstep.core.locks import Lock
 from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.terminal import forgive_output
 from lockstep.job.create import create_run, import_for_ranks, prepare
 from lockstep.job.resume import Resume, refuse_in_sweep
-from lockstep.job.run_folder import Lock, Preparation
+from lockstep.job.run_folder import Preparation
 from lockstep.job.slurm import submission
 from lockstep.job.worker import start
 from lockstep.launcher import Elastic, create_on_main
-from lockstep.sweep import report
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import record_of, recorded
 from lockstep.sweep.line import NOT_OF_SWEEP
@@ -68,9 +69,9 @@ def _run(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
 def _submit(resume: Resume, invocation: Invocation, lock: Lock) -> None:
     """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end."""
     launcher = components.build("launcher", resume.launcher)
-    report.WAITING.append(submission(resume, launcher, invocation, lock))
+    WAITING.append(submission(resume, launcher, invocation, lock))
     if not invocation.sweep:
-        report.submit_all()
+        submit_all()
 
 
 def _run_agent(resume: Resume, invocation: Invocation) -> float | None:

@@ -12,16 +12,15 @@ from lockstep.cli.rows import show_rows
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.locks import Lock
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
-from lockstep.job.run_folder import Lock
 from lockstep.runtime.host import format_bytes
-from lockstep.sweep.compare import Row, ordered
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.page import write_sweep_report
 from lockstep.sweep.record import Direction, best_of, score_text
-from lockstep.sweep.runs import differing, existing, read_jobs, read_single, run_folders
+from lockstep.sweep.report import write_sweep_report
+from lockstep.sweep.runs import Row, differing, existing, ordered, read_jobs, read_single, run_folders
 from lockstep.telemetry.progress import format_timestamp, progress
 from lockstep.telemetry.report import is_current, write_report
 

@@ -54,12 +54,12 @@ def train_job(composed: DictConfig) -> float | None:
         return run_job(decide, invocation, lock)
 
 
-def plan_job(composed: DictConfig, machine: Any) -> Any:
+def needs_of_job(composed: DictConfig, machine: Any) -> Any:
     """What the pool asks about a job of a sweep before it starts any."""
     from lockstep.cli.run import needs_of  # the pool has imported torch
 
     return needs_of(composed, machine)
 
 
-train_job.plan = plan_job  # type: ignore[attr-defined]
+train_job.needs = needs_of_job  # type: ignore[attr-defined]
 train = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(train_job)

@@ -44,7 +44,7 @@ from lockstep.core.fields import nested
 
 Key = tuple[str, ...]
 
-TRUSTED = ["lockstep.sweep.Report"]  # besides installed launchers, sweepers and Hydra's own log handlers
+TRUSTED = ["lockstep.cli.callbacks.SweepCallbacks"]  # besides installed launchers, sweepers and log handlers
 EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 COPIES = (
     "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
@@ -52,7 +52,7 @@ COPIES = (
 )
 # The keys that `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
 OURS: Mapping[Key, object] = {
-    ("callbacks", "report", "_target_"): "lockstep.sweep.Report",
+    ("callbacks", "report", "_target_"): "lockstep.cli.callbacks.SweepCallbacks",
     ("output_subdir",): None,
     ("job", "chdir"): False,
 }

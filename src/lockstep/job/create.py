@@ -19,13 +19,14 @@ from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
+from lockstep.core.locks import Lock
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.job import worker  # noqa: F401  # what each rank needs, before ranks are forked
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume
-from lockstep.job.run_folder import Lock, Preparation, lock_run_folder
+from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job, check_memory
 from lockstep.runtime import environment
 from lockstep.training.fingerprint import fingerprint, plan_of, train_longer

@@ -1,15 +1,11 @@
-"""The folder of a job: the lock, by which one job at a time runs in it, and the files that describe the job.
+"""The folder of a job, locked so that one job at a time runs in it, and the files that describe the job.
 
-The process that the user started holds the lock. Its ranks do not, because they end with that process.
 Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import socket
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -17,89 +13,11 @@ from pathlib import Path
 from types import TracebackType
 
 from lockstep.config.composition import Invocation
-from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.locks import Lock
 from lockstep.core.run_dir import PathBelow, RunDir
-from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
-from lockstep.core.safe_write import open_locked, write_atomic
-
-
-class Lock:
-    """The lock on one run folder, from `take` to `close`."""
-
-    def __init__(self) -> None:
-        self.path = Path()
-        self.file: int | None = None
-
-    def take(self, path: Path, *, user: str = "job", remedy: str = "hydra.run.dir=FOLDER") -> None:
-        """Lock the file at `path`, and write into it who holds the lock. No effect if this object already holds it.
-
-        Raises:
-            InputError: another job holds the lock, or the file cannot be written.
-            StorageError: the disk is full.
-        """
-        if self.file is not None:
-            assert path == self.path
-            return
-        try:
-            while not self._open_and_lock(path):  # another job has just removed the file: try again
-                continue
-        except BlockingIOError:
-            raise InputError(
-                f"{path.parent} is in use by another {user} ({_holder(path)}); wait for its end, or name another "
-                f"folder with {remedy}"
-            ) from None
-        except OSError as error:
-            safe_write.fail_if_full(path, error)
-            raise InputError(
-                f"output_root: {path} cannot be locked ({error.strerror}); choose another folder with "
-                "output_root=FOLDER"
-            ) from error
-
-    def _open_and_lock(self, path: Path) -> bool:
-        """Open and lock the file; returns whether `path` still names that file."""
-        file = open_locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
-        try:
-            if not _same_file(file, path):
-                os.close(file)
-                return False
-            facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
-            os.ftruncate(file, 0)
-            os.write(file, (json.dumps(facts) + "\n").encode())
-        except OSError:
-            os.close(file)
-            raise
-        self.path, self.file = path, file
-        # A forked process can outlive a killed job, so it must not keep the lock.
-        os.register_at_fork(after_in_child=self._close_file)
-        return True
-
-    def _close_file(self) -> None:
-        if self.file is not None:
-            os.close(self.file)
-            self.file = None
-
-    def close(self) -> None:
-        """Remove the lock file, then release the lock: a job that finds no file creates a new one."""
-        if self.file is not None and _same_file(self.file, self.path):
-            self.path.unlink()
-        self._close_file()
-
-
-def _same_file(file: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(file), path.lstat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(path: Path) -> str:
-    """The holder of a lock, from its file, for use in a sentence."""
-    try:
-        facts = safe_read.read_json(path)
-        return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
-    except (UnreadableFile, LookupError, TypeError):
-        return "which has just started or ended"
+from lockstep.core.safe_read import kind, read_if_exists
+from lockstep.core.safe_write import write_atomic
 
 
 @contextmanager

@@ -27,9 +27,10 @@ from lockstep.config.composition import Invocation
 from lockstep.core import plan
 from lockstep.core.errors import InputError, Stopped, is_one_line, shown
 from lockstep.core.launch_env import SUBMITTED
+from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append
-from lockstep.job.run_folder import Lock, lock_run_folder
+from lockstep.job.run_folder import lock_run_folder
 
 if TYPE_CHECKING:
     from lockstep.job.resume import Resume

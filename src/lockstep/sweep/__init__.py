@@ -1,5 +1,1 @@
-"""Sweeps: the jobs of one command with `-m`."""
-
-from lockstep.sweep.report import Report
-
-__all__ = ["Report"]
+"""Sweeps: the jobs of one command with `-m`, of Lockstep or of any other app of Hydra. Knows no trainer."""

@@ -53,7 +53,7 @@ def _judged_at(ledger: Ledger, record: Record, share: float) -> float:
     return next((done for done, _ in evaluations(ledger, record) if done >= share), 0.0)
 
 
-def run(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
+def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
     """Run the rounds: after each, the best one of `factor` jobs goes on.
 
     Args:

@@ -14,7 +14,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 import secrets
 import socket
 import time
@@ -35,7 +34,7 @@ from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_a
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import Direction, Identify, Record, best_of, job_key
+from lockstep.sweep.record import Direction, Identify, Record, best_of, job_key, parsed_record
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
@@ -54,9 +53,9 @@ class Identity:
         id: what no other sweep has, also not one with the same folder.
     """
 
-    base: Mapping[str, Any]
-    swept: tuple[str, ...]
-    words: tuple[str, ...]
+    base: Mapping[str, Any] = field(default_factory=dict)
+    swept: tuple[str, ...] = ()
+    words: tuple[str, ...] = ()
     direction: Direction = Direction.maximize
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
@@ -198,13 +197,12 @@ class Ledger:
         ended = replace(record, state=state, ended=time.time(), objective=objective, exit_code=exit_code, error=error)
         self.write(ended)
         with suppress(InputError, StorageError):  # `sweep.json` is damaged, or the disk is full
-            present = record_of(self.folder / self.best)
-            self.mark_best([ended, *(present[1:] if present else ())])
+            self.mark_best()
         return ended
 
-    def mark_best(self, records: Iterable[Record]) -> None:
-        """Name the folder of the best of these jobs in the file `best`, the first of equal ones."""
-        best = best_of(records, self.identity().direction)
+    def mark_best(self) -> None:
+        """Name the folder of the best job in the file `best`, of the first of equal ones."""
+        best = best_of(self.records(), self.identity().direction)
         if best is not None and best.folder != self.best:
             write_atomic(self.folder / BEST, f"{best.folder}\n")
 
@@ -216,16 +214,17 @@ class Ledger:
         return ""
 
     def read(self, record: Record) -> Record:
+        """The present record of a job."""
         return self.record(record.number)
 
     def record(self, number: int) -> Record:
-        """The record of a job by its number; a damaged one has what the job's folder says, and the error.
+        """The record with a number; a damaged one has what the job's folder says, and the error.
 
         A job that is done and whose folder is gone waits again: nobody can use its score without the weights.
         """
         path = self.path_of(number)
         try:
-            record = _record(number, safe_read.read_json(path))
+            record = parsed_record(number, safe_read.read_json(path))
             is_gone = record.state is State.done and not (self.folder / record.folder).exists()
             return replace(record, state=State.waiting, objective=None) if is_gone else record
         except (InputError, LookupError, TypeError, ValueError) as error:
@@ -245,21 +244,6 @@ class Ledger:
 
     def path_of(self, number: int) -> Path:
         return self.folder / JOBS / f"{number:03}.json"
-
-
-def _record(number: int, facts: Any) -> Record:
-    """The record of a job from its file; raises LookupError, TypeError or ValueError if it is none."""
-    record = Record(**{**facts, "overrides": tuple(facts["overrides"]), "state": State(facts["state"])})
-    for key, sample in vars(Record(number=0, overrides=(), folder="", objective=0.0)).items():
-        value, types = getattr(record, key), int | float if isinstance(sample, float) else type(sample)
-        if not isinstance(value, types) and (key, value) != ("objective", None):
-            raise TypeError(key)
-    if not isinstance(facts["overrides"], list) or not all(isinstance(word, str) for word in record.overrides):
-        raise TypeError("overrides")
-    begins_with_number = record.folder.partition("-")[0] == f"{number:03}"
-    if record.number != number or not begins_with_number or re.search(r"[/\0]", record.folder):
-        raise ValueError(record.folder)
-    return record
 
 
 def output_of(ledger: Ledger, record: Record) -> Path:

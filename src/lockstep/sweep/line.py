@@ -20,9 +20,8 @@ from lockstep.core.fields import problems
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import locked
-from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, checked_direction
+from lockstep.sweep.record import SCORE, Direction, check_objectives, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.
@@ -42,11 +41,11 @@ def choose_folder(config: DictConfig) -> Ledger:
     values: Any = OmegaConf.to_container(block)
     for problem in problems(SweepBlock, values, "sweep."):
         raise InputError(problem)
-    objectives.check(block.objectives)
+    check_objectives(block.objectives)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
     of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
-        if value and value != [objectives.SCORE] and launcher not in POOLS:
+        if value and value != [SCORE] and launcher not in POOLS:
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
     if block.gpu_share and launcher != "pool":
         raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
@@ -62,7 +61,7 @@ def choose_folder(config: DictConfig) -> Ledger:
         words=tuple(words),
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
-    with _alone(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
+    with alone_in(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
         return _choose(config, identity, words, named=named)
 
 
@@ -141,7 +140,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
 
 
 @contextmanager
-def _alone(folder: Path | None) -> Iterator[None]:
+def alone_in(folder: Path | None) -> Iterator[None]:
     """Have one line at a time choose in `folder`: the same line in two terminals is one sweep."""
     with ExitStack() as stack:
         with suppress(OSError):  # a folder that cannot be written has its own sentence, and NFS locks no folder

@@ -1,13 +1,20 @@
-"""The record of a job of a sweep: how far it is, how good, and which of several is the best."""
+"""The record of a job of a sweep, and what jobs are compared by: the score, and what it cost."""
 
+import re
 import socket
-from collections.abc import Callable, Hashable, Iterable, Sequence
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError
-from lockstep.core.run import State, born
+from lockstep.core.run import Run, State, born
+
+SCORE, SEED = "score", "seed"
 
 
 class Direction(StrEnum):
@@ -99,3 +106,114 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
 
 def score_text(score: float | None) -> str:
     return "" if score is None else f"{score:.2f}"
+
+
+def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:
+    """The keys in which the overrides of jobs differ, in the order of the first job's."""
+    words = [dict(word.partition("=")[::2] for word in job) for job in jobs]
+    keys = dict.fromkeys(key for overrides in words for key in overrides)
+    return tuple(key for key in keys if len({overrides.get(key) for overrides in words}) > 1)
+
+
+def varied(overrides: Iterable[str], keys: Sequence[str]) -> list[str]:
+    """The overrides that set these keys."""
+    return [word for word in overrides if word.partition("=")[0] in keys]
+
+
+def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: Direction) -> list[str]:
+    """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        if record.score is not None and SEED in swept:
+            others = [key for key in swept if key != SEED]
+            scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
+    return [
+        f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
+        for words, values in sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
+        if len(values) > 1
+    ]
+
+
+def parsed_record(number: int, facts: Any) -> Record:
+    """The record of a job from the content of its file.
+
+    Raises:
+        LookupError, TypeError, ValueError: it is none.
+    """
+    record = Record(**{**facts, "overrides": tuple(facts["overrides"]), "state": State(facts["state"])})
+    for key, sample in vars(Record(number=0, overrides=(), folder="", objective=0.0)).items():
+        value, types = getattr(record, key), int | float if isinstance(sample, float) else type(sample)
+        if not isinstance(value, types) and (key, value) != ("objective", None):
+            raise TypeError(key)
+    if not isinstance(facts["overrides"], list) or not all(isinstance(word, str) for word in record.overrides):
+        raise TypeError("overrides")
+    begins_with_number = record.folder.partition("-")[0] == f"{number:03}"
+    if record.number != number or not begins_with_number or re.search(r"[/\0]", record.folder):
+        raise ValueError(record.folder)
+    return record
+
+
+def _seconds(run: Run) -> float | None:
+    """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
+    steps = [(0, 0.0), *run.series("perf/step_ms")]
+    total = sum(ms / 1000 * (step - before) for (before, _), (step, ms) in pairwise(steps))
+    return total or None  # None for a job of an app that writes no such file
+
+
+# The costs of a run as objectives, of which less is better; None for one that was not measured.
+COSTS: Mapping[str, Callable[[Run], float | None]] = {
+    "seconds": _seconds,
+    "megabytes": lambda run: path.stat().st_size / 1e6 if (path := run.run_dir.weights).exists() else None,
+    "kwh": lambda run: run.spent.get("kwh"),
+}
+OBJECTIVES = (SCORE, *COSTS)
+
+
+def _value(folder: Path, record: Record, name: str) -> float | None:
+    return record.score if name == SCORE else COSTS[name](Run(folder / record.folder))
+
+
+def check_objectives(names: Sequence[str]) -> None:
+    """Raise InputError for names that are no objectives."""
+    if not names or len({*names}) < len(names) or not {*names} <= {*OBJECTIVES}:
+        raise InputError(
+            f"sweep.objectives is [{','.join(map(str, names))}], expected some of {', '.join(OBJECTIVES)}, each "
+            f"once: sweep.objectives=[{SCORE}]"
+        )
+
+
+def objectives_of(folder: Path, record: Record, names: Sequence[str]) -> list[float]:
+    """The objectives of a job in the `folder` of its sweep, if it is done; empty if one is unknown."""
+    known = [_value(folder, record, name) for name in names] if record.score is not None else []
+    return [] if None in known else [value for value in known if value is not None]
+
+
+def unmeasured(folder: Path, records: Sequence[Record], names: Sequence[str]) -> list[str]:
+    """A sentence for each objective that jobs that are done do not have."""
+    done = [record for record in records if record.score is not None]
+    without = {name: [str(r.number) for r in done if _value(folder, r, name) is None] for name in names}
+    return [
+        f"sweep.objectives: {name} was not measured in job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, which cannot be "
+        f"compared by it; leave it out: sweep.objectives=[{','.join(other for other in names if other != name)}]"
+        for name, jobs in without.items()
+        if jobs
+    ]
+
+
+def directions(names: Sequence[str], score: Direction) -> list[Direction]:
+    """Which value of each objective is better; that of the score is the sweep's."""
+    return [score if name == SCORE else Direction.minimize for name in names]
+
+
+def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str], score: Direction) -> list[int]:
+    """The Pareto set, best score first: no other job is better in one objective and worse in none."""
+    better = directions(names, score)
+    gains = {number: [d.gain(value) for d, value in zip(better, job, strict=True)] for number, job in jobs.items()}
+
+    def is_beaten(number: int) -> bool:
+        others = (gain for gain in gains.values() if gain != gains[number])
+        return any(all(a >= b for a, b in zip(other, gains[number], strict=True)) for other in others)
+
+    return sorted(
+        (number for number in jobs if not is_beaten(number)), key=lambda number: gains[number], reverse=True
+    )

@@ -1,106 +1,117 @@
-"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, its SLURM array, and its report."""
+"""`report.html` of a sweep: its table, what the varied keys did to the score, and links to its jobs."""
 
-from __future__ import annotations
-
-import atexit
-import contextlib
-import sys
-import time
-from dataclasses import replace
-from itertools import groupby
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+from urllib.parse import quote
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from lockstep.config.commands import shell_command
+from lockstep.core.run import Run
+from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import write_atomic
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import SCORE, Record, best_of, score_text, seeds_together, swept_keys, varied
+from lockstep.telemetry import pictures
+from lockstep.telemetry.report import number, rendered
 
-from lockstep.config.commands import program_name
-from lockstep.core import log
-from lockstep.core.errors import InputError, StorageError
-from lockstep.core.launch_env import is_launched, started_by
-from lockstep.core.run_dir import relative
-from lockstep.core.terminal import impatient
-from lockstep.job.run_folder import Lock
-from lockstep.job.slurm import Submission, preview, submit
-from lockstep.runtime import program
-from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
-from lockstep.sweep.line import choose_folder
-
-# The jobs of the present command that wait for their submission.
-WAITING: list[Submission] = []
+SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
 
 
-def submit_all(folder: Path | None = None) -> None:
-    """Submit the waiting jobs; `folder` is the folder of their sweep.
+def write_sweep_report(ledger: Ledger) -> Path:
+    """Write `report.html` into the folder of a sweep.
 
-    Consecutive jobs with the same launcher settings become one array.
+    Raises:
+        InputError: the ledger is damaged, or of another version.
+        StorageError: the page cannot be written.
     """
-    waiting = [*WAITING]
-    WAITING.clear()
-    for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
-        if launcher.dry_run:
-            for line in preview([*same], folder).splitlines():
-                log.console.print(line, soft_wrap=True)
-            continue
-        for number, path in submit([*same], folder):
-            if entry := record_of(path):
-                entry[0].write(replace(entry[1], submitted=number))
-            log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)
+    path = RunDir(ledger.folder).report
+    write_atomic(path, rendered("sweep.html", **_facts(ledger)))
+    return path
 
 
-def _refuse_as_rank() -> None:
-    """Exit if this process is a launched rank, because each rank would run the whole sweep."""
-    if not is_launched():
-        return
-    from lockstep.launcher import create_on_main  # imported late: it needs torch, and --help must be fast
+def _facts(ledger: Ledger) -> dict[str, Any]:
+    records, identity = ledger.records(), ledger.identity()
+    swept = swept_keys(record.overrides for record in records) or identity.swept
+    jobs = {record.number: Run(ledger.folder / record.folder) for record in records}
+    costs = {number: costs_of(job) for number, job in jobs.items()}
+    notes = [sentence for job in jobs.values() for sentence in job.damage]
+    shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
+    count, best = Counter(record.present_state for record in records), best_of(records, identity.direction)
+    summary = {
+        "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
+        "best": f"job {best.number} with {best.score:.2f}: {' '.join(varied(best.overrides, swept))}" if best else "",
+        "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
+        **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
+    }
+    ranked = sorted(records, key=lambda job: (job.score is None, -identity.direction.gain(job.score or 0.0)))
+    program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
+    return {
+        "title": f"Sweep {ledger.folder.name}",
+        "folder": str(ledger.folder.absolute()),
+        "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
+        "summary": [row for row in summary.items() if row[1]],
+        "charts": [*_charts([record for record in ranked if record.score is not None], swept, costs)],
+        "columns": ["job", *swept, SCORE, *shown, "state"],
+        "jobs": [
+            (
+                _link(ledger, record),
+                [
+                    str(record.number),
+                    *_values(record, swept),
+                    score_text(record.objective),
+                    *(number(costs[record.number].get(name), ".3g") for name in shown),
+                    record.present_state,
+                ],
+            )
+            for record in ranked
+        ],
+        "command": shell_command([*program, *identity.words]),
+    }
 
-    def refuse(earlier: str) -> NoReturn:
-        raise InputError(
-            f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
+
+def costs_of(job: Run) -> dict[str, float]:
+    figures = {"seconds": job.summary.get("seconds"), **job.spent}
+    return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
+
+
+def _link(ledger: Ledger, record: Record) -> str:
+    """The address of a job's page, or of its folder if it has none."""
+    report = RunDir(ledger.folder / record.folder).report
+    return quote(f"{record.folder}/{report.name if report.exists() else ''}")
+
+
+def _values(record: Record, swept: Sequence[str]) -> list[str]:
+    words = dict(word.partition("=")[::2] for word in record.overrides)
+    return [words.get(key, "") for key in swept]
+
+
+def _as_number(text: str) -> str | float:
+    try:
+        return float(text) if math.isfinite(float(text)) else text
+    except ValueError:
+        return text
+
+
+def _charts(
+    records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]]
+) -> Iterator[tuple[str, str]]:
+    scores = [record.score or 0.0 for record in records]
+    if swept and len(records) > 1:
+        rows = [
+            [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
+        ]
+        yield (
+            "What was varied, and the score (the darker the better)",
+            pictures.parallel([*swept, SCORE], rows, scores),
         )
-
-    with create_on_main(refuse, ["-m"]):
-        raise AssertionError("a refusal ends every rank")
-
-
-def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
-    """Remove what this process has created of a sweep that was refused before its first job."""
-    folder = ledger.folder
-    if not ledger.is_new or any((folder / JOBS).glob("*.json")):
-        return
-    with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
-        lock.take(folder / ".lock")  # an InputError if another line goes on with this sweep already
-        for name in ("multirun.yaml", SWEEP, "optuna.log"):
-            (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
-        for new_folder in (folder / JOBS, *new_folders):
-            new_folder.rmdir()
-
-
-class Report(Callback):
-    """Hydra's callbacks around a sweep."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # A caller may start a sweep while it handles an error.
-        self.handled, self.began = sys.exc_info()[1], time.monotonic()
-        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
-            _refuse_as_rank()
-        folder = Path(config.hydra.sweep.dir).absolute()
-        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
-        with program.bypass_hydra_errors():
-            ledger = choose_folder(config)
-        atexit.register(_remove_sweep, ledger, new_folders)
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
-            return
-        folder = Path(config.hydra.sweep.dir)
-        if WAITING:
-            with program.bypass_hydra_errors():
-                submit_all(folder)
-        from lockstep.sweep.page import write_sweep_report  # imported late: they need numpy, and --help must be fast
-        from lockstep.telemetry.report import is_due
-
-        if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
-            with program.bypass_hydra_errors(), impatient():
-                log.show(f"report: {relative(write_sweep_report(Ledger(folder)))}")
+    for name in SPENDING:
+        points = [
+            (costs[record.number][name], value, str(record.number))
+            for record, value in zip(records, scores, strict=True)
+            if name in costs[record.number]
+        ]
+        if points:
+            x, y, labels = zip(*points, strict=True)
+            yield f"Score against {name}, by job", pictures.scatter(x, y, labels, name, SCORE)

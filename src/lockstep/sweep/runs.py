@@ -1,17 +1,41 @@
-"""Finds the runs of a folder, and the keys in which they differ. Imports no torch."""
+"""Finds the runs of a folder and compares them: seeds of one config together, and what differs between two runs."""
 
+import math
 import os
-from collections.abc import Iterator, Sequence
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import leaves
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import Direction, Record
+from lockstep.sweep.record import SEED, Direction, Record
+
+CONFIDENCE = 0.95
+Row = Mapping[str, Any]
+
+# Keys of data sets that change how an image looks, and not which images there are.
+OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "size")
+
+# What may differ between two runs, the likeliest cause of another score first.
+CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
+# What changes only the order in which numbers are added.
+ROUNDING = (
+    *("strategy", "launcher", "loader", "device", "repro", "train.micro_batches", "train.eval_batch"),
+    *("train.cuda_graph", "train.cudnn_benchmark"),
+    *("model.channels_last", "model.compile", "model.compile_mode"),
+)
+# The facts of a checkpoint that say what the data are, and those of `env.json` that say what the code is.
+DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
+CODE = ("git", "git_changes", "packages.lockstep", "extensions")
+VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
 
 
 class JobRun(Run):
@@ -104,3 +128,130 @@ def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     differ = [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
     recipes = "experiment" in differ and not of_recipes
     return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]
+
+
+def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
+    """A row for the runs that differ in the seed alone, or are equal in the keys `by`; the best first.
+
+    Raises:
+        InputError: no run has a key of `by`.
+    """
+    for key in by:
+        if not any(key in run.settings for run in runs):
+            others = ", ".join(differing(runs)) or "none"
+            raise InputError(f"--by {key}: no run has this key; they differ in {others}")
+    direction = direction_of(runs)
+    keys = [*by] or [key for key in differing(runs) if key != SEED]
+    members: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
+    scores = {values: _scores(group) for values, group in members.items()}
+    images = {values: _validated_on(group) for values, group in members.items()}
+    rows = []
+    for values, group in members.items():
+        rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
+        best = max(rivals, key=lambda rival: direction.gain(statistics.mean(rival)) if rival else -math.inf)
+        count = Counter(run.state for run in group if run.state != State.done)
+        not_done = ", ".join(f"{number} {state}" for state, number in count.items())
+        settings = dict(zip(keys, values, strict=True))
+        rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
+    return ordered(rows, "score", descending=direction is Direction.maximize)
+
+
+def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
+    """What decides which images runs are evaluated on: the data set, and its keys that do not only change pixels."""
+    pairs = {pair for run in runs for pair in run.settings.items()}
+    return frozenset((k, v) for k, v in pairs if _is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
+
+
+def direction_of(runs: Sequence[Run]) -> Direction:
+    """Which score is better in most of these runs."""
+    return max(Direction, key=[run.direction for run in runs].count)
+
+
+def _scores(runs: Sequence[Run]) -> list[float]:
+    """The scores of runs. A run that was made twice, with the same seed, is one sample of the spread."""
+    samples = {frozenset(run.settings.items()): run.score for run in runs if run.score is not None}
+    return [*samples.values()]
+
+
+def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
+    """The scores of a group in figures, beside those of the best group."""
+    low, high = interval(scores, best) if min(len(scores), len(best)) > 1 and scores is not best else (None, None)
+    return {
+        "score": statistics.mean(scores) if scores else None,
+        "spread": statistics.stdev(scores) if len(scores) > 1 else None,
+        "done": len(scores),
+        "difference": statistics.mean(scores) - statistics.mean(best) if scores else None,
+        "low": low,
+        "high": high,
+        "within_spread": None if low is None or high is None else low <= 0 <= high,
+    }
+
+
+def interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The confidence interval of the difference of two means whose variances may differ.
+
+    Welch's t interval (B. L. Welch, "The generalization of 'Student's' problem when several different population
+    variances are involved", Biometrika 34, 1947), with Satterthwaite's degrees of freedom.
+    """
+    from scipy.special import stdtrit
+
+    difference = statistics.mean(first) - statistics.mean(second)
+    parts = [(statistics.variance(scores) / len(scores), len(scores) - 1) for scores in (first, second)]
+    variance = sum(part for part, _ in parts)
+    if variance == 0:
+        return difference, difference
+    freedom = variance**2 / sum(part**2 / less for part, less in parts)
+    margin = float(stdtrit(freedom, (1 + CONFIDENCE) / 2)) * math.sqrt(variance)
+    return difference - margin, difference + margin
+
+
+def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[Row]:
+    """Rows by a column: numbers by size, then texts, and at the end what has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    if rows and key not in names:
+        hint = did_you_mean(key, names, prefix="--sort ") or f" There are {', '.join(names)}."
+        raise InputError(f"--sort {key}: there is no such column.{hint}")
+
+    def place(row: Row) -> tuple[int, float, str]:
+        try:
+            return 0, float(row[key]) * (-1 if descending else 1), ""
+        except (KeyError, TypeError, ValueError):
+            return (1, 0.0, str(row[key])) if row.get(key) else (2, 0.0, "")
+
+    return sorted(rows, key=place)
+
+
+def causes(runs: Sequence[Run]) -> list[Row]:
+    """What differs between two runs, the likeliest cause of different scores first."""
+    keys = differing(runs, of_recipes=True)
+    first, second = (_facts(run, keys) for run in runs)
+    typed = {key for run in runs for key in run.typed_values}
+    rows = [
+        {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
+        for kind, key in dict.fromkeys([*first, *second])
+    ]
+    rows = [row for row in rows if row["A"] != row["B"]]
+    return sorted(rows, key=lambda row: (CAUSES.index(row["cause"]), row["key"] not in typed, row["key"]))
+
+
+def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
+    """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
+    facts = {}
+    for key in keys:
+        kind = SEED if key == SEED else "config, to rounding" if _is_below(key, ROUNDING) else "config"
+        facts[kind, key] = run.settings.get(key, "none")
+    for key, value in leaves(run.environment):
+        kind = "code" if _is_below(key, CODE) else "versions" if _is_below(key, VERSIONS) else "machine"
+        facts[kind, key.removeprefix("packages.")] = str(value)
+    for key, value in leaves(run.identity):
+        if _is_below(key, DATA):
+            facts["data", key] = str(value)
+    if run.damage:
+        raise InputError(*run.damage)
+    return facts
+
+
+def _is_below(key: str, heads: Sequence[str]) -> bool:
+    return any(key == head or key.startswith(f"{head}.") for head in heads)

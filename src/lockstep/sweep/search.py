@@ -11,8 +11,7 @@ from lockstep.core.run import State
 from lockstep.core.safe_write import storing
 from lockstep.sweep.halving import evaluations
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.objectives import SCORE, values
-from lockstep.sweep.record import Identify, Record, job_key
+from lockstep.sweep.record import SCORE, Identify, Record, job_key, objectives_of
 
 if TYPE_CHECKING:
     import optuna
@@ -121,7 +120,7 @@ class Search:
         record = self._record(key)
         known = [value] if isinstance(value, int | float) and math.isfinite(value) else []
         if record is not None and (record.score is not None or [*self.objectives] != [SCORE]):
-            known = values(self.ledger, record, self.objectives)
+            known = objectives_of(self.ledger.folder, record, self.objectives)
         for trial in self.open.pop(key, []):  # none are left if one with these values was asked for as it ended
             trial.set_user_attr(ENDED, True)
             if record is not None and record.state is State.pruned:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rich.console import Group
 from rich.live import Live
@@ -18,31 +17,42 @@ from lockstep.core.errors import InputError, LockstepError, Stopped, StorageErro
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import relative
 from lockstep.runtime.program import say
-from lockstep.sweep import objectives
 from lockstep.sweep.ledger import Ledger, output_of
-from lockstep.sweep.objectives import SCORE
-from lockstep.sweep.record import Direction, Record, best_of, score_text
+from lockstep.sweep.record import (
+    SCORE,
+    Record,
+    best_of,
+    objectives_of,
+    score_text,
+    seeds_together,
+    swept_keys,
+    trade_offs,
+    unmeasured,
+    varied,
+)
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
-SEED = "seed"
 OVER = (State.done, State.failed)
 TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
 
 
 class SweepView:
-    """The jobs of one call. `records` are those of its line, also those that were done before."""
+    """The jobs of one call: live while they run, and as a table at the end.
+
+    Fields:
+        records: those of its line, also those that were done before.
+        open: the numbers of the jobs that have not ended, or run again.
+        left: the jobs of a search that are not known yet.
+    """
 
     def __init__(
-        self, ledger: Ledger, records: Sequence[Record], waiting: Iterable[Record] = (), begun: str = "started"
+        self, ledger: Ledger, records: Sequence[Record] = (), waiting: Iterable[Record] = (), begun: str = "started"
     ) -> None:
         self.ledger, self.begun = ledger, begun
         self.records: dict[int, Record] = {}
         self.running: list[int] = []
-        identity = ledger.identity()
-        self.swept, self.direction = identity.swept or swept_keys(records), identity.direction
-        self.began = time.monotonic()
-        self.over: set[int] = set()  # the jobs that have ended, and do not run again
-        self.ended_now = 0
+        self.open: set[int] = set()
+        self.began, self.ended_now = time.monotonic(), 0
         self.enter(records, waiting)
         # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
         self.live = Live(
@@ -64,9 +74,12 @@ class SweepView:
     def enter(self, records: Sequence[Record], waiting: Iterable[Record], left: int = 0) -> None:
         """Take jobs, those `waiting` to run among them; `left` jobs of a search are not known yet."""
         self.records |= {record.number: record for record in records}
-        self.over |= {record.number for record in records if record.state in OVER}
-        self.over -= {record.number for record in waiting}
+        self.open |= {record.number for record in records if record.state not in OVER}
+        self.open |= {record.number for record in waiting}
         self.left = left
+        identity = self.ledger.identity()
+        self.swept = identity.swept or swept_keys(record.overrides for record in self.records.values())
+        self.direction = identity.direction
 
     def started(self, record: Record) -> None:
         self.records[record.number] = record
@@ -78,12 +91,12 @@ class SweepView:
         self.records[record.number] = record
         self.running = [number for number in self.running if number != record.number]
         if record.state in OVER:
-            self.over.add(record.number)
+            self.open.discard(record.number)
             self.ended_now += 1
         state = "paused" if record.state is State.waiting else record.state  # others may be better
         ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
-        position = f"{len(self.over):>{len(total)}} of {total}"
+        position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
         self.show(f"{position}  {self._name(record)}  {ending}  in {format_duration(record.ended - record.started)}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
@@ -120,18 +133,58 @@ class SweepView:
         if best := best_of(self.records.values(), self.direction):
             columns.append(FigureColumn("best", score_text(best.objective), f" (job {best.number})", 6, "green"))
         if self.ended_now:
-            left = len(self.records) + self.left - len(self.over)
-            seconds = (time.monotonic() - self.began) / self.ended_now * left
+            seconds = (time.monotonic() - self.began) / self.ended_now * (len(self.open) + self.left)
             columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
         return fitting(columns, self.live.console.width)
 
     def _name(self, record: Record) -> str:
-        words = " ".join(varied(record, self.swept)) or "as configured"
+        words = " ".join(varied(record.overrides, self.swept)) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
 
     def show(self, text: str) -> None:
         """Print a sentence above the live lines, which stay whole."""
         self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
+
+    def show_table(self, names: Sequence[str] = (SCORE,)) -> None:
+        """Print each job with its score and the other objectives, the seeds together, and why jobs failed."""
+        folder, numbers = self.ledger.folder, self.records
+        records = [record for record in self.ledger.records() if record.number in numbers]
+        names = [SCORE, *(name for name in names if name != SCORE)]
+        table = Table("job", "overrides", *names, "ended")
+        figures = {record.number: objectives_of(folder, record, names) for record in records}
+        for record in records:
+            ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
+            ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
+            others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
+            words = " ".join(varied(record.overrides, self.swept))
+            table.add_row(str(record.number), words, score_text(record.objective), *others, ending)
+        # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
+        log.console.print(f"sweep in {relative(folder)}", soft_wrap=True)
+        log.show_table(table)
+        for line in self._conclusions(records, names, figures):
+            log.console.print(line, soft_wrap=True)
+        for record in records:
+            if record.error:
+                for line in record.error.split("\n"):
+                    log.show(f"job {record.number}: {line}")
+                if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
+                    output = relative(output_of(self.ledger, record))
+                    log.console.print(f"    what it printed: {output}", soft_wrap=True)
+
+    def _conclusions(
+        self, records: Sequence[Record], names: Sequence[str], figures: Mapping[int, Sequence[float]]
+    ) -> Iterator[str]:
+        """The lines below the table: the seeds together, the trade-offs, and the best job."""
+        yield from seeds_together(records, self.swept, self.direction)
+        known = {number: values for number, values in figures.items() if values}
+        if len(names) > 1 and (best_ones := trade_offs(known, names, self.direction)):
+            jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
+            yield f"no other job is better in {' and '.join(names)} than {jobs}"
+        yield from unmeasured(self.ledger.folder, records, names)
+        if best := best_of(records, self.direction):
+            self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
+            path = relative(self.ledger.folder / best.folder)
+            yield f"best: job {best.number} with {score_text(best.objective)}, {path}"
 
 
 def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
@@ -151,70 +204,3 @@ def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
         }
     except (InputError, LookupError, TypeError, ValueError, AttributeError):
         return {}
-
-
-def show_table(ledger: Ledger, records: Sequence[Record], names: Sequence[str] = (SCORE,)) -> None:
-    """Print the table of a sweep: each job with its score, the seeds together, and why jobs failed.
-
-    `names` are the objectives.
-    """
-    swept, direction = swept_keys(records), ledger.identity().direction
-    names = [SCORE, *(name for name in names if name != SCORE)]
-    table = Table("job", "overrides", *names, "ended")
-    figures = {record.number: objectives.values(ledger, record, names) for record in records}
-    for record in records:
-        ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
-        ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
-        others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
-        table.add_row(
-            str(record.number), " ".join(varied(record, swept)), score_text(record.objective), *others, ending
-        )
-    # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
-    log.console.print(f"sweep in {relative(ledger.folder)}", soft_wrap=True)
-    log.show_table(table)
-    for line in seeds_together(records, swept, direction):
-        log.console.print(line, soft_wrap=True)
-    if len(names) > 1 and (
-        best_ones := objectives.trade_offs({k: v for k, v in figures.items() if v}, names, direction)
-    ):
-        jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
-        log.console.print(f"no other job is better in {' and '.join(names)} than {jobs}", soft_wrap=True)
-    for line in objectives.missing(ledger, records, names):
-        log.show(line)
-    if best := best_of(records, direction):
-        ledger.mark_best(ledger.records())  # two jobs that ended at once may have named the worse one
-        log.console.print(
-            f"best: job {best.number} with {score_text(best.objective)}, {relative(ledger.folder / best.folder)}",
-            soft_wrap=True,
-        )
-    for record in records:
-        if record.error:
-            for line in record.error.split("\n"):
-                log.show(f"job {record.number}: {line}")
-            if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
-                log.console.print(f"    what it printed: {relative(output_of(ledger, record))}", soft_wrap=True)
-
-
-def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: Direction) -> list[str]:
-    """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        if record.score is not None and SEED in swept:
-            others = [key for key in swept if key != SEED]
-            scores[" ".join(varied(record, others)) or "all"].append(record.score)
-    return [
-        f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
-        for words, values in sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
-        if len(values) > 1
-    ]
-
-
-def swept_keys(records: Sequence[Record]) -> tuple[str, ...]:
-    """The keys in which the overrides of jobs differ, in the order of the first job's."""
-    words = [dict(word.partition("=")[::2] for word in record.overrides) for record in records]
-    keys = dict.fromkeys(key for overrides in words for key in overrides)
-    return tuple(key for key in keys if len({overrides.get(key) for overrides in words}) > 1)
-
-
-def varied(record: Record, keys: Sequence[str]) -> list[str]:
-    return [word for word in record.overrides if word.partition("=")[0] in keys]

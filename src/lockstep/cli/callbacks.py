@@ -1,0 +1,106 @@
+"""Hydra's callbacks around the jobs of a sweep: the choice of its folder, its SLURM array, and its report."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import time
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from lockstep.config.commands import program_name
+from lockstep.core import log
+from lockstep.core.errors import InputError, StorageError
+from lockstep.core.launch_env import is_launched, started_by
+from lockstep.core.locks import Lock
+from lockstep.core.run_dir import relative
+from lockstep.core.terminal import impatient
+from lockstep.job.slurm import Submission, preview, submit
+from lockstep.runtime import program
+from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
+from lockstep.sweep.line import choose_folder
+
+# The jobs of the present command that wait for their submission.
+WAITING: list[Submission] = []
+
+
+def submit_all(folder: Path | None = None) -> None:
+    """Submit the waiting jobs; `folder` is the folder of their sweep.
+
+    Consecutive jobs with the same launcher settings become one array.
+    """
+    waiting = [*WAITING]
+    WAITING.clear()
+    for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
+        if launcher.dry_run:
+            for line in preview([*same], folder).splitlines():
+                log.console.print(line, soft_wrap=True)
+            continue
+        for number, path in submit([*same], folder):
+            if entry := record_of(path):
+                entry[0].write(replace(entry[1], submitted=number))
+            log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)
+
+
+def _refuse_as_rank() -> None:
+    """Exit if this process is a launched rank, because each rank would run the whole sweep."""
+    if not is_launched():
+        return
+    from lockstep.launcher import create_on_main  # imported late: it needs torch, and --help must be fast
+
+    def refuse(earlier: str) -> NoReturn:
+        raise InputError(
+            f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
+        )
+
+    with create_on_main(refuse, ["-m"]):
+        raise AssertionError("a refusal ends every rank")
+
+
+def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
+    """Remove what this process has created of a sweep that was refused before its first job."""
+    folder = ledger.folder
+    if not ledger.is_new or any((folder / JOBS).glob("*.json")):
+        return
+    with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
+        lock.take(folder / ".lock")  # an InputError if another line goes on with this sweep already
+        for name in ("multirun.yaml", SWEEP, "optuna.log"):
+            (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
+        for new_folder in (folder / JOBS, *new_folders):
+            new_folder.rmdir()
+
+
+class SweepCallbacks(Callback):
+    """Hydra's callbacks around a sweep."""
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # A caller may start a sweep while it handles an error.
+        self.handled, self.began = sys.exc_info()[1], time.monotonic()
+        with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
+            _refuse_as_rank()
+        folder = Path(config.hydra.sweep.dir).absolute()
+        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        with program.bypass_hydra_errors():
+            ledger = choose_folder(config)
+        atexit.register(_remove_sweep, ledger, new_folders)
+
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
+            return
+        folder = Path(config.hydra.sweep.dir)
+        if WAITING:
+            with program.bypass_hydra_errors():
+                submit_all(folder)
+        from lockstep.sweep.report import write_sweep_report  # needs numpy, and --help must be fast
+        from lockstep.telemetry.report import is_due
+
+        if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
+            with program.bypass_hydra_errors(), impatient():
+                log.show(f"report: {relative(write_sweep_report(Ledger(folder)))}")
