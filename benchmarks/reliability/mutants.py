@@ -121,8 +121,8 @@ sweep/pool.py: a sweep that is stopped starts the jobs that waited [ledger]
 -                         request
 +                         request
 sweep/ledger.py: the job that ended last is named the best one [ledger]
-- self.mark_best([ended, *(present[1:] if present else ())])
-+ self.mark_best([ended])
+- best = best_of(self.records(), self.identity().direction)
++ best = max(self.records(), key=lambda record: record.ended)
 sweep/pool.py: a retry runs the jobs that are done too [ledger]
 - if record.state is not State.done and not record.runs_here]
 + if (retry or record.state is not State.done) and not record.runs_here]

@@ -1,17 +1,20 @@
-"""`model=NAME` for every name of timm, without a file."""
+"""`model=NAME` for every name of timm, without a file and without importing timm."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
+import timm
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
-from hydra.errors import MissingConfigException
 from hydra.plugins.config_source import ConfigLoadError
 
-from helpers import ROOT, composed
+from helpers import ROOT, command, composed
 from hydra_plugins.lockstep.named_options import TimmModels
 from lockstep.config import components
+from lockstep.config.options import is_timm_model, timm_models
 from lockstep.models import Timm
 
 
@@ -28,11 +31,6 @@ def test_a_name_of_timm_composes_to_every_field_of_its_class(words: str) -> None
 
 def test_a_file_of_the_project_wins_over_a_name_of_timm() -> None:
     assert composed("model=resnet34")["model"]["_target_"] == "lockstep.models.ResNet34"
-
-
-def test_a_name_that_neither_has_is_missing() -> None:
-    with pytest.raises(MissingConfigException):
-        composed("model=resnet50e")
 
 
 def test_files_and_names_are_listed_together_for_completion() -> None:
@@ -58,3 +56,21 @@ def test_the_source_answers_for_models_only(source: TimmModels) -> None:
     assert not source.is_config("model/no_such")
     with pytest.raises(ConfigLoadError, match="model/no_such"):
         source.load_config("model/no_such")
+
+
+def test_the_catalog_is_the_list_that_timm_gives() -> None:
+    assert set(timm_models()) == set(timm.list_models())
+    assert list(timm_models()) == sorted(timm_models())
+
+
+def test_a_name_counts_alone_and_with_a_tag() -> None:
+    assert is_timm_model("resnet50d")
+    assert is_timm_model("resnet50d.ra2_in1k")
+    assert not is_timm_model("resnet50e")
+    assert not is_timm_model("")
+
+
+def test_reading_the_catalog_imports_neither_timm_nor_torch() -> None:
+    loaded = "bool({'timm', 'torch'} & sys.modules.keys())"
+    code = f"import sys, lockstep.config.options as c; c.timm_models(); sys.exit({loaded})"
+    assert command(sys.executable, "-c", code).code == 0

@@ -89,14 +89,6 @@ def test_trials_that_were_cut_are_the_first_that_run_again(tmp_path: Path) -> No
     assert [trial.state.name for trial in study_in(tmp_path).trials] == ["COMPLETE"] * 4
 
 
-def test_trials_with_the_same_values_at_a_time_are_one_job(tmp_path: Path) -> None:
-    launcher = Launcher(lambda job: 1.0 + (job["kind"] == "b"))
-    sweeper(tmp_path, launcher, n_trials=4, n_jobs=4).sweep(["kind=a,b"])
-    assert len({tuple(job) for job in launcher.launched}) == len(launcher.launched) < 4
-    values = {(trial.params["kind"], trial.value) for trial in study_in(tmp_path).trials}
-    assert values <= {("a", 1.0), ("b", 2.0)}
-
-
 def test_a_job_without_a_score_fails_its_trial_and_says_why(tmp_path: Path) -> None:
     sweeper(tmp_path, Launcher(lambda job: float("nan")), n_trials=2).sweep([*LINE])
     for trial in study_in(tmp_path).trials:
@@ -224,8 +216,8 @@ def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path:
         return -abs(float(job["x"]) - 0.3)
 
     whole = FakePool(tmp_path / "whole", score)
-    sweeper(tmp_path / "whole", whole, n_trials=16).sweep([*LINE])
-    for cut in range(1, 16, 3):
+    sweeper(tmp_path / "whole", whole, n_trials=10).sweep([*LINE])
+    for cut in (1, 5, 9):
         jobs_left = iter(range(cut))
 
         def dying(job: dict[str, str], jobs_left: Iterator[int] = jobs_left) -> float:
@@ -235,9 +227,9 @@ def test_a_search_that_was_cut_anywhere_draws_what_it_would_have_drawn(tmp_path:
 
         pool = FakePool(tmp_path / str(cut), dying)
         with pytest.raises(SystemExit):
-            sweeper(tmp_path / str(cut), pool, n_trials=16).sweep([*LINE])
+            sweeper(tmp_path / str(cut), pool, n_trials=10).sweep([*LINE])
         second = FakePool(tmp_path / str(cut), score)
-        sweeper(tmp_path / str(cut), second, n_trials=16).sweep([*LINE])
+        sweeper(tmp_path / str(cut), second, n_trials=10).sweep([*LINE])
         assert [*pool.launched[:cut], *second.launched] == whole.launched
 
 
@@ -283,9 +275,9 @@ def test_searches_with_other_seeds_draw_other_values(tmp_path: Path) -> None:
     drawn = []
     for seed in (0, 1):
         pool = FakePool(tmp_path / str(seed), lambda job: 1.0)
-        sweeper(tmp_path / str(seed), pool, n_trials=8, seed=seed).sweep(["x=interval(0,1)"])
+        sweeper(tmp_path / str(seed), pool, n_trials=3, seed=seed).sweep(["x=interval(0,1)"])
         drawn += [tuple(job) for job in pool.launched]
-    assert len({*drawn}) == 16
+    assert len({*drawn}) == 6
 
 
 def test_a_job_that_is_worse_than_the_others_is_pruned(tmp_path: Path) -> None:
@@ -345,10 +337,7 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
     ("settings", "words", "sentence"),
     [
         ({"sampler": "nope"}, LINE, "hydra.sweeper.sampler is 'nope', expected one of tpe, random, qmc"),
-        ({"direction": "up"}, LINE, "hydra.sweeper.direction is 'up', expected one of maximize, minimize"),
         ({"n_trials": 0}, LINE, "hydra.sweeper.n_trials is 0, expected a whole number from 1"),
-        ({"n_jobs": "x"}, LINE, "hydra.sweeper.n_jobs is 'x', expected a whole number from 1"),
-        ({"seed": True}, LINE, "hydra.sweeper.seed is True, expected a whole number from 0"),
         (
             {"storage": "nonsense"},
             LINE,
@@ -358,12 +347,8 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
         ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is no space to search"),
         ({}, ("x=interval(nan,1)",), r"'x=interval\(nan,1\)' is no space to search \(an end is not finite\)"),
-        ({}, ("x=interval(0.1,inf)",), "an end is not finite"),
-        ({}, ("x=tag(log,interval(0,1))",), "is no space to search"),
-        ({}, ("x=glob(*)",), "is no space to search"),
         ({}, ("x=tag(log,range(1,8,2))",), "is no space to search"),
         ({}, ("x=tag(log,range(0.1,1.0,0.1))",), "a range of whole numbers can have it"),
-        ({}, ("x=tag(log,choice(1,2))",), "only log is known"),
         ({}, ("x=tag(lgo,interval(0.1,1))",), "tag lgo: only log is known"),
     ],
 )
@@ -375,7 +360,7 @@ def test_what_cannot_be_searched_is_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("text", ["garbage", "[]", '{"op_code": 99}', '{"op_code": 4, "worker_id": "x"}', "{"])
+@pytest.mark.parametrize("text", ["garbage", '{"op_code": 4, "worker_id": "x"}'])
 def test_a_damaged_study_is_one_sentence(tmp_path: Path, text: str) -> None:
     sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=1).sweep([*LINE])
     with (tmp_path / "optuna.log").open("a") as file:
@@ -384,8 +369,14 @@ def test_a_damaged_study_is_one_sentence(tmp_path: Path, text: str) -> None:
         sweeper(tmp_path, Launcher(lambda job: 1.0), n_trials=2).sweep([*LINE])
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite:///{}/shared.db"])
-@pytest.mark.parametrize("space", [("kind=a,c",), ("kind=a,b", "x=interval(0,2)"), ("x=interval(0,1)",)])
+@pytest.mark.parametrize(
+    ("space", "storage"),
+    [
+        (("kind=a,c",), None),
+        (("kind=a,b", "x=interval(0,2)"), None),
+        (("x=interval(0,1)",), "sqlite:///{}/shared.db"),
+    ],
+)
 def test_a_changed_space_is_a_new_study_also_where_all_trials_have_run(
     tmp_path: Path, storage: str | None, space: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -401,12 +392,12 @@ def test_each_sweep_has_its_own_study_in_a_storage_that_they_share(tmp_path: Pat
     storage = f"sqlite:///{tmp_path}/shared.db"
     for folder in ("one", "other", "one"):
         pool = FakePool(tmp_path / folder, lambda job: 1.0)
-        sweeper(tmp_path / folder, pool, n_trials=3, storage=storage, study_name="mine").sweep([*LINE])
-        assert len(pool.launched) == 3
+        sweeper(tmp_path / folder, pool, n_trials=1, storage=storage, study_name="mine").sweep([*LINE])
+        assert len(pool.launched) == 1
         if folder == "one":  # the second time, another sweep is made at its place
             shutil.rmtree(tmp_path / folder)
     studies = optuna.get_all_study_summaries(storage)
-    assert [(study.n_trials, study.study_name.partition("-")[0]) for study in studies] == [(3, "mine")] * 3
+    assert [(study.n_trials, study.study_name.partition("-")[0]) for study in studies] == [(1, "mine")] * 3
 
 
 def test_a_journal_that_is_cut_behind_any_line_counts_each_trial_once(tmp_path: Path) -> None:
@@ -424,8 +415,10 @@ def test_a_journal_that_is_cut_behind_any_line_counts_each_trial_once(tmp_path: 
         assert values == [float(job[-2].partition("=")[2]) for job in whole.launched]
 
 
-@pytest.mark.parametrize("storage", [None, "sqlite:///{}/shared.db"])
-@pytest.mark.parametrize("call", ["ask", "set_user_attr", "tell"])
+@pytest.mark.parametrize(
+    ("call", "storage"),
+    [("ask", None), ("set_user_attr", None), ("tell", None), ("tell", "sqlite:///{}/shared.db")],
+)
 def test_a_search_that_is_killed_in_any_call_of_optuna_counts_each_trial_once(
     tmp_path: Path, storage: str | None, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of
 from lockstep.sweep.record import SCORE, Direction, directions, job_key
@@ -90,6 +91,7 @@ class OptunaSweeper(GridSweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run trials until the study has `n_trials`."""
+        configure_native_threads()  # with the threads that Optuna's libraries would start, no job could be forked
         self._check()
         parsed = OverridesParser.create(config_loader=self.loader).parse_overrides(self.words(arguments))
         space = {word.get_key_element(): distribution(word) for word in parsed if word.is_sweep_override()}
@@ -106,7 +108,7 @@ class OptunaSweeper(GridSweeper):
         with closing(getattr(self.launcher, "lock", None) or Lock()) as lock:
             lock.take(folder / ".lock", user="sweep", remedy="sweep.resume=new")
             ledger, score = Ledger(folder), Direction(self.study["direction"])
-            identity = ledger.identity() if ledger.exists else Identity(direction=score)
+            identity = ledger.identity() if ledger.exists else Identity(swept=tuple(sorted(space)), direction=score)
             try:
                 study = self._open(folder, self._name(identity, space))
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors

@@ -97,7 +97,8 @@ class SweepView:
         ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
-        self.show(f"{position}  {self._name(record)}  {ending}  in {format_duration(record.ended - record.started)}")
+        duration = f"  in {format_duration(record.ended - record.started)}" if record.started else ""
+        self.show(f"{position}  {self._name(record)}  {ending}{duration}")
         # The line above has the sentence; on this terminal, a second one would be written into the live lines.
         is_failure = record.state is State.failed or record.exit_code == StorageError.exit_code
         if is_failure and not (self.live.is_started and sys.stderr.isatty()):
