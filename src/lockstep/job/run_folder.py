@@ -16,7 +16,7 @@ from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import PathBelow, RunDir
-from lockstep.core.safe_read import kind, read_if_exists
+from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
 from lockstep.core.safe_write import write_atomic
 
 
