@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.core.run_dir import RunDir
 from lockstep.job.resolve import resolve
 from lockstep.training.resolved_job import ResolvedJob
@@ -17,6 +17,6 @@ def prepared(folder: Path, overrides: list[str]) -> tuple[ResolvedJob, RunDir]:
     words = [*overrides, f"output_root={folder.parent}"]
     job = resolve(components.build_job(composition.composed(words)), sweep=False)
     run = RunDir.at(folder)
-    run.config.write_text(yaml_io.dump(components.plain(job)))
-    run.overrides.write_text(yaml_io.dump(words))
+    run.config.write_text(components.dump(components.plain(job)))
+    run.overrides.write_text(components.dump(words))
     return job, run

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from forks import Fork, Forks
 from lockstep.cli.processes import Command, running
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
 from lockstep.core.errors import Stopped
@@ -100,9 +100,9 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     run = RunDir.at(path)
     words = [*QUICK, f"output_root={path.parent}", *overrides]
     job = composed(*words)
-    run.config.write_text(yaml_io.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
-    (run.hydra / "config.yaml").write_text(yaml_io.dump(job))
-    run.overrides.write_text(yaml_io.dump(words))
+    run.config.write_text(components.dump(components.plain(resolve.resolve(components.build_job(job), sweep=False))))
+    (run.hydra / "config.yaml").write_text(components.dump(job))
+    run.overrides.write_text(components.dump(words))
     return run
 
 

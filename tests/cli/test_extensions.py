@@ -164,35 +164,6 @@ def test_an_extension_that_does_not_exist_is_one_sentence(tmp_path: Path) -> Non
     assert "the extension nowhere (named by train.py) is not a package that can be imported" in done.err
 
 
-def test_an_error_of_an_extension_in_training_is_its_own_traceback_and_the_run_can_go_on(tmp_path: Path) -> None:
-    folder = written(tmp_path / "project")
-    file = folder / "own" / "__init__.py"
-    whole = file.read_text()
-    file.write_text(whole.replace("return nn.Sequential(", "return Failing(") + FAILING)
-    words = ("model=flat", "steps=4", "checkpoint.every=1", "strategy=ddp", "launcher.ranks=2", "device=cpu")
-    done = forked("train.py", *words, f"hydra.run.dir={tmp_path}/run", cwd=folder)
-    assert done.code == 70
-    assert "ValueError: the third batch" in done.err
-    assert "own/__init__.py" in done.err
-    assert "rank 0 failed" in done.err or "rank 1 failed" in done.err
-    file.write_text(file.read_text().replace("calls == 3", "calls == 300"))
-    assert forked("train.py", f"resume={tmp_path}/run", cwd=folder).code == 0
-
-
-FAILING = """
-
-class Failing(nn.Sequential):
-    calls = 0
-
-    def forward(self, images):
-        if self.training:
-            Failing.calls += 1
-        if self.training and Failing.calls == 3:
-            raise ValueError("the third batch")
-        return super().forward(images)
-"""
-
-
 def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     for name, sentence in {
         "not-a-name": "cannot be the name of a Python package",

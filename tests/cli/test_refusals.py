@@ -19,7 +19,7 @@ from hydra import initialize_config_dir
 from torchvision.io import write_jpeg
 
 from helpers import ROOT, built, composed, train, train_here
-from lockstep.config import commands, messages, yaml_io
+from lockstep.config import commands, components, messages
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
@@ -362,7 +362,7 @@ def test_what_another_launcher_has_decided_is_not_asked_for_again(
 
 def test_the_batch_of_batch_auto_is_the_one_that_the_job_has_without_it(tmp_path: Path) -> None:
     for number, words in enumerate((["++batch=auto"], ["batch=32", "batch=auto"], ["batch='auto'", "batch=32"])):
-        config = yaml_io.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
+        config = components.load(prepared(f"output_root={tmp_path / str(number)}", "name=test", *words).config)
         assert (config["batch"], config["train"]["micro_batches"]) == ((64, "auto"), (32, "auto"), (32, 1))[number]
 
 
@@ -653,7 +653,7 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
     first = ("name=test", "steps=3", *chosen, f"output_root={tmp_path}")
     run = prepared(*first)
     run.overrides.write_text(
-        yaml_io.dump([override for override in read_overrides(run.overrides) if override not in lost])
+        components.dump([override for override in read_overrides(run.overrides) if override not in lost])
     )
     before = tree(run.path)
     if not sentence:

@@ -97,13 +97,6 @@ def test_a_reference_to_a_text_of_a_file_is_not_shell_of_the_command(tmp_path: P
     assert_refused(done, tmp_path, mark)
 
 
-@pytest.mark.parametrize("key", DIRECTIVES[:2])
-def test_no_text_of_a_file_ends_its_line(tmp_path: Path, cluster: dict[str, str], key: str) -> None:
-    mark = tmp_path / "mark"
-    words = sent(tmp_path, nested(key, f"x\ntouch {mark}"), "primary")
-    assert_refused(submitted(tmp_path, cluster, *words, "launcher=slurm"), tmp_path, mark)
-
-
 @pytest.mark.parametrize("key", ["launcher.setup", DIRECTIVES[0]])
 def test_nothing_that_a_run_folder_keeps_runs(tmp_path: Path, cluster: dict[str, str], key: str) -> None:
     mark = tmp_path / "mark"

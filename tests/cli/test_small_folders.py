@@ -13,7 +13,7 @@ from PIL import Image, ImageOps
 import lockstep
 from helpers import Done, forked, train
 from lockstep import compose
-from lockstep.config import yaml_io
+from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import Folder
 
@@ -40,10 +40,10 @@ def test_a_batch_that_nobody_typed_is_at_most_the_split(place: Path) -> None:
     done = train(*JOB, "hydra.run.dir=run", cwd=place)
     assert done.code == 0, done.err
     assert said_once(done)
-    job = yaml_io.load(place / "run" / "config.yaml")
+    job = components.load(place / "run" / "config.yaml")
     typed = train(*JOB, "batch=54", "hydra.run.dir=typed", cwd=place)
     assert "batch is" not in typed.err
-    assert {**yaml_io.load(place / "typed" / "config.yaml"), "name": None} == {**job, "name": None}
+    assert {**components.load(place / "typed" / "config.yaml"), "name": None} == {**job, "name": None}
     resumed = train("resume=run", "epochs=3", cwd=place)
     assert resumed.code == 0, resumed.err
     assert json.loads((place / "run" / "summary.json").read_text())["step"] == 3
@@ -59,7 +59,7 @@ def test_a_batch_that_was_typed_is_refused(place: Path) -> None:
 def test_other_lines_shrink_it_too(words: list[str], place: Path, tmp_path: Path) -> None:
     done = train(*JOB, *words, f"output_root={tmp_path}", cwd=place)
     assert done.code == 0, done.out + done.err
-    configs = [yaml_io.load(path) for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]
+    configs = [components.load(path) for path in tmp_path.rglob("config.yaml") if path.parent.name != ".hydra"]
     assert [config["batch"] for config in configs] == [54] * (2 if "-m" in words else 1)
 
 

@@ -25,7 +25,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 
 from lockstep.cli.compare import compare
 from lockstep.cli.runs import report, runs
-from lockstep.config import yaml_io
+from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
@@ -60,8 +60,8 @@ def run(folder: Path, *words: str, status: str = "completed", score: Any = None,
             config[key.split(".")[0]][key.split(".")[1]] = value
         else:
             config[key] = value
-    run_dir.composed.write_text(yaml_io.dump(config))
-    run_dir.overrides.write_text(yaml_io.dump([*words]))
+    run_dir.composed.write_text(components.dump(config))
+    run_dir.overrides.write_text(components.dump([*words]))
     (run_dir.hydra / "hydra.yaml").write_text(json.dumps({"hydra": {"runtime": {"choices": choices}}}))
     run_dir.environment.write_text(json.dumps({"git": "a1", "packages": {"torch": "2.15.0"}, "threads": 1, **env}))
     run_dir.start_summary(run="r", started=1.0)
@@ -128,9 +128,9 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
 def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path: Path) -> None:
     run(tmp_path / "a", "model=digitnet", "output_root=x", score=1.0)
     run(tmp_path / "b", "model=basicnet", "model.width=32", "optimizer.lr=0.1", "output_root=y", score=2.0)
-    composed = yaml_io.load(RunDir(tmp_path / "b").composed)
+    composed = components.load(RunDir(tmp_path / "b").composed)
     composed["model"] |= {"_target_": "lockstep.models.BasicNet", "depth": 3}
-    RunDir(tmp_path / "b").composed.write_text(yaml_io.dump(composed))
+    RunDir(tmp_path / "b").composed.write_text(components.dump(composed))
     assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
 
 
@@ -138,7 +138,7 @@ def test_a_value_typed_in_another_way_is_the_same_value(tmp_path: Path) -> None:
     for name, word in (("a", "optimizer.lr=0.1"), ("b", "optimizer.lr=1e-1")):
         run(tmp_path / name, word, score=1.0)
         composed = {**COMPOSED, "optimizer": {"lr": 0.1}}
-        RunDir(tmp_path / name).composed.write_text(yaml_io.dump(composed))
+        RunDir(tmp_path / name).composed.write_text(components.dump(composed))
     assert differing(read_runs(tmp_path)) == []
 
 
@@ -186,7 +186,7 @@ def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys
 def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) -> None:
     for name, rate in (("a", "0.1"), ("b", "0.2")):
         run_dir = RunDir(run(tmp_path / name, f"experiment={name}", score=1.0))
-        run_dir.composed.write_text(yaml_io.dump({**COMPOSED, "optimizer": {"lr": rate}}))
+        run_dir.composed.write_text(components.dump({**COMPOSED, "optimizer": {"lr": rate}}))
     both = read_runs(tmp_path)
     assert [[*row][:1] for row in groups(both)] == [["experiment"], ["experiment"]]
     assert [row["key"] for row in causes(both)] == ["experiment", "optimizer.lr"]
@@ -472,8 +472,8 @@ def test_scores_are_compared_where_they_are_of_the_same_images(
         node = {"_target_": "lockstep.data.datasets.Folder", "path": "photos", "input_size": 64}
         node |= {key: values[number] for key, values in keys.items()}
         folder = run(tmp_path / str(number), score=score)
-        config = yaml_io.load(RunDir(folder).composed)
-        RunDir(folder).composed.write_text(yaml_io.dump({**config, "dataset": node}))
+        config = components.load(RunDir(folder).composed)
+        RunDir(folder).composed.write_text(components.dump({**config, "dataset": node}))
     first, second = groups(read_runs(tmp_path))
     assert (first["difference"], second["difference"]) == (0.0, -10.0 if compared else 0.0)
 

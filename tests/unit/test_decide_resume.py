@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from helpers import FAKE, composed, run_dir, train_here
-from lockstep.config import composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.components import build_job
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
@@ -89,8 +89,8 @@ def test_a_run_folder_decides_neither_where_runs_are_nor_where_data_is_fetched_t
 
 def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run")
-    config = yaml_io.load(run.config)
-    run.config.write_text(yaml_io.dump({**config, "name": "first"}))
+    config = components.load(run.config)
+    run.config.write_text(components.dump({**config, "name": "first"}))
     assert decided(f"resume={run.path}").values["name"] == "first"
     assert decided(f"resume={run.path}", "name=second").values["name"] == "second"
 
@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_name(tmp_path: Path) -> None:
 def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "seed=5", "epochs=3")
     words = read_overrides(run.overrides)
-    run.overrides.write_text(yaml_io.dump([word for word in words if word != "seed=5"]))
+    run.overrides.write_text(components.dump([word for word in words if word != "seed=5"]))
     with pytest.raises(InputError, match=r"no longer gives the config of its run \(seed was 5 and is 0\)"):
         decided(f"resume={run.path}", "epochs=7")
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
@@ -160,9 +160,9 @@ def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_pat
     word = "data_root=/data/${hydra:runtime.choices.model}"
     run = run_dir(tmp_path / "run", "model=linear")
     for file in (run.overrides, run.composed):
-        values = read_overrides(file) if file == run.overrides else yaml_io.load(file)
+        values = read_overrides(file) if file == run.overrides else components.load(file)
         file.write_text(
-            yaml_io.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
+            components.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
         )
     assert decided(f"resume={run.path}", "epochs=7").values["data_root"] == "/data/linear"
 

@@ -139,11 +139,6 @@ def plain(config: DictConfig) -> Any:
     return OmegaConf.to_container(config, resolve=False)
 
 
-def test_the_help_of_hydra_has_no_primary_config_and_hydras_own_values() -> None:
-    with initialize_config_dir(str(ROOT / "conf")):
-        assert compose(overrides=[], return_hydra_config=True).hydra.output_subdir == ".hydra"
-
-
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
     values = {
@@ -167,7 +162,6 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
 @pytest.mark.parametrize(
     "word",
     [
-        "hydra.job.env_copy=[NO_SUCH_VARIABLE]",
         "hydra.searchpath=[pkg://antigravity]",
         "hydra.searchpath=[structured://antigravity]",
     ],

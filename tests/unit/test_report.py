@@ -19,7 +19,7 @@ import pytest
 from browser import CHROMIUM, DRIVER, browser
 from helpers import train_here
 from lockstep.cli.runs import report
-from lockstep.config import yaml_io
+from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
 from lockstep.core.run import Run, State
@@ -126,7 +126,7 @@ def test_every_text_of_a_run_is_escaped(run: RunDir) -> None:
         path.write_text(json.dumps(hostile(json.loads(path.read_text()))))
     predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}
     predictions["worst"] = [{**example, "sample": HOSTILE, "png": HOSTILE} for example in predictions["worst"][:2]]
-    run.composed.write_text(yaml_io.dump({"model": {"width": HOSTILE}, HOSTILE: HOSTILE, "seed": HOSTILE}))
+    run.composed.write_text(components.dump({"model": {"width": HOSTILE}, HOSTILE: HOSTILE, "seed": HOSTILE}))
     run.command.write_text(f"python train.py {HOSTILE}")
     lines = [{"step": 1, f"metric/{HOSTILE.replace('/', '')}": 1.0, "loss/train": 2.0}] * 2
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))

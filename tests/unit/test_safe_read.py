@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.config import yaml_io
+from lockstep.config import components
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
@@ -156,7 +156,7 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
     path = tmp_path / "config.yaml"
     path.write_text(YAML[name])
     with pytest.raises(InputError) as caught:
-        yaml_io.load(path)
+        components.load(path)
     assert str(caught.value).startswith(f"{path} ")
     assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(InputError):
@@ -167,7 +167,7 @@ def test_yaml_that_is_no_plain_config_is_one_sentence(tmp_path: Path, name: str)
 def test_no_content_is_more_than_a_sentence(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any"
     path.write_bytes(content)
-    for read in (yaml_io.load, read_overrides, read_json):
+    for read in (components.load, read_overrides, read_json):
         with suppress(InputError):
             read(path)
 
@@ -176,16 +176,16 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "file"
     words = ["x: y # z", "1e3", "yes", "2026-01-01", "1:30", "0x10", "~", "null", ".inf", "", "ü€"]
     config = {"a": {"b": [1, 2.5, 1e-05, 1e20, None, True, *words]}, "1": {}}
-    path.write_text(yaml_io.dump(config))
-    assert yaml_io.load(path) == config
+    path.write_text(components.dump(config))
+    assert components.load(path) == config
     for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
-        path.write_text(yaml_io.dump(overrides))
+        path.write_text(components.dump(overrides))
         assert read_overrides(path) == overrides
 
 
 def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    content = yaml_io.dump(["steps=3", "optimizer.lr=0.1"]).encode()
+    content = components.dump(["steps=3", "optimizer.lr=0.1"]).encode()
     for at in range(content.index(b"\n") + 1, len(content)):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):

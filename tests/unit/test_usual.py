@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, resolved, run_dir
-from lockstep.config import components, yaml_io
+from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.data import datasets
 from lockstep.data.transforms import CropFlip, NoAugment, RandomResizedCrop
@@ -149,9 +149,9 @@ def test_a_job_of_a_folder_is_written_with_what_was_chosen(tmp_path: Path) -> No
 )
 def test_the_config_of_a_run_has_a_value_for_each_auto(tmp_path: Path, key: str, word: str | None) -> None:
     run = run_dir(tmp_path / "run")
-    values = yaml_io.load(run.config)
+    values = components.load(run.config)
     block, _, name = key.rpartition(".")
     (values[block] if block else values)[name] = word
-    run.config.write_text(yaml_io.dump(values))
+    run.config.write_text(components.dump(values))
     with pytest.raises(InputError, match=rf"^{key} is {word}, expected a value that is known .* resume=RUN_FOLDER"):
         load_job(run.config)

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from torch import Tensor
 
 from lockstep.cli.rows import csv_row
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.commands import key_of
 from lockstep.config.composition import ConfigFiles
 from lockstep.core import log
@@ -175,7 +175,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
                 f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
             )
     if run is not None and not overrides:
-        run_data: Source = components.build("dataset", yaml_io.load(run.config).get("dataset"))
+        run_data: Source = components.build("dataset", components.load(run.config).get("dataset"))
         return run_data
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
@@ -192,7 +192,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
 
 def take_threads(run: RunDir) -> None:
     """Compute with the number of threads of the run: the last bits of a sum depend on it."""
-    threads = components.build("launcher", yaml_io.load(run.config).get("launcher")).threads
+    threads = components.build("launcher", components.load(run.config).get("launcher")).threads
     if isinstance(threads, int):
         torch.set_num_threads(min(threads, cores()))
 

@@ -35,7 +35,7 @@ def override(key: str, value: object) -> str:
     """The override that sets `key` to a text: one word, quoted for Hydra if its grammar requires quotes.
 
     Characters such as `=`, `,`, brackets and quotes have a meaning in an override, and so do texts such as `null` and
-    `1e3`. The word is not yet quoted for a shell (see `typed`).
+    `1e3`. The word is not yet quoted for a shell (see `shell_command`).
     """
     text = str(value)
     plain = f"{key}={text}"

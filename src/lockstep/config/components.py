@@ -1,23 +1,27 @@
-"""From the plain values of a config to a `Job` whose groups are built components."""
+"""From the plain values of a config, which files keep as YAML, to a `Job` whose groups are built components."""
 
 import dataclasses
 import enum
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import extensions, options, yaml_io
+from lockstep.config import extensions, options
 from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.errors import InputError, collecting, did_you_mean, shown
 from lockstep.core.fields import TEXT, Component
+from lockstep.core.safe_read import read_yaml, with_checksum
 
+_DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
 _BUILT: dict[tuple[type[Any], str], Any] = {}
 
@@ -80,7 +84,7 @@ def build(group: str, node: Any, key: str = "") -> Any:
 
 def build_option(group: str, name: str) -> Any:
     """The component of one of our own options, with its defaults."""
-    return build(group, yaml_io.load(CONF / group / f"{name}.yaml"))
+    return build(group, load(CONF / group / f"{name}.yaml"))
 
 
 def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -172,3 +176,28 @@ def _values(component: Component) -> dict[str, Any]:
 
 def _with_names(items: list[tuple[str, Any]]) -> dict[str, Any]:
     return {key: value.name if isinstance(value, enum.Enum) else value for key, value in items}
+
+
+class _Dumper(_DUMPER):
+    """Writes a value that is there twice out twice: `read_yaml` takes no aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
+    """A plain config, or overrides, as YAML with its sha256."""
+    plain = dict(plain) if isinstance(plain, Mapping) else list(plain)
+    return with_checksum(yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A config as plain values: of a run folder, or one of our own options.
+
+    Raises:
+        InputError: the file is missing or is not a config, or has references.
+    """
+    loaded = read_yaml(path)
+    if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):
+        raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")
+    return loaded

@@ -30,14 +30,12 @@ from hydra.core.override_parser.types import Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.core.utils import JobRuntime
-from hydra.errors import HydraException
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.basecontainer import BaseContainer
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
-from lockstep.config.messages import unreadable
 from lockstep.config.schema import CONF
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import nested
@@ -109,8 +107,7 @@ class CheckedLoader:
     ) -> DictConfig:
         parsed = OverridesParser.create().parse_overrides(overrides)
         self._check_search_path(config_name, parsed)
-        with _composing():
-            composed = self.loader.load_configuration(config_name, overrides, *args, **keywords)
+        composed = self.loader.load_configuration(config_name, overrides, *args, **keywords)
         self._check(composed, parsed)
         return composed
 
@@ -142,8 +139,7 @@ class CheckedLoader:
         return composed
 
     def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        with _composing():
-            composed = self.loader.load_sweep_config(master_config, sweep_overrides)
+        composed = self.loader.load_sweep_config(master_config, sweep_overrides)
         words = [*master_config.hydra.overrides.hydra, *sweep_overrides]
         self._check(composed, OverridesParser.create().parse_overrides(words))
         return composed
@@ -191,19 +187,6 @@ class CheckedLoader:
             if not _is_from_user(source.provider) and source.is_config(path):
                 yield from nested(OmegaConf.to_container(source.load_config(path).config, resolve=False), (group,))
                 return
-
-
-@contextmanager
-def _composing() -> Iterator[None]:
-    """Turn the errors that Hydra raises for a value it does not expect into a sentence."""
-    try:
-        yield
-    except (OmegaConfBaseException, HydraException):  # some of them are also KeyErrors
-        raise
-    except KeyError as error:  # from os.environ: Hydra copies variables while it composes
-        raise InputError(COPIES) from error
-    except (AssertionError, AttributeError, TypeError, RecursionError) as error:
-        raise unreadable(error) from error
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from lockstep import checkpoint
-from lockstep.config import components, composition, yaml_io
+from lockstep.config import components, composition
 from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.composition import Invocation
 from lockstep.config.schema import Job
@@ -55,11 +55,11 @@ def create_run(
     preparation = Preparation.write(
         run_dir,
         {
-            run_dir.config: yaml_io.dump(components.plain(job)),
+            run_dir.config: components.dump(components.plain(job)),
             run_dir.command: invocation.command + "\n",
             run_dir.hydra / "hydra.yaml": resume.hydra,
-            run_dir.overrides: yaml_io.dump(resume.overrides),
-            run_dir.composed: yaml_io.dump(resume.composed),
+            run_dir.overrides: components.dump(resume.overrides),
+            run_dir.composed: components.dump(resume.composed),
         },
     )
     return preparation, job

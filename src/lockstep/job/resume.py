@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import composition, extensions, yaml_io
+from lockstep.config import components, composition, extensions
 from lockstep.config.commands import key_of
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
@@ -104,7 +104,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         # Somebody else may have written the run folder, so only the present command may name another output folder.
         values = {**own, "output_root": values["output_root"]}
     # What a run was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
-    start = _named_checkpoint(values) if run is None else yaml_io.load(RunDir(run).config).get("resume")
+    start = _named_checkpoint(values) if run is None else components.load(RunDir(run).config).get("resume")
     return Resume(
         composed=values,
         values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
@@ -187,7 +187,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
         words = " ".join(dropped)
         log.show_warning(f"resume: {words} of the run is left out: the options of this command do not take it")
     if "name" not in map(key_of, added):
-        values["name"] = yaml_io.load(run_dir.config).get("name", values["name"])
+        values["name"] = components.load(run_dir.config).get("name", values["name"])
     _check_kept_config(run_dir, own, values, [key_of(text) for text in added])
     return values, (*fitting, *added)
 
@@ -210,7 +210,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     the keys `overridden`, is not compared.
     """
     try:
-        stored_values = dict(leaves(yaml_io.load(run_dir.composed)))
+        stored_values = dict(leaves(components.load(run_dir.composed)))
     except InputError as error:
         read_if_exists(run_dir.composed)  # raises if the file cannot be replaced
         log.warn(f"{error}; it will be replaced, and the overrides of the run cannot be compared with it")

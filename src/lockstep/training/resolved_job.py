@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.config import components, yaml_io
+from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.errors import InputError
 from lockstep.core.protocols import Launcher, Optimizer
@@ -86,4 +86,4 @@ def load_job(path: Path) -> ResolvedJob:
     Raises:
         InputError: the file is missing, or does not describe a resolved job.
     """
-    return ResolvedJob.of(components.build_job(yaml_io.load(path)))
+    return ResolvedJob.of(components.build_job(components.load(path)))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep import checkpoint
 from lockstep.checkpoint import gathered
-from lockstep.config import components, yaml_io
+from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
@@ -97,7 +97,7 @@ class RunRecord(NoRecord):
 
     def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
         # Write the config again, because every `auto` has a value now.
-        write_atomic(self.run_dir.config, yaml_io.dump(components.plain(job)))
+        write_atomic(self.run_dir.config, components.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
         spent = Run(self.run_dir.path).spent
