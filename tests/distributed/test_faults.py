@@ -40,11 +40,11 @@ STREAMING = ("loader=streaming", "loader.workers=1")
 # train.py with a data set whose fourth batch does not come.
 ENDLESS = """
 import itertools, runpy, sys, threading
-from lockstep.data.loading import loaders as loader
-read, calls = loader.read_images, itertools.count(1)
+from lockstep.data.loading import reading
+read, calls = reading.read_images, itertools.count(1)
 def endless(*wanted):
     return read(*wanted) if next(calls) < 4 else threading.Event().wait()
-loader.read_images = endless
+reading.read_images = endless
 sys.argv = sys.argv[1:]
 runpy.run_path("train.py", run_name="__main__")
 """

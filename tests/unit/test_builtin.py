@@ -71,12 +71,6 @@ def test_the_mean_and_deviation_of_digits_are_those_of_its_training_split() -> N
     assert pixels.std().item() == pytest.approx(Digits.std[0], abs=2e-3)
 
 
-def test_the_input_size_changes_what_the_model_sees_and_not_what_is_stored() -> None:
-    assert Digits(input_size=20).input_shape == (1, 20, 20)
-    assert Digits(input_size=20).image_shape == (1, 8, 8)
-    assert CIFAR10().input_shape == (3, 32, 32)
-
-
 def test_a_split_is_read_once_per_process() -> None:
     assert Digits().train() is Digits().train()
 

@@ -90,13 +90,6 @@ def test_a_tiny_jpeg_is_decoded_whole(tmp_path: Path, height: int, width: int) -
         assert difference(pixels, np.asarray(image)) < 1
 
 
-def test_the_first_bytes_of_a_file_decide_and_not_its_name(tmp_path: Path) -> None:
-    image = photograph(20, 30)
-    expected = saved(tmp_path, image, "image.png").square(20)
-    (tmp_path / "image.png").rename(tmp_path / "image.jpg")
-    assert np.array_equal(ImageFile.read(tmp_path / "image.jpg").square(20), expected)
-
-
 def test_a_jpeg_with_harmless_damage_is_decoded_whole_and_one_that_is_cut_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, photograph(400, 400))
     scan = file.data.index(b"\xff\xda")

@@ -26,7 +26,7 @@ from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
-from lockstep.data.loading.reading import decode_all, read_images, reading_rate, sample, workers_needed
+from lockstep.data.loading.reading import decode_all, read_images, sample, workers_needed
 from lockstep.data.loading.sampler import share
 from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
 from lockstep.data.transforms.augment import RandomResizedCrop
@@ -301,30 +301,12 @@ def test_auto_workers_keep_up_with_the_model_and_say_both_rates(folder: Folder) 
 def test_light_images_get_one_worker_where_others_get_a_core_each(
     folder: Folder, monkeypatch: pytest.MonkeyPatch, model: float | None, reader: float, workers: int
 ) -> None:
-    monkeypatch.setattr("lockstep.data.loading.loaders.reading_rate", lambda split: reader)
+    monkeypatch.setattr("lockstep.data.loading.reading.reading_rate", lambda split: reader)
     kind, reason = Streaming().choose(task(folder, training_rate=lambda: model))
     assert kind == Streaming(workers=workers)
     assert reason.startswith(
         "model not tried, one worker " if model is None else "model 1,000,000,000 img/s, one worker "
     )
-
-
-def test_the_rate_of_reading_is_that_of_the_images_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow:
-        """Ten images, each of which takes a hundredth of a second."""
-
-        seconds, skip = 0.0, 0
-
-        def __len__(self) -> int:
-            return 10
-
-        def fetch(self, indices: list[int], epoch: int = 0) -> torch.Tensor:
-            self.seconds += len(indices) / 100
-            return torch.zeros((len(indices), 1, 1, 1), dtype=torch.uint8)
-
-    slow = Slow()
-    monkeypatch.setattr("lockstep.data.loading.reading.time.perf_counter", lambda: slow.seconds)
-    assert reading_rate(slow) == pytest.approx(100)
 
 
 def test_a_configured_number_of_workers_costs_no_dry_run(folder: Folder) -> None:

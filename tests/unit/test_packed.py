@@ -232,14 +232,6 @@ def test_a_manifest_with_wrong_fields_is_refused(target: Path, tmp_path: Path, c
         Packed(path=str(path.parent)).prepare()
 
 
-@pytest.mark.parametrize("text", ["[]", "{"])
-def test_an_invalid_manifest_is_refused(target: Path, tmp_path: Path, text: str) -> None:
-    path = copied(target, tmp_path)
-    (path / "manifest.json").write_text(text)
-    with pytest.raises(InputError, match="is not a whole packed data set"):
-        Packed(path=str(path)).prepare()
-
-
 def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> None:
     path = copied(target, tmp_path)
     labels = np.fromfile(path / "train.labels", dtype="<i8")

@@ -25,14 +25,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
 from lockstep.data.datasets.files import MappedSplit
-from lockstep.data.loading.reading import (
-    decode_all,
-    in_order,
-    read_images,
-    reading_rate,
-    useful_threads,
-    workers_needed,
-)
+from lockstep.data.loading import reading
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 
 # The most values (pixels times channels) that are gathered and augmented in one call. On a CPU, as many as fit in its
@@ -68,8 +61,10 @@ class Resident(ImageLoader):
         return max(1, room // max(1, shard * values))
 
     def feed(self, split: Split, world: World) -> ImageReader:
-        threads = max(1, cores() // world.local_size)
-        stored, broken = (split.images, {}) if split.images is not None else decode_all(split, world, threads=threads)
+        stored = split.images
+        broken: Broken = {}
+        if stored is None:
+            stored, broken = reading.decode_all(split, world, threads=max(1, cores() // world.local_size))
         images = stored.to(world.device)
 
         def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
@@ -109,24 +104,24 @@ class Streaming(ImageLoader):
         if context.splits[0].images is not None and not isinstance(context.splits[0], MappedSplit):
             # Only a worker can read ahead, so setting `prefetch` gets one.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
-        reader, model = reading_rate(context.splits[0]), context.training_rate()
+        reader, model = reading.reading_rate(context.splits[0]), context.training_rate()
         most = max(1, cores() // context.world.local_size)
         if context.splits[0].images is None:  # copying mapped rows, and waiting for the disk, releases Python's lock
-            most = useful_threads(most, 1 / reader)
+            most = reading.useful_threads(most, 1 / reader)
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
-        needed = workers_needed(model, reader, most, own_cores=context.world.device.type != "cpu")
+        needed = reading.workers_needed(model, reader, most, own_cores=context.world.device.type != "cpu")
         return replace(self, workers=needed), f"model {model:,.0f} img/s, one worker {reader:,.0f} img/s"
 
     def feed(self, split: Split, world: World) -> ImageReader:
         def fetch(request: ReadRequest) -> ReadResult:
             epoch, indices = request
-            images, broken = read_images(split, indices.tolist(), epoch)
+            images, broken = reading.read_images(split, indices.tolist(), epoch)
             return images.pin_memory() if world.device.type == "cuda" else images, broken
 
         def read(requests: Iterable[ReadRequest]) -> Iterator[ReadResult]:
             assert isinstance(self.workers, int), "auto has to be chosen first"
-            results = in_order(fetch, requests, workers=self.workers, prefetch=self.prefetch)
+            results = reading.in_order(fetch, requests, workers=self.workers, prefetch=self.prefetch)
             return _on_device(results, world.device)
 
         return read

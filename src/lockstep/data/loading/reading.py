@@ -26,7 +26,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import share
 
-LIGHT_S = 40e-6  # reading an image in less time than this is mostly Python code
+LIGHT_S = 40e-6  # reading an image in less time is mostly Python code: a second thread only costs time
 # A worker's speed is measured on at most this many images, in chunks of this size, for at most this many seconds.
 TRIAL_IMAGES, TRIAL_CHUNK, TRIAL_S = 256, 16, 0.3
 # Workers get 25 % headroom: decoding time varies from image to image.
@@ -55,10 +55,7 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
 
 
 def useful_threads(threads: int, seconds: float) -> int:
-    """How many of `threads` threads to read with, if one of them takes `seconds` for an image.
-
-    Reading a light image is mostly Python code, which runs in one thread at a time: a second thread only costs time.
-    """
+    """How many of `threads` threads to read with, if one of them takes `seconds` for an image."""
     return threads if seconds > LIGHT_S else 1
 
 
