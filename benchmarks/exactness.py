@@ -27,7 +27,7 @@ from torch import nn
 from lockstep.data.loading.shards import Shard
 from lockstep.models import DigitNet
 from lockstep.stochastic import KeyedModel, key_draws
-from lockstep.stochastic.keys import forward_keys
+from lockstep.stochastic.numbers import forward_keys
 from measure import Rows, in_turns, parser, report, scaled, timed
 
 ROOT = Path(__file__).parent.parent

@@ -40,8 +40,7 @@ from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.sinks import NullSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.training.consensus import StopConsensus
-from lockstep.training.sanity_checks import checksums, compare_weights
+from lockstep.training.agreement import StopConsensus, checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 
 RANKS = (1, 8, 64, 1024)

@@ -36,11 +36,11 @@ training/train_step.py: the mean of the ranks' means, though their shards are un
 - self.grad_divisor / shard.count
 + 1 / max(1, len(shard.labels))
 training/train_step.py: a gradient is clipped while it still has the scale of float16 [trainer]
--         network.scaler.unscale_(network.optimizer)
+-         state.scaler.unscale_(state.optimizer)
 -         grad_norm = None
 +         grad_norm = None
 training/train_step.py: the loss scale never changes after an overflow [trainer]
-- network.scaler.update()
+- state.scaler.update()
 + pass
 optim/optimizers.py: each parameter's gradient is clipped by its own norm [optim]
 -     nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
@@ -52,7 +52,7 @@ strategy/base.py: DDP communicates for all micro-batches but the last one [strat
 data/loading/sampler.py: every epoch has the order of the first one [sampler]
 - permutation(seed, epoch, plan.examples, device)
 + permutation(seed, 0, plan.examples, device)
-stochastic/keys.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
+stochastic/numbers.py: a dropout mask depends on an example's place in its micro-batch [stochastic]
 - micro.indices[: len(micro.labels)], FORWARD)
 + torch.arange(len(micro.labels), device=micro.indices.device), FORWARD)
 data/transforms/device.py: augmentation depends on an example's place in what is read together [transforms]
@@ -73,7 +73,7 @@ training/trainer.py: a resume takes the last step again [trainer]
 training/train_step.py: the schedule is a step behind [trainer]
 - self.job.schedule.factor(step, self.plan)
 + self.job.schedule.factor(step - 1, self.plan)
-training/fingerprint.py: a resume may change how often each class is drawn [fingerprint]
+training/resolved_job.py: a resume may change how often each class is drawn [fingerprint]
 -         "sampling": job.train.sampling,
 -         "seed"
 +         "seed"
@@ -101,10 +101,10 @@ telemetry/time_spent.py: the parts of a step divide a time that has the wait for
 telemetry/monitor.py: the energy of an image is that of the last part of the run [spending]
 - JOULES_PER_KWH * spent["kwh"] / (self.monitor.step()
 + JOULES_PER_KWH * (self._kwh() or 0.0) / (self.monitor.step()
-training/micro_batch_search.py: each rank takes the number of micro-batches that it needs itself [largest_batch]
+training/dry_run.py: each rank takes the number of micro-batches that it needs itself [dry_run]
 - return max(needed)
 + return needed[world.rank]
-optim/ema.py: the decay of the average is not warmed up [optim]
+training/train_state.py: the decay of the average is not warmed up [optim]
 - decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
 + decay = self.decay
 training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
@@ -156,7 +156,7 @@ data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
 data/transforms/randaugment.py: the sign of an operation follows from the operation [randaugment]
 - draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5
 + draws.uniform(FIRST_DRAW + 2 * n) < 0.5
-stochastic/keys.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
+stochastic/numbers.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
 - key(seed, FORWARD_BATCH, micro.step)
 + key(seed, FORWARD_BATCH, micro.epoch)
 telemetry/meter.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
@@ -198,8 +198,8 @@ cli/evaluate.py: the calibration error is a share, not a percentage [predictor]
 - 100 * scores.compute()
 + scores.compute()
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
--         scores.update_without()
-+         pass
+-             observer.update_without()
++             pass
 data/loading/shards.py: a broken image of one split hides that of the other [loader]
 - example = (labels is self.eval_labels, index)
 + example = (True, index)
@@ -219,21 +219,21 @@ data/loading/sampler.py: a balanced epoch comes class by class [balanced]
 data/transforms/device.py: images are mixed in the short format [transforms]
 - return pixels if self.mix else pixels.to(self.dtype)
 + return pixels.to(self.dtype)
-training/build_model.py: layers that are frozen until a step are frozen for good [experiment]
+training/train_state.py: layers that are frozen until a step are frozen for good [experiment]
 -     if until is None:
 -         freeze_for_good
 +     if True:
 +         freeze_for_good
-training/micro_batch_search.py: the bound of a trial stays for the run [largest_batch]
+training/dry_run.py: the bound of a trial stays for the run [dry_run]
 -         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 +         pass
 training/train_step.py: the gradient norm is measured a step after the log point [trainer]
-- self.network, self.plan.due("log", shard.step)
-+ self.network, self.plan.due("log", shard.step - 1)
-training/network.py: a resume loses the figures of the evaluation that was saved last [metrics]
+- self.state, self.plan.due("log", shard.step)
++ self.state, self.plan.due("log", shard.step - 1)
+training/train_state.py: a resume loses the figures of the evaluation that was saved last [metrics]
 - self.step if self.score is None else self.step + 0.5
 + self.step
-training/fingerprint.py: a resume may have other images [fingerprint]
+training/resolved_job.py: a resume may have other images [fingerprint]
 -         **job.dataset.fingerprint(),
 -         "input_shape"
 +         "input_shape"

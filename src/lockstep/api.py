@@ -15,7 +15,7 @@ from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
     from lockstep.inference.predictor import Predictor
-    from lockstep.training.parts import Parts
+    from lockstep.training.experiment import Parts
 
 
 def main(extensions: Sequence[str] = ()) -> None:
@@ -119,7 +119,7 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
     from lockstep.config import extensions as known
     from lockstep.job.create import job_of
     from lockstep.runtime.guest import guest
-    from lockstep.training.parts import build_parts
+    from lockstep.training.experiment import build_parts
 
     with guest():
         known.use(extensions)

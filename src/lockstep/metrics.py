@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,37 +85,30 @@ class Accuracy:
         return PresentClasses("Accuracy", classes, self.average, top_k=min(self.top_k, classes))
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Averaged:
-    """A score of torchmetrics with the name of the class, averaged over the classes."""
+    """A score of torchmetrics, by the name of the class."""
 
-    average: str
+    average: str = choice("macro", *AVERAGES)
 
     def build(self, classes: int) -> Score:
-        return PresentClasses(type(self).__name__, classes, self.average)
+        name = "F1Score" if isinstance(self, F1) else type(self).__name__
+        return PresentClasses(name, classes, self.average)
 
 
 @option("metric")
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
-    average: str = choice("macro", *AVERAGES)
-
 
 @option("metric")
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
-    average: str = choice("macro", *AVERAGES)
-
 
 @option("metric")
-class F1:
+class F1(_Averaged):
     """The harmonic mean of precision and recall."""
-
-    average: str = choice("macro", *AVERAGES)
-
-    def build(self, classes: int) -> Score:
-        return PresentClasses("F1Score", classes, self.average)
 
 
 @option("metric")
@@ -160,43 +154,70 @@ class Matthews:
         return PresentClasses("MatthewsCorrCoef", classes)
 
 
-class NoScores:
-    """The scores of an evaluation without metrics."""
+class Block(NamedTuple):
+    """A block of an evaluation on one rank. Broken images have negative labels.
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Take a block of this rank: logits (b, classes) and labels, int64 (b,). Collective.
+    Fields:
+        images: uint8 (b, C, H, W).
+        logits: (b, classes), with the classes `predicted` and the `labels`, int64 (b,), and the losses (b,).
+        first: the number of the first example in the split.
+    """
 
-        Broken images, whose labels are negative, do not count.
-        """
+    images: Tensor
+    logits: Tensor
+    predicted: Tensor
+    labels: Tensor
+    losses: Tensor
+    first: int
+
+
+class EvaluationObserver:
+    """Takes the blocks of an evaluation. The base class ignores them."""
+
+    def start(self) -> None:
+        """Forget the evaluation before."""
+
+    def update(self, block: Block) -> None:
+        """Take a block of this rank. May be collective."""
 
     def update_without(self) -> None:
-        """Take part in a round in which this rank has no block. Collective."""
+        """Take part in a round in which this rank has no block."""
 
-    def compute(self) -> dict[str, float]:
-        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; then resets them."""
-        return {}
-
-
-NO_SCORES = NoScores()
+    def finish(self, step: int) -> None:
+        """The evaluation after `step` is the best one so far. Collective."""
 
 
-class Scores(NoScores):
-    """The metrics of an evaluation. They do not depend on the number of ranks.
+class Scores(EvaluationObserver):
+    """The metrics of an evaluation, by name. They do not depend on the number of ranks.
 
     In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
     bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
-    logits to probabilities.
+    logits to probabilities. The name of a class without a name is its label.
     """
 
-    def __init__(self, scores: Mapping[str, Score], class_names: Sequence[str], world: World, kind: str) -> None:
-        self.scores, self.class_names, self.world, self.kind = scores, class_names, world, kind
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        classes: int,
+        class_names: Sequence[str],
+        world: World,
+        kind: str = SOFTMAX,
+    ) -> None:
+        self.metrics, self.world, self.kind = metrics, world, kind
+        self.class_names = class_names or [str(label) for label in range(classes)]
+        self.scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
+        for score in self.scores.values():
+            # torchmetrics would wait for the other ranks, which have no metrics.
+            score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        valid = labels >= 0
-        self._count(probabilities(logits[valid], self.kind).cpu(), labels[valid].cpu())
+    def update(self, block: Block) -> None:
+        if self.metrics:
+            valid = block.labels >= 0
+            self._count(probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu())
 
     def update_without(self) -> None:
-        self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
+        if self.metrics:
+            self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
 
     def _count(self, probabilities: Tensor, labels: Tensor) -> None:
         for block in self.world.gather_to_main((probabilities, labels)):
@@ -205,6 +226,7 @@ class Scores(NoScores):
                     score.update(*block)
 
     def compute(self) -> dict[str, float]:
+        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; then resets them."""
         figures: dict[str, float] = {}
         for name, score in self.scores.items():
             value = torch.as_tensor(score.compute())
@@ -215,16 +237,3 @@ class Scores(NoScores):
                 pairs = zip(self.class_names, value.tolist(), strict=True)
                 figures |= {f"metric/{name}/{class_name}": figure for class_name, figure in pairs}
         return figures
-
-
-def build_scores(
-    metrics: Mapping[str, Metric], classes: int, class_names: Sequence[str], world: World, kind: str = SOFTMAX
-) -> NoScores:
-    """The scores of an evaluation with these metrics, by name. The name of a class without a name is its label."""
-    if not metrics:
-        return NO_SCORES
-    scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
-    for score in scores.values():
-        # torchmetrics would wait for the other ranks, which have no metrics.
-        score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
-    return Scores(scores, class_names or [str(label) for label in range(classes)], world, kind)

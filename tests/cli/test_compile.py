@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from helpers import forked, train, weights
-from lockstep.training.compile import CompileTime
 
 pytestmark = pytest.mark.slow
 
@@ -43,30 +42,15 @@ def test_ranks_share_the_cores_for_compiling_unless_the_environment_says_how_man
     program = (
         "from dataclasses import replace; from types import SimpleNamespace as Stub; from torch import nn; "
         "from torch._inductor import config; from lockstep.core.world import World; "
-        "from lockstep.runtime.signals import StopRequest; from lockstep.training import compile; "
+        "from lockstep.runtime.signals import StopRequest; from lockstep.training import train_state; "
         "config.compile_threads = 7; "  # what inductor reads from the environment when it is imported
-        "compile.cores = lambda: 6; world = replace(World.solo(), local_size=2); "
+        "train_state.cores = lambda: 6; world = replace(World.solo(), local_size=2); "
         "job = Stub(model=Stub(compile=True, compile_mode='default')); "
-        "compile.compile_model(nn.Linear(2, 2), job, world, StopRequest()); "
+        "train_state.compile_model(nn.Linear(2, 2), job, world, StopRequest()); "
         "print(config.compile_threads)"
     )
     assert forked("-c", program).out.split() == ["3"]
     assert forked("-c", program, TORCHINDUCTOR_COMPILE_THREADS="7").out.split() == ["7"]
-
-
-def test_many_short_compilations_get_a_word_every_ten_seconds(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """By a clock that the test moves on."""
-    words, now = CompileTime(speaks=True), 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
-    for seconds in (2.0, 5.0, 4.0, 1.0, 8.0, 30.0):
-        words.start()
-        now += seconds
-        words.end()
-    first, *later_lines = capsys.readouterr().out.splitlines()
-    assert first.startswith("compiling the model")
-    assert later_lines == ["compiling: 11 s so far", "compiling: 50 s so far"]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +64,3 @@ def test_under_strict_no_stopwatch_chooses_kernels(overrides: tuple[str, ...], r
     done = train("repro=strict", *overrides)
     assert done.code == 2
     assert remedy in done.err
-
-
-def test_a_number_of_views_that_there_is_not_is_refused() -> None:
-    done = train("train.eval_views=3")
-    assert done.code == 2
-    assert "train.eval_views is 3, expected one of 1, 2, 6" in done.err

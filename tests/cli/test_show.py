@@ -13,7 +13,7 @@ from PIL import Image
 from helpers import resolved
 from lockstep.cli.data import CELL, GAP, LINE, caption, show, stored_pixels
 from lockstep.core.errors import InputError
-from lockstep.training.parts import Parts, build_parts
+from lockstep.training.experiment import Parts, build_parts
 
 EPOCHS, IMAGES, SIDE = 3, 4, 16
 DIGITS = ("device=cpu", "model.width=8", "batch=300")

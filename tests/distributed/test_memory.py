@@ -13,7 +13,7 @@ import torch.distributed as dist
 from helpers import Done, built, forked, losses, resolved, train, train_here
 from lockstep.config.hydra_policy import own_hydra
 from lockstep.core.world import World
-from lockstep.training import dry_run, micro_batch_search
+from lockstep.training import dry_run
 
 pytestmark = pytest.mark.slow
 
@@ -98,22 +98,20 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(
-        micro_batch_search, "fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3
-    )
+    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3)
     job = built("batch=20")
-    assert micro_batch_search.micro_batches_that_fit(job, World.solo()) == 16
+    assert dry_run.micro_batches_that_fit(job, World.solo()) == 16
     assert tried == [24, 12, 6, 4, 3]
-    monkeypatch.setattr(micro_batch_search, "fits", lambda job, world, examples, held: False)
-    assert micro_batch_search.micro_batches_that_fit(job, World.solo()) is None
+    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held: False)
+    assert dry_run.micro_batches_that_fit(job, World.solo()) is None
 
 
 def test_images_that_become_resident_are_left_room(tmp_path: Path) -> None:
     """As many bytes as fit beside a step of all examples, and more than that."""
     job, alone = resolved("batch=64", "model.width=8", "device=cpu"), World.solo()
-    free = micro_batch_search.available_memory() / micro_batch_search.GB
-    assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
-    assert micro_batch_search.micro_batches_that_fit(job, alone, held_gb=2 * free) is None
+    free = dry_run.available_memory() / dry_run.GB
+    assert dry_run.micro_batches_that_fit(job, alone, held_gb=free / 4) == 1
+    assert dry_run.micro_batches_that_fit(job, alone, held_gb=2 * free) is None
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.job import worker
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import AUROC, F1, Calibration, Recall, build_scores
+from lockstep.metrics import AUROC, F1, Calibration, Recall, Scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.telemetry.sinks import fingerprints
@@ -175,7 +175,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     metrics = {"calibration": Calibration(), "f1": F1(), "recall": Recall(average="none")}
     if n > 100:  # the metric warns of classes without examples
         metrics["auroc"] = AUROC()
-    further = build_scores(metrics, 10, (), here)
+    further = Scores(metrics, 10, (), here)
     figures = dict(
         evaluate(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
@@ -193,7 +193,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
             transforms=DeviceTransforms.of(source, CropFlip(), device=here.device, precision=FP64(), seed=0),
             precision=FP64(),
             world=here,
-            scores=further,
+            observers=(further,),
         )
     )
     return {**figures, **further.compute()}

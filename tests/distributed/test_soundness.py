@@ -55,7 +55,7 @@ def nan_input_on_one_rank(trainer: TrainStep, shard: Shard) -> None:
 def nan_weight_behind_a_log_point(trainer: TrainStep, shard: Shard) -> None:
     # Step 10 is logged and saved: its own loss is still sound, its weights are not.
     if shard.step == 10:
-        trainer.network.model.register_full_backward_hook(poison)
+        trainer.state.model.register_full_backward_hook(poison)
 
 
 def poison(module: torch.nn.Module, *_: object) -> None:
@@ -64,12 +64,12 @@ def poison(module: torch.nn.Module, *_: object) -> None:
 
 def absurd_loss(trainer: TrainStep, shard: Shard) -> None:
     if shard.step == AT:
-        list(trainer.network.model.parameters())[-2].data.mul_(1e6)
+        list(trainer.state.model.parameters())[-2].data.mul_(1e6)
 
 
 def flipped_bit(trainer: TrainStep, shard: Shard) -> None:
     if shard.step == AT and trainer.world.rank == 1:
-        word = next(trainer.network.model.parameters()).data.view(torch.int32).view(-1)
+        word = next(trainer.state.model.parameters()).data.view(torch.int32).view(-1)
         word[3] ^= 1 << 12
 
 

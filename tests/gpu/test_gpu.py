@@ -34,7 +34,7 @@ from lockstep.strategy import DDP, FSDP
 from lockstep.strategy.ddp import COMM_HOOKS
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.telemetry.hardware import Gpus, watched_gpus
-from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import plan_of
 from lockstep.training.trainer import Trainer
 from processes import ended, processes, running, start, wait_for
 

@@ -27,8 +27,8 @@ from lockstep.checkpoint.files import whole_weights
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
-from lockstep.optim.ema import EMA
 from lockstep.optim.optimizers import SGD, AdamW, Timm
+from lockstep.training.train_state import EMA
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
 IDENTITY = {"model": "Net()", "batch": 64, "seed": 3}

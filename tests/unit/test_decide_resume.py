@@ -19,8 +19,7 @@ from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.job.create import check_resumable
 from lockstep.job.resume import Resume, decide_resume
-from lockstep.training.fingerprint import plan_of
-from lockstep.training.resolved_job import load_job
+from lockstep.training.resolved_job import load_job, plan_of
 
 SHORT = (*FAKE, "dataset.examples=64", "batch=32", "model.width=8", "checkpoint.every=2", "train.eval_every=100%")
 

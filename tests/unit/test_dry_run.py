@@ -1,8 +1,10 @@
-"""The dry run before a run: its result, and that it does not change the run."""
+"""Trials before a run: their results, what fits into memory, and that they do not change the run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +15,27 @@ import yaml
 from PIL import Image
 
 from helpers import losses, resolved, train_here
+from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.models import zoo
 from lockstep.optim import AdamW
-from lockstep.training import build_model, dry_run
-from lockstep.training.dry_run import OUT_OF_MEMORY, dry_run_step, training_rate, unless_out_of_memory
+from lockstep.runtime.host import GB
+from lockstep.training import dry_run, train_state
+from lockstep.training.dry_run import choose_micro_batches, dry_run_step, fits, oom_advice, training_rate
+from thread_ranks import ThreadRanks
 
 
 @pytest.mark.parametrize(
-    ("seconds", "tried", "rate"), [([0.1, 0.5], [8, 64], 64 / 0.5), ([0.2], [8], 8 / 0.2)], ids=["quick", "slow"]
+    ("seconds", "tried", "rate"), [([3.0, 0.1, 0.7, 0.5], [8, 64], 64 / 0.5), ([3.0, 0.2], [8], 8 / 0.2)]
 )
-def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long(
+def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of_no_first_step(
     monkeypatch: pytest.MonkeyPatch, seconds: list[float], tried: list[int], rate: float
 ) -> None:
-    examples: list[int] = []
+    examples, times = list[int](), iter(seconds)
     monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: examples.append(count))
-    monkeypatch.setattr(dry_run, "_seconds", lambda step, world: seconds[len(examples) - 1])
+    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(times))
     assert training_rate(resolved("batch=64"), World.solo()) == rate
     assert examples == tried
-
-
-@pytest.mark.parametrize(("seconds", "counts"), [([3.0, 0.5], 0.5), ([6.0], 6.0)], ids=["warm", "too long for two"])
-def test_the_first_step_of_a_trial_warms_up_and_does_not_count(
-    monkeypatch: pytest.MonkeyPatch, seconds: list[float], counts: float
-) -> None:
-    times = iter(seconds)
-    monkeypatch.setattr(dry_run, "dry_run_step", lambda job, world, count: None)
-    monkeypatch.setattr(dry_run, "timed", lambda step, device: next(times))
-    assert training_rate(resolved("batch=8"), World.solo()) == 8 / counts
 
 
 def test_a_trial_of_one_example_works_where_batch_norm_takes_none() -> None:
@@ -59,7 +54,7 @@ def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyP
         return building
 
     monkeypatch.setattr(AdamW, "build", kept(AdamW.build))
-    monkeypatch.setattr(build_model, "EMA", kept(build_model.EMA))
+    monkeypatch.setattr(train_state, "EMA", kept(train_state.EMA))
     dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
     average, optimizer = parts
     assert all(optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])
@@ -83,50 +78,23 @@ def test_a_trial_is_the_step_of_any_job(job: tuple[str, ...]) -> None:
 
 
 def test_a_trial_trains_the_layers_that_thaw_in_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    networks, build = [], dry_run.build_network
+    states, build = [], dry_run.build_state
 
     def building(*arguments: Any) -> Any:
-        networks.append(build(*arguments))
-        return networks[-1]
+        states.append(build(*arguments))
+        return states[-1]
 
-    monkeypatch.setattr(dry_run, "build_network", building)
+    monkeypatch.setattr(dry_run, "build_state", building)
     for until in ("train.freeze_until=50%", "train.freeze_until=null"):
         dry_run_step(resolved("train.freeze=[backbone]", until), World.solo(), 2)()
-    thawed, frozen = [len(network.optimizer.state) for network in networks]
-    assert (thawed, frozen) == (len(list(networks[0].model.parameters())), 2)
+    thawed, frozen = [len(state.optimizer.state) for state in states]
+    assert (thawed, frozen) == (len(list(states[0].model.parameters())), 2)
 
 
 def test_a_trial_needs_no_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     job = resolved("model=test_resnet", "model.pretrained=true", "dataset=fake", "dataset.size=32")
     monkeypatch.setattr(zoo, "published_weights", None)
     dry_run_step(job, World.solo(), 2)()
-
-
-def fails(error: Exception) -> Callable[[], None]:
-    def function() -> None:
-        raise error
-
-    return function
-
-
-@pytest.mark.parametrize("words", OUT_OF_MEMORY)
-def test_each_library_says_in_its_words_that_memory_ran_out(words: str) -> None:
-    assert unless_out_of_memory(fails(RuntimeError(f"an error: {words}."))) is None
-
-
-def test_another_error_of_a_trial_is_not_taken_for_a_lack_of_memory() -> None:
-    with pytest.raises(RuntimeError, match="shapes"):
-        unless_out_of_memory(fails(RuntimeError("the shapes do not fit")))
-
-
-def test_a_trial_leaves_the_threads_as_they_were() -> None:
-    with dry_run.trial(torch.device("cpu")):
-        torch.set_num_threads(2)
-    assert torch.get_num_threads() == 1
-
-
-def test_a_model_that_is_compiled_is_not_tried() -> None:
-    assert training_rate(resolved("model.compile=true"), World.solo()) is None
 
 
 def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
@@ -152,3 +120,83 @@ def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_k
     loader = yaml.safe_load(tried.config.read_text())["loader"]
     assert loader.pop("workers") >= 1  # the number depends on the measured rates
     assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}
+
+
+# A global batch of 64 is 22 examples on the largest of three shards.
+WORLD = World(rank=0, local_rank=0, size=3, local_size=3, device=torch.device("cpu"))
+PLENTY = 10**6
+
+
+# With the margin, 22 examples need the room of 27 (21 would need that of 26), 11 of 14, 6 of 8, and one that of two.
+@pytest.mark.parametrize(
+    ("rooms", "micro_batches"),
+    [((27, 27, 27), 1), ((27, 26, 27), 2), ((27, 14, 13), 4), ((100, 100, 2), 22), ((100, 1, 100), None)],
+)
+def test_all_ranks_take_the_micro_batches_that_the_smallest_one_needs(
+    rooms: tuple[int, ...], micro_batches: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = resolved("batch=65", "train.micro_batches=auto", "device=cpu", "launcher.ranks=1")
+
+    def fits(job: Any, world: World, examples: int, held_gb: float) -> bool:
+        assert held_gb == 0.5, "the images stay on the device beside each step"
+        return examples <= rooms[world.rank]
+
+    def choice(world: World) -> int | str:
+        try:
+            return choose_micro_batches(job, world, held_gb=0.5)
+        except InputError as error:
+            return str(error)
+
+    monkeypatch.setattr(dry_run, "fits", fits)
+    choices = ThreadRanks(3, monkeypatch).run(choice)
+    if micro_batches is not None:
+        assert choices == [micro_batches] * 3
+    else:
+        assert len(set(choices)) == 1
+        assert "does not fit into the memory of rank 1 with a single example" in str(choices[0])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded on Linux only")
+@pytest.mark.parametrize(
+    ("held_gb", "step_gb", "fitting"), [(0, 3, True), (0, 5, False), (2, 1, True), (2, 3, False)]
+)
+def test_a_step_fits_if_it_has_room_in_a_ranks_share_of_the_memory_beside_what_is_held(
+    held_gb: float, step_gb: int, fitting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    monkeypatch.setattr(dry_run, "available_memory", lambda: 8 * GB)  # 4 GB for each rank
+    monkeypatch.setattr(
+        dry_run,
+        "dry_run_step",
+        lambda job, world, examples: lambda: torch.empty(int(step_gb * GB), dtype=torch.uint8),
+    )
+    assert fits(resolved("device=cpu"), two, 1, held_gb) == fitting
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits, "training itself is not bounded"
+
+
+def evaluate() -> None:
+    """Run out of memory in a frame of the name of an evaluation."""
+    raise MemoryError
+
+
+def train() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("place", "room", "sentence"),
+    [
+        (evaluate, PLENTY, r"^out of memory in the evaluation after step 6; use train\.eval_batch=50$"),
+        (train, PLENTY, r"at step 7 with micro-batches of 22 examples; train\.micro_batches=4 fits"),
+        (train, 1, r"at step 7 with micro-batches of 22 examples; not even single examples fit"),
+    ],
+)
+def test_a_rank_that_ran_out_of_memory_is_told_what_fits(
+    place: Any, room: int, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held_gb: examples <= room)
+    job = resolved("batch=130", "train.micro_batches=2", "train.eval_batch=100", "device=cpu", "launcher.ranks=1")
+    with pytest.raises(MemoryError) as caught:
+        place()
+    assert re.search(sentence, str(oom_advice(caught.value, job, WORLD, 7)))

@@ -11,7 +11,7 @@ from helpers import built
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm
-from lockstep.training.fingerprint import check_same_data, describe, fingerprint, plan_of, train_longer
+from lockstep.training.resolved_job import check_same_data, describe, fingerprint, plan_of, train_longer
 from thread_ranks import ThreadRanks
 
 
@@ -87,11 +87,6 @@ def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: p
 def test_two_optimizers_of_timm_are_two() -> None:
     lamb, lion = (fingerprint(built("optimizer=timm", f"optimizer.opt={opt}"), 1442) for opt in ("lamb", "lion"))
     assert (lamb["optimizer"], lion["optimizer"]) == ("lamb", "lion")
-
-
-def test_the_plan_of_a_job_is_in_steps() -> None:
-    plan = plan_of(built("epochs=2", "checkpoint.every=50%"), 1442)
-    assert (plan.steps_per_epoch, plan.total_steps, plan.eval_every, plan.save_every) == (23, 46, 23, 23)
 
 
 def test_a_job_that_was_given_steps_is_lengthened_by_steps_also_where_they_are_whole_epochs() -> None:

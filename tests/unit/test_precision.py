@@ -23,11 +23,6 @@ def _matmul() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = cudnn
 
 
-@pytest.mark.parametrize("precision", [FP32(), FP64(), BF16()], ids=repr)
-def test_the_formats_of_the_cpu_are_allowed_there(precision: FP32) -> None:
-    precision.check("cpu")
-
-
 @pytest.mark.parametrize(
     ("precision", "says"),
     [

@@ -21,6 +21,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
+from lockstep.metrics import Block
 from lockstep.telemetry import pictures
 from lockstep.training.predictions import SIDE, WORST, CollectedPredictions
 from thread_ranks import ThreadRanks
@@ -60,7 +61,7 @@ def collected(
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):
             of = slice(first, first + BLOCK)
-            collector.update(images[of], logits[of], logits[of].argmax(1), labels[of], losses[of], first=first)
+            collector.update(Block(images[of], logits[of], logits[of].argmax(1), labels[of], losses[of], first))
     collector.finish(7)
     return vars(witness).get("predictions")
 

@@ -20,7 +20,7 @@ from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
 from lockstep.models import Timm
 from lockstep.models.nets import sketch
-from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import plan_of
 
 CONF = ROOT / "conf"
 REFERENCE = ROOT / "docs" / "configuration.md"
@@ -81,24 +81,12 @@ def test_the_resnet34_recipe_takes_a_tenth_of_the_rate_every_five_epochs() -> No
     assert rates("cifar10_resnet34", "batch=256") == pytest.approx(expected)
 
 
-def test_the_tutorial_recipes_train_at_a_constant_rate_for_as_long_as_the_tutorials_do() -> None:
-    assert rates("mnist_tutorial") == [0.001]
-    assert rates("cifar10_tutorial") == rates("cifar10_tutorial_offline") == [0.01] * 5
-
-
 def test_the_tutorial_begins_with_published_weights_and_its_offline_variant_with_random_ones() -> None:
     (tutorial, plan), (offline, its_plan) = planned("cifar10_tutorial"), planned("cifar10_tutorial_offline")
     assert isinstance(tutorial.model, Timm)
     assert tutorial.model.pretrained
     assert offline == replace(tutorial, model=replace(tutorial.model, pretrained=False))
     assert plan == its_plan
-
-
-def test_the_modern_recipe_warms_up_to_its_rate_and_ends_near_zero() -> None:
-    by_epoch = rates("cifar10_resnet34_modern")
-    assert max(by_epoch) == pytest.approx(by_epoch[3]) == pytest.approx(0.4)
-    assert by_epoch[0] < 0.01
-    assert by_epoch[-1] < 0.002
 
 
 def test_the_reference_names_every_file_of_a_run_folder() -> None:

@@ -12,7 +12,7 @@ from lockstep.core.plan import Plan
 from lockstep.job import resolve, validate
 from lockstep.job.validate import check_job, check_memory, check_threads
 from lockstep.strategy import DDP, Single, Strict
-from lockstep.training.fingerprint import plan_of
+from lockstep.training.resolved_job import plan_of
 
 TWO_RANKS = ("launcher=spawn", "launcher.ranks=2", "device=cpu")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import warnings
@@ -23,7 +22,7 @@ from lockstep import metrics
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.run import Run
 from lockstep.core.world import World
-from lockstep.metrics import build_scores
+from lockstep.metrics import Block, Scores
 from lockstep.telemetry.report import write_report
 from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
@@ -53,6 +52,10 @@ SPLITS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
     "two classes, one predicted": (LOGITS[:, :2] + torch.tensor([100.0, 0]), LABELS % 2),
     "a model of one class": (LOGITS[:, :1], LABELS * 0),
 }
+
+
+def block(logits: torch.Tensor, labels: torch.Tensor) -> Block:
+    return Block(labels, logits, logits.argmax(1), labels, labels, 0)
 
 
 def averaged(average: str, of_class: Callable[[int], float], labels: torch.Tensor, classes: int) -> Any:
@@ -108,11 +111,11 @@ def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(ca
         if (field := key.get(name, "average")) is not None:
             words.append(f"metric.{name}.{field}={option}")
         (metric,) = built(*words).metric.values()
-        scores = build_scores({"it": metric}, logits.shape[1], (), World.solo())
-        scores.update(logits, logits.shape[1] - 1 - labels)  # an earlier evaluation
+        scores = Scores({"it": metric}, logits.shape[1], (), World.solo())
+        scores.update(block(logits, logits.shape[1] - 1 - labels))  # an earlier evaluation
         scores.compute()
         for half in (slice(None, None, 2), slice(1, None, 2)):
-            scores.update(logits[half], labels[half])
+            scores.update(block(logits[half], labels[half]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scikit-learn, where there is no score
             values = expected(name, option, logits, labels)
@@ -139,17 +142,17 @@ def test_the_top_k_accuracy_of_classes_is_their_share_of_hits_among_those_that_a
 ) -> None:
     hits = (LOGITS.topk(2).indices == labels[:, None]).any(1).double()
     shares = [float(hits[labels == label].mean()) for label in labels.unique()]
-    scores = build_scores({"it": metrics.Accuracy(top_k=2)}, CLASSES, (), World.solo())
-    scores.update(LOGITS, labels)
+    scores = Scores({"it": metrics.Accuracy(top_k=2)}, CLASSES, (), World.solo())
+    scores.update(block(LOGITS, labels))
     assert scores.compute() == {"metric/it": pytest.approx(np.mean(shares), rel=1e-6)}
 
 
 def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[str, float]:
     """The scores of an evaluation in blocks of these sizes, after one of other logits with the same object."""
-    scores = build_scores({"it": metric}, CLASSES, names, World.solo())
+    scores = Scores({"it": metric}, CLASSES, names, World.solo())
     for of_pass in (LOGITS.flip(0), LOGITS):
         for logits, labels in zip(of_pass.split(blocks), LABELS.split(blocks), strict=True):
-            scores.update(logits, labels)
+            scores.update(block(logits, labels))
         values = scores.compute()
     return values
 
@@ -175,7 +178,7 @@ def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Te
     seen: list[torch.Tensor] = []
     score = SimpleNamespace(update=lambda probabilities, labels: seen.append(probabilities))
     metric = SimpleNamespace(build=lambda classes: score)
-    build_scores({"it": metric}, CLASSES, (), World.solo(), kind).update(LOGITS, LABELS)
+    Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
     assert torch.equal(seen[0], shares)
 
 
@@ -188,10 +191,10 @@ def test_a_score_of_each_class_has_its_name() -> None:
 
 
 def test_broken_images_do_not_count() -> None:
-    scores = build_scores({"f1": metrics.F1()}, CLASSES, (), World.solo())
+    scores = Scores({"f1": metrics.F1()}, CLASSES, (), World.solo())
     labels = LABELS.clone()
     labels[::7] = -100
-    scores.update(LOGITS, labels)
+    scores.update(block(LOGITS, labels))
     usable = labels >= 0
     expected = reference.f1_score(LABELS[usable], PREDICTED[usable], average="macro")
     assert scores.compute() == {"metric/f1": pytest.approx(expected, rel=1e-6)}
@@ -199,22 +202,12 @@ def test_broken_images_do_not_count() -> None:
 
 def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def scores_of_rank(world: World) -> dict[str, float]:
-        scores = build_scores({"f1": metrics.F1()}, CLASSES, (), world)
-        scores.update(LOGITS[world.rank :: 2], LABELS[world.rank :: 2])
+        scores = Scores({"f1": metrics.F1()}, CLASSES, (), world)
+        scores.update(block(LOGITS[world.rank :: 2], LABELS[world.rank :: 2]))
         return scores.compute()
 
     expected = reference.f1_score(LABELS, PREDICTED, average="macro")
     assert ThreadRanks(2, monkeypatch).run(scores_of_rank) == [{"metric/f1": pytest.approx(expected, rel=1e-6)}, {}]
-
-
-def test_the_options_are_the_classes() -> None:
-    options = {type(job_metric) for job_metric in built(f"metric=[{','.join(names())}]").metric.values()}
-    assert options == {getattr(metrics, name) for name in metrics.__all__}
-    assert all(dataclasses.is_dataclass(option) for option in options)
-
-
-def names() -> list[str]:
-    return sorted(path.stem for path in (Path(__file__).parents[2] / "conf" / "metric").glob("*.yaml"))
 
 
 def test_a_run_writes_the_metrics_of_the_weights_that_decide(tmp_path: Path) -> None:
@@ -259,7 +252,7 @@ def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path
     score = SimpleNamespace(
         update=lambda probabilities, labels: None, compute=lambda: torch.tensor([0.5, value]), reset=lambda: None
     )
-    scores = build_scores({"it": SimpleNamespace(build=lambda classes: score)}, 2, (), World.solo())
+    scores = Scores({"it": SimpleNamespace(build=lambda classes: score)}, 2, (), World.solo())
     figures = scores.compute()
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, figures)

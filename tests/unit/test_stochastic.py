@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.models import BasicNet, DigitNet, Linear, Timm, WhiteNet
+from lockstep.models import DigitNet, Linear, Timm, WhiteNet
 from lockstep.stochastic import ForwardDraws, KeyedModel, key_draws
 
 SHAPE = (3, 64, 64)
@@ -270,13 +270,6 @@ def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: to
     torch.testing.assert_close(masked.max().item(), torch.tensor(1 / 0.6, dtype=dtype).item(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("p", "expected"), [(0.0, 1.0), (1.0, 0.0)])
-def test_nothing_and_everything_can_be_dropped(p: float, expected: float) -> None:
-    draws = key_draws(drop := nn.Dropout(p).train(), torch.zeros(1, 3, 8, 8), 0)
-    masked = draws.keyed(drop)(*draws.inputs(torch.ones(7, 3, 8, 8), Micro(INDICES)))
-    assert (masked == expected).all()
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_gradients_are_those_of_the_mask_also_through_a_recomputed_forward(inplace: bool) -> None:
     class Recomputed(nn.Module):
@@ -337,16 +330,6 @@ def test_an_averaged_copy_and_evaluation_draw_nothing() -> None:
     assert set(average.state_dict()) == set(DigitNet().build(10, SHAPE).state_dict())
 
 
-def test_looking_at_a_model_leaves_it_and_the_generators_as_they_were() -> None:
-    model = Timm(name="test_resnet", drop_rate=0.5).build(10, SHAPE).eval()
-    weights = copy.deepcopy(model.state_dict())
-    before = torch.get_rng_state()
-    key_draws(model, torch.zeros(1, *SHAPE), 0)
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), before)
-    assert not model.training
-
-
 @pytest.mark.parametrize("model", [Linear(), WhiteNet(), DigitNet(dropout=0), Timm(name="test_resnet")], ids=repr)
 def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
     built = model.build(10, SHAPE)
@@ -387,8 +370,3 @@ def test_an_unknown_random_call_repeats_after_a_resume() -> None:
     assert torch.equal(outputs(model, draws, Micro(INDICES, step=3, number=1)), first)
     for other in ({"step": 4, "number": 1}, {"step": 3, "number": 2}):
         assert not torch.equal(outputs(model, draws, Micro(INDICES, **other)), first)
-
-
-def test_the_tutorials_network_is_keyed_in_both_its_layers() -> None:
-    draws = key_draws(BasicNet().build(10, (1, 28, 28)).train(), torch.zeros(1, 1, 28, 28), 0)
-    assert (draws.keys.draws, draws.unknown) == (2, ())

@@ -25,17 +25,15 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import NO_SCORES, NoScores
+from lockstep.metrics import Block, EvaluationObserver, Scores
 from lockstep.optim import SGD
-from lockstep.optim.ema import EMA
 from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.training.freezing import Freezing
-from lockstep.training.network import Network, Progress
-from lockstep.training.predictions import NoPredictions
+from lockstep.training.train_state import EMA, Progress, TrainState
 from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
@@ -124,7 +122,7 @@ def trainer_of(
     plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
     replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
     transforms = DeviceTransforms.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
-    network = Network(
+    state = TrainState(
         model=model,
         replica=replica,
         draws=ForwardDraws(seed=0, device=world.device),
@@ -144,9 +142,9 @@ def trainer_of(
             job=job,
             world=world,
             plan=plan,
-            network=network,
+            state=state,
             loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
-            inputs=partial(inputs_of, transforms, network.draws),
+            inputs=partial(inputs_of, transforms, state.draws),
         ),
         loader=Loader(
             world=world,
@@ -159,7 +157,7 @@ def trainer_of(
             eval_feed=Resident().feed(val, world),
         ),
         transforms=transforms,
-        scores=options.pop("scores", NO_SCORES),
+        scores=options.pop("scores", Scores({}, 3, (), world)),
         checkpointer=silent,
         telemetry=silent,
         stop=options.pop("stop", StopRequest()),
@@ -221,7 +219,7 @@ def test_steps_of_uneven_ranks_and_micro_batches_are_those_of_the_mean_loss_of_t
         actual = ranks.run(lambda world: updated(trainers[world.rank]))
     for trainer, norms_of_rank in zip(trainers, actual, strict=True):
         assert norms_of_rank == pytest.approx(norms, rel=1e-12)
-        assert_equal(trainer.network.model, expected)
+        assert_equal(trainer.state.model, expected)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
@@ -230,7 +228,7 @@ def test_a_loss_scaler_changes_neither_a_step_nor_what_is_clipped(micro_batches:
     options = {"clip_norm": 0.05, "scaler": torch.amp.GradScaler("cpu", init_scale=1024.0)}
     trainer = trainer_of(network(), World.solo(), micro_batches=micro_batches, **options)
     assert updated(trainer) == pytest.approx(norms, rel=1e-12)
-    assert_equal(trainer.network.model, expected)
+    assert_equal(trainer.state.model, expected)
 
 
 def test_an_overflow_skips_its_step_and_halves_the_loss_scale_which_grows_again() -> None:
@@ -308,7 +306,7 @@ def test_all_ranks_stop_at_the_end_of_a_round_that_one_knows_of(asker: int, monk
 def test_a_stop_after_the_last_evaluation_changes_nothing() -> None:
     stopped, whole = (trainer_of(network(), World.solo(), stop=StopAfter(step)) for step in (4, None))
     assert fitted(stopped) == fitted(whole)
-    assert_equal(stopped.network.model, whole.network.model)
+    assert_equal(stopped.state.model, whole.state.model)
 
 
 @pytest.mark.parametrize("asker", [None, 0, 1, 2])
@@ -397,7 +395,7 @@ def test_layers_are_frozen_up_to_their_last_frozen_step_and_trained_from_the_nex
     model = network()  # without a batch norm
     trainer = trainer_of(model, World.solo())
     freezing = Freezing.of(model, frozenset({"1.weight", "1.bias"}), until=2)
-    trainer.step.network = replace(trainer.network, freezing=freezing)
+    trainer.step.state = replace(trainer.state, freezing=freezing)
     moved = []
     for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -449,7 +447,7 @@ def test_a_resume_makes_up_for_an_evaluation_that_a_stop_interrupted(score: floa
     options = {"progress": Progress(step=4, score=score), "schedule": Constant(warmup=8)}
     trainer = trainer_of(network(), World.solo(), steps=4, **options)
     assert fitted(trainer)[0] == events
-    assert trainer.network.optimizer.param_groups[0]["lr"] == (0.25 if events else 0.5), "the rate that is saved"
+    assert trainer.state.optimizer.param_groups[0]["lr"] == (0.25 if events else 0.5), "the rate that is saved"
 
 
 def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
@@ -521,7 +519,7 @@ COMMON, RARE = (int(number) for number in SOURCE.eval().labels.bincount(minlengt
 ACCURACY = {label: 100 * (SOURCE.eval().labels == label).double().mean().item() for label in (COMMON, RARE)}
 
 
-class Told(NoPredictions):
+class Told(EvaluationObserver):
     """Keeps the steps of the evaluations whose predictions are told."""
 
     def __init__(self) -> None:
@@ -569,15 +567,15 @@ def test_after_a_resume_a_score_must_be_higher_than_the_best_one_before_it() -> 
     assert trainer.progress.best_step == 1
 
 
-class Predicted(NoScores, NoPredictions):
-    """Scores and predictions that keep the predicted class of each example that they get."""
+class Predicted(Scores):
+    """Keeps the predicted class of each example."""
 
     def __init__(self) -> None:
+        super().__init__({}, 3, (), World.solo())
         self.classes: list[int] = []
 
-    def update(self, *tensors: Tensor, first: int | None = None) -> None:
-        logits = tensors[0 if first is None else 1]
-        self.classes += logits.argmax(1).tolist()
+    def update(self, block: Block) -> None:
+        self.classes += block.logits.argmax(1).tolist()
 
 
 @pytest.mark.parametrize(("label", "averaged"), [(COMMON, RARE), (RARE, COMMON)])

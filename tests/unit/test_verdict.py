@@ -17,8 +17,9 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets import CSV, Digits, Folder, Packed
 from lockstep.data.loading import Resident, Streaming
+from lockstep.job.examination import settings_to_try
 from lockstep.training import dry_run, verdict
-from lockstep.training.dry_run import settings_to_try, tried
+from lockstep.training.dry_run import tried
 from lockstep.training.verdict import Evidence, checklist, findings
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)
@@ -120,13 +121,6 @@ def test_packing_is_advised_only_where_files_are_decoded(source: Source, loader:
     assert (ruling.override is not None) == (read_while_it_trains and cores < 7)
 
 
-def test_where_the_cores_are_busy_more_workers_are_no_advice() -> None:
-    facts = evidence(job=of_photos(), shares={"data": 0.5, "forward": 0.5}, hardware={"cpu_cores": 7.9})
-    ruling = verdict.verdict(facts)
-    assert "lockstep pack" in ruling.sentence
-    assert ruling.override is None
-
-
 @pytest.mark.parametrize(("idle", "override"), [(0.2, None), (7.0, "loader.workers=3"), (60.0, "loader.workers=3")])
 def test_cores_that_other_programs_use_are_not_idle(idle: float, override: str | None) -> None:
     """On a machine with more cores than this process may use, more than these can be idle."""
@@ -149,20 +143,10 @@ def test_the_ranks_of_a_machine_share_its_cores() -> None:
     )
 
 
-def test_no_more_workers_are_advised_than_four_a_core() -> None:
-    ruling = verdict.verdict(evidence(shares={"data": 0.9, "forward": 0.1}, cores=2))
-    assert (ruling.override, ruling.gain) == ("loader.workers=8", 8.0)
-
-
 @pytest.mark.parametrize("part", ["evaluation", "checkpoint"])
 def test_what_happens_once_in_a_run_cannot_happen_less_often(part: str) -> None:
     plan = replace(PLAN, eval_every=161, save_every=161)
     assert not list(findings(evidence(plan=plan, shares={part: 0.5, "forward": 0.5})))
-
-
-def test_small_things_are_not_worth_a_word() -> None:
-    shares = {"data": 0.04, "evaluation": 0.03, "communication": 0.04, "forward": 0.89}
-    assert verdict.verdict(evidence(shares=shares)).override is None
 
 
 def test_a_small_gain_hides_no_advice_whose_gain_is_unknown() -> None:
@@ -188,12 +172,6 @@ def test_utilisation_of_a_gpu_is_called_what_it_is(
     ruling = verdict.verdict(evidence(world=World.solo("cuda:0"), hardware=hardware, mfu=mfu))
     assert words in str(ruling)
     assert ruling.override == override
-
-
-def test_more_threads_than_cores_are_named_even_untried() -> None:
-    crowded = replace(job(), launcher=replace(job().launcher, threads=16))  # type: ignore[type-var]
-    ruling = verdict.verdict(evidence(job=crowded))
-    assert str(ruling) == "16 threads of a rank share 8 cores; launcher.threads=8 may help"
 
 
 @pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
@@ -285,7 +263,7 @@ def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pyte
 def test_trials_leave_everything_as_it_was() -> None:
     threads, state, small = torch.get_num_threads(), torch.get_rng_state(), replace(job(), batch=4)
     settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
-    gains = tried(small, settings, World.solo(), seconds=30)
+    gains = tried(small, settings, World.solo(), seconds=1000)
     assert set(gains) == {"batch=32", "threads"}
     assert all(gain.factor > 0 for gain in gains.values())
     assert torch.equal(torch.get_rng_state(), state)
@@ -322,12 +300,6 @@ def test_a_gain_is_clear_where_it_is_larger_than_the_spread_of_its_turns(
     gain = tried(job(), {"other": job()}, World.solo(), seconds=1000)["other"]
     assert gain == pytest.approx((factor, spread))
     assert gain.is_clear == is_clear
-
-
-def test_settings_are_compared_by_images_and_not_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "timed", lambda step, device: 0.001)
-    small = replace(job(), batch=4)
-    assert tried(small, {"batch=32": replace(small, batch=32)}, World.solo(), seconds=30)["batch=32"] == (8.0, 0.0)
 
 
 def test_a_setting_without_room_in_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from lockstep.core.errors import InputError
 from lockstep.models import WhiteNet
-from lockstep.models.whitenet import whitening_filters
+from lockstep.models.nets import whitening_filters
 
 pytestmark = pytest.mark.numerics
 
@@ -88,16 +88,7 @@ def test_it_starts_as_the_identity_with_small_logits_and_norms_that_follow_the_l
     torch.testing.assert_close(9 * model.eval()(pixels), model[:-1](pixels))
 
 
-def test_images_of_one_colour_have_filters_too() -> None:
-    assert whitening_filters(torch.zeros(2, 3, 4, 4)).abs().max() < 100
-
-
 @pytest.mark.parametrize("sides", [(8, 8), (32, 8), (8, 32)])
 def test_images_that_cannot_be_halved_three_times_are_refused(sides: tuple[int, int]) -> None:
     with pytest.raises(InputError, match=rf"the data set gives {sides[0]}x{sides[1]}; use dataset\.input_size=32"):
         WhiteNet().build(10, (1, *sides))
-
-
-def test_another_number_of_blocks_is_refused() -> None:
-    with pytest.raises(InputError, match=r"model\.widths is \[64, 64\], expected three numbers"):
-        WhiteNet(widths=[64, 64])

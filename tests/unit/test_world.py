@@ -17,7 +17,7 @@ from lockstep.core.launch_env import Place, is_launched, launched_place
 from lockstep.core.model import norm_over_stages
 from lockstep.core.world import World
 from lockstep.job.worker import allow_connections, join, own_gpu
-from lockstep.training.consensus import StopConsensus
+from lockstep.training.agreement import StopConsensus
 from thread_ranks import ThreadRanks
 
 

@@ -31,11 +31,11 @@ from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.losses import MaskedLoss
-from lockstep.metrics import Calibration, build_scores
+from lockstep.metrics import Block, Calibration, EvaluationObserver, Scores
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate as evaluate_model
-from lockstep.training.predictions import NoPredictions, counts_by_class
+from lockstep.training.predictions import counts_by_class
 
 KEYS = ("dataset", "data_root")  # what an override may change
 SHOWN = 10  # the largest number of classes in the table
@@ -197,19 +197,17 @@ def take_threads(run: RunDir) -> None:
         torch.set_num_threads(min(threads, cores()))
 
 
-class PredictedClasses(NoPredictions):
+class PredictedClasses(EvaluationObserver):
     """Keeps the predicted class of each example and its probability, and calls `advance` with the size of a block."""
 
     def __init__(self, kind: str, advance: Callable[[int], None]) -> None:
         self.kind, self.advance = kind, advance
         self.blocks: list[tuple[Tensor, Tensor]] = []
 
-    def update(
-        self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, losses: Tensor, *, first: int
-    ) -> None:
-        shares = probabilities(logits, self.kind).gather(1, predicted[:, None])[:, 0]
-        self.blocks.append((predicted.cpu(), shares.cpu()))
-        self.advance(len(labels))
+    def update(self, block: Block) -> None:
+        shares = probabilities(block.logits, self.kind).gather(1, block.predicted[:, None])[:, 0]
+        self.blocks.append((block.predicted.cpu(), shares.cpu()))
+        self.advance(len(block.labels))
 
 
 def evaluate_split(
@@ -236,7 +234,7 @@ def evaluate_split(
         eval_feed=Streaming(workers=cores() if split.images is None else 0).feed(split, world),
         skip=split.skip,
     )
-    scores = build_scores({"calibration": Calibration()}, card.classes, card.names, world, card.probabilities)
+    scores = Scores({"calibration": Calibration()}, card.classes, card.names, world, card.probabilities)
     predictions = PredictedClasses(card.probabilities, advance)
     figures = evaluate_model(
         predictor.model,
@@ -246,8 +244,7 @@ def evaluate_split(
         precision=predictor.precision,
         world=world,
         views=card.eval_views,
-        scores=scores,
-        predictions=predictions,
+        observers=(scores, predictions),
     )
     predicted, shares = (torch.cat(parts) for parts in zip(*predictions.blocks, strict=True))
     return Evaluation(

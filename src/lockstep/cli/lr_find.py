@@ -20,7 +20,7 @@ from lockstep.job.create import job_of
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.pictures import svg
 from lockstep.telemetry.progress import progress
-from lockstep.training.parts import Parts, build_parts
+from lockstep.training.experiment import Parts, build_parts
 
 MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"

@@ -29,8 +29,7 @@ from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job, check_memory
 from lockstep.runtime import environment
-from lockstep.training.fingerprint import fingerprint, plan_of, train_longer
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.resolved_job import ResolvedJob, fingerprint, plan_of, train_longer
 
 
 def create_run(

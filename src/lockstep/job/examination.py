@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.core.world import World
 from lockstep.data.inspection import Finding, Level
@@ -20,6 +20,8 @@ from lockstep.data.loading import Streaming
 from lockstep.job.create import check_plan, check_resumable
 from lockstep.job.resume import Resume
 from lockstep.models.nets import sketch
+from lockstep.precision import BF16, FP32
+from lockstep.runtime import host
 from lockstep.runtime.gpus import name_in_nvml, path_between
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 from lockstep.strategy import DataParallel, Single
@@ -27,15 +29,13 @@ from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.blank_example import batches_without_single, check_single_examples
 from lockstep.training.build_data import build_data
-from lockstep.training.build_model import without_start
-from lockstep.training.dry_run import TURNS, settings_to_try, tried
+from lockstep.training.dry_run import TURNS, micro_batches_that_fit, tried
 from lockstep.training.evaluate import logits_of
-from lockstep.training.experiment import configure_torch
+from lockstep.training.experiment import Parts, build_parts, configure_torch
 from lockstep.training.freezing import Freezing, frozen_names
-from lockstep.training.micro_batch_search import micro_batches_that_fit
-from lockstep.training.parts import Parts, build_parts
-from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.verdict import WORTH
+from lockstep.training.resolved_job import ResolvedJob, larger_batch
+from lockstep.training.train_state import without_start
+from lockstep.training.verdict import WORTH, takes_channels_last
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
 OTHERS_S = 5.0  # the most that trying other settings takes
@@ -204,6 +204,22 @@ def _other_settings(job: ResolvedJob, world: World) -> Finding:
     elif faster:
         text = f"{', '.join(faster)} the images per second in {TURNS} turns (another batch or precision: another run)"
     return Finding("speed", text)
+
+
+def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
+    """The settings that may be faster than those of the job, by override."""
+    on_cpu, others = world.device.type == "cpu", dict[str, ResolvedJob]()
+    if on_cpu and job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32:
+        others["precision=fp32"] = replace(job, precision=FP32())
+    elif job.precision.dtype is torch.float32 and (not on_cpu or host.has_bfloat16()):
+        others["precision=bf16"] = replace(job, precision=BF16())
+    for threads in sorted({1, max(1, cores // world.local_size)} - {job.launcher.threads}) if on_cpu else ():
+        others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
+    if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
+        others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
+    if (larger := larger_batch(job.batch, len(job.dataset.train()))) is not None:
+        others[larger] = replace(job, batch=2 * job.batch)
+    return others
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:

@@ -21,7 +21,7 @@ from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.model import model_mode
 from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
-from lockstep.stochastic.keys import ForwardKeys, Site, forward_keys
+from lockstep.stochastic.numbers import ForwardKeys, Site, forward_keys
 
 # The batch size of the observed pass: a dimension of this size, or of a multiple of it, is taken for the batch
 # dimension. n * n pixels or n * n + 1 tokens are no multiple of it, unless n is.

@@ -22,9 +22,8 @@ from lockstep.runtime.host import format_bytes
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
-from lockstep.training.fingerprint import named, train_longer
-from lockstep.training.network import Network, Progress
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.resolved_job import ResolvedJob, named, train_longer
+from lockstep.training.train_state import Progress, TrainState
 
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
 # factor, because `amount` may round down.
@@ -126,17 +125,19 @@ def _setting(composed: Mapping[str, Any], group: str, key: str) -> Any:
     return (composed.get(group) or {}).get(key)
 
 
-def _keeps(job: ResolvedJob, network: Network) -> str:
+def _keeps(job: ResolvedJob, state: TrainState) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
-    saved, state, total = sizes_of_checkpoints(job, network.model)
+    weights, optimizer, total = sizes_of_checkpoints(job, state.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
     size_of_each = (
-        f"about {format_bytes(saved + state)} each" if state is not None else "as large as the optimizer makes them"
+        f"about {format_bytes(weights + optimizer)} each"
+        if optimizer is not None
+        else "as large as the optimizer makes them"
     )
-    most = f"; at most {format_bytes(total)} in all, while one is written" if state is not None else ""
+    most = f"; at most {format_bytes(total)} in all, while one is written" if optimizer is not None else ""
     return (
         f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
-        f"{f' {best}' * (best != 1)}, {format_bytes(saved)}{most}"
+        f"{f' {best}' * (best != 1)}, {format_bytes(weights)}{most}"
     )
 
 
@@ -187,12 +188,12 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
     return round(sum(shares[parameter.dim()] * parameter.numel() for parameter in trained))
 
 
-def banner(
+def say_start(
     job: ResolvedJob,
     run_dir: RunDir,
     world: World,
     data: TrainingData,
-    network: Network,
+    state: TrainState,
     progress: Progress,
     origin: str,
     composed: Mapping[str, Any],
@@ -212,7 +213,7 @@ def banner(
         "run": relative(run_dir.path),
         "changed": " ".join(last_words.values()) or "nothing, these are the defaults",
         "model": ", ".join(
-            filter(None, (named(job.model), f"{_count(network.parameters)} parameters", str(network.freezing)))
+            filter(None, (named(job.model), f"{_count(state.parameters)} parameters", str(state.freezing)))
         ),
         "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {_classes(job, data)}, {shape}"
@@ -224,7 +225,7 @@ def banner(
         "loss": named(job.loss),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
-        "keeps": _keeps(job, network),
+        "keeps": _keeps(job, state),
     }
     if origin:
         rows["from"] = f"{origin}, step {progress.step:,}"

@@ -17,10 +17,8 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.runtime.host import GB
-from lockstep.training import micro_batch_search
-from lockstep.training.dry_run import training_rate
-from lockstep.training.fingerprint import check_same_data, fingerprint, plan_of
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.dry_run import choose_micro_batches, training_rate
+from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +52,7 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
     train, val = _splits(job, world)
     context = _loader_context(job, train, val, world)
     if job.train.micro_batches == "auto":
-        chosen = micro_batch_search.choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
+        chosen = choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
         job = replace(job, train=replace(job.train, micro_batches=chosen))
         context = replace(context, training_rate=lambda: training_rate(job, world))
     facts = fingerprint(job, len(train))

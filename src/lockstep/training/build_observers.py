@@ -27,8 +27,8 @@ from lockstep.telemetry.sinks import NullSamples, Samples
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
@@ -64,15 +64,15 @@ def build_observers(
     run_dir: RunDir,
     world: World,
     data: TrainingData,
-    network: Network,
+    state: TrainState,
     progress: Progress,
     stop: StopRequest,
 ) -> tuple[Telemetry, Monitor | None]:
     """The telemetry of this rank, and on main the monitor of the hardware. Collective."""
-    plan, times = data.plan, _times(job, world, data.plan, network, progress)
+    plan, times = data.plan, _times(job, world, data.plan, state, progress)
     left = TimeLeft(plan, times.clock, progress.step, len(data.val))
-    gpus = watched_gpus(network.replica, world)
-    observer = _observer(job, run_dir, world, plan, network, progress) if world.is_main else Observers()
+    gpus = watched_gpus(state.replica, world)
+    observer = _observer(job, run_dir, world, plan, state, progress) if world.is_main else Observers()
     telemetry = Telemetry(
         world=world,
         plan=plan,
@@ -82,10 +82,10 @@ def build_observers(
         times=times,
         step=progress.step,
         window=progress.window,
-        flops=network.flops,
-        peak=network.peak,
+        flops=state.flops,
+        peak=state.peak,
         loss_limit=MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes)),
-        comparable=not has_stages(network.model),
+        comparable=not has_stages(state.model),
     )
     if not world.is_main:
         return telemetry, None
@@ -115,18 +115,18 @@ def build_observers(
     return telemetry, monitor
 
 
-def _times(job: ResolvedJob, world: World, plan: Plan, network: Network, progress: Progress) -> TimeSpent:
+def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progress: Progress) -> TimeSpent:
     """Where the time goes, with the parts of a step where they can be told apart."""
     whole = job.strategy.whole_model
     # The gradients of a sharded model are not computed where torch calls hooks, and several micro-batches need them.
-    divided = not (has_stages(network.model) or job.train.cuda_graph) and (whole or plan.micro_batches == 1)
+    divided = not (has_stages(state.model) or job.train.cuda_graph) and (whole or plan.micro_batches == 1)
     reduces = whole and world.size > 1
-    model = network.model if divided else None
+    model = state.model if divided else None
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)
 
 
 def _observer(
-    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, network: Network, progress: Progress
+    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, state: TrainState, progress: Progress
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     checkpoint.mark_saved_or_not(run_dir)
@@ -137,7 +137,7 @@ def _observer(
         after=progress.after,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
-        model=network.model,
+        model=state.model,
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
     logged = read_figures(run_dir.metrics, progress.after)

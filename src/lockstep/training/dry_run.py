@@ -1,36 +1,37 @@
-"""Tries steps on a throw-away model, to measure their time or memory.
+"""Tries steps on a throw-away model: how long they take, also with other settings, and which fit into memory."""
 
-So that advice need not guess, other settings are tried in turns with the present ones.
-"""
-
+import ctypes
+import gc
+import math
+import resource
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
+from lockstep.core.errors import InputError, LockstepError
+from lockstep.core.native_threads import is_own_process
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Shard
-from lockstep.precision import BF16, FP32
-from lockstep.runtime import host
+from lockstep.runtime.host import GB, available_memory
 from lockstep.strategy import Single
-from lockstep.training.build_model import build_loss, build_network, without_start
-from lockstep.training.fingerprint import larger_batch
+from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_state import build_loss, build_state, without_start
 from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
-# The first step of a model includes its warm-up. If it took longer than this (seconds), a second one is not tried.
-COLD_S = 5.0
 # Words in the errors of libraries that do not raise torch.OutOfMemoryError. In this order: CUDA, NCCL and Triton;
 # cuBLAS and cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
 OUT_OF_MEMORY = (
@@ -42,6 +43,8 @@ OUT_OF_MEMORY = (
 )
 LAST = 2**40  # a step after which nothing thaws
 TURNS = 5  # how many steps of each setting are timed
+MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
 
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], object]:
@@ -55,43 +58,20 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     rarely = {"log_every": LAST, "eval_every": LAST, "save_every": LAST}
     plan = Plan(examples=examples, batch=examples, total_steps=LAST, micro_batches=1, **rarely)
     blank = partial(torch.zeros, device=world.device, dtype=job.precision.dtype)
-    network = build_network(job, world, plan, lambda number: blank((number, *shape)))
+    state = build_state(job, world, plan, lambda number: blank((number, *shape)))
     images = blank((examples, *shape)).to(memory_format=job.model.memory_format)
     labels, indices = torch.zeros((2, examples), dtype=torch.int64, device=world.device)
     step = TrainStep(
         job=job,
         world=world,
         plan=plan,
-        network=network,
+        state=state,
         loss=build_loss(job, labels, world, skip=0),
-        inputs=lambda micro: [*network.draws.inputs(images, micro), labels, labels],
+        inputs=lambda micro: [*state.draws.inputs(images, micro), labels, labels],
     )
     # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
-    buckets = [torch.empty_like(parameter) for parameter in network.model.parameters() if parameter.requires_grad]
+    buckets = [torch.empty_like(parameter) for parameter in state.model.parameters() if parameter.requires_grad]
     return lambda: (step(Shard(LAST, 0, images, labels, indices, examples, 0, 1)), buckets)
-
-
-def training_rate(job: ResolvedJob, world: World) -> float | None:
-    """The images per second that a rank can train on when it never waits for data.
-
-    None if measuring it would take long (the model is compiled), or if a step does not fit into memory.
-    """
-    if job.model.compile:
-        return None
-    examples = job.micro_batch(world.size)
-    tried = min(FEW, examples)
-    with trial(world.device):
-        seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, tried), world))
-        if seconds is not None and tried < examples and seconds * examples / tried < LONG_S:
-            tried = examples
-            seconds = unless_out_of_memory(lambda: _seconds(dry_run_step(job, world, examples), world))
-    return None if seconds is None else tried / seconds
-
-
-def _seconds(step: Callable[[], object], world: World) -> float:
-    """Seconds of the second of two steps; of the first one if that took long."""
-    first = timed(step, world.device)
-    return first if first > COLD_S else timed(step, world.device)
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
@@ -101,6 +81,37 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter() - began
+
+
+def stopwatch(job: ResolvedJob, world: World, examples: int) -> Callable[[], float] | None:
+    """A function that takes a step on blank examples, and returns its seconds. None if it does not fit into memory.
+
+    A first step is taken here, because it includes the warm-up of the model.
+    """
+
+    def warmed_up() -> Callable[[], float]:
+        seconds = partial(timed, dry_run_step(job, world, examples), world.device)
+        seconds()
+        return seconds
+
+    return unless_out_of_memory(warmed_up)
+
+
+def training_rate(job: ResolvedJob, world: World) -> float | None:
+    """The images per second that a rank can train on when it never waits for data.
+
+    None if measuring it would take long (the model is compiled), or if a step does not fit into memory.
+    """
+    if job.model.compile:
+        return None
+    rate, micro_batch = 0.0, job.micro_batch(world.size)
+    with trial(world.device):
+        for examples in dict.fromkeys((min(FEW, micro_batch), micro_batch)):
+            if not rate or examples / rate < LONG_S:
+                if (seconds := stopwatch(job, world, examples)) is None:
+                    return None
+                rate = examples / seconds()
+    return rate
 
 
 def unless_out_of_memory(function: Callable[[], T]) -> T | None:
@@ -116,9 +127,9 @@ def unless_out_of_memory(function: Callable[[], T]) -> T | None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, on a GPU or on the host."""
-    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    in_words = isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-    return out_of_memory or in_words
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
 
 
 class Gain(NamedTuple):
@@ -141,55 +152,27 @@ def tried(job: ResolvedJob, others: Mapping[str, ResolvedJob], world: World, *, 
     """
     end = time.perf_counter() + seconds
     gains: dict[str, Gain] = {}
+
+    def with_threads(setting: ResolvedJob, function: Callable[[], T]) -> T:
+        torch.set_num_threads(setting.launcher.threads)
+        return function()
+
+    def timer(setting: ResolvedJob) -> Callable[[], float] | None:
+        examples = setting.micro_batch(world.size)
+        seconds = with_threads(setting, partial(stopwatch, setting, World.solo(world.device), examples))
+        return None if seconds is None else partial(with_threads, setting, seconds)
+
     with trial(world.device):
-        if (now := _stopwatch(job, world)) is None:
+        if (now := timer(job)) is None:
             return {}
         expected = now()
         for name, setting in others.items():
             share = setting.micro_batch(world.size) / job.micro_batch(world.size)
             room = (end - time.perf_counter()) / expected  # in steps: the warm-up, and both settings in turns
-            if share + TURNS * (1 + share) <= room and (then := _stopwatch(setting, world)) is not None:
+            if share + TURNS * (1 + share) <= room and (then := timer(setting)) is not None:
                 factors = [share * now() / then() for _ in range(TURNS)]
                 gains[name] = Gain(statistics.median(factors), max(factors) - min(factors))
     return gains
-
-
-def _stopwatch(job: ResolvedJob, world: World) -> Callable[[], float] | None:
-    """A function that returns the seconds of a step, warmed up; None if the step does not fit into memory."""
-    steps: list[Callable[[], object]] = []
-
-    def seconds() -> float:
-        torch.set_num_threads(job.launcher.threads)
-        if not steps:
-            steps.append(dry_run_step(job, World.solo(world.device), job.micro_batch(world.size)))
-        return timed(steps[0], world.device)
-
-    return seconds if unless_out_of_memory(seconds) is not None else None
-
-
-def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
-    """The settings that may be faster than those of the job, by override."""
-    on_cpu, others = world.device.type == "cpu", dict[str, ResolvedJob]()
-    if on_cpu and job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32:
-        others["precision=fp32"] = replace(job, precision=FP32())
-    elif job.precision.dtype is torch.float32 and (not on_cpu or host.has_bfloat16()):
-        others["precision=bf16"] = replace(job, precision=BF16())
-    for threads in sorted({1, max(1, cores // world.local_size)} - {job.launcher.threads}) if on_cpu else ():
-        others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
-    if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
-        others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
-    if (larger := larger_batch(job.batch, len(job.dataset.train()))) is not None:
-        others[larger] = replace(job, batch=2 * job.batch)
-    return others
-
-
-def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
-    """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
-    return has_convolutions(model) and hasattr(job.model, "channels_last")
-
-
-def has_convolutions(model: nn.Module) -> bool:
-    return any(parameter.dim() == 4 for parameter in model.parameters())
 
 
 @contextmanager
@@ -204,3 +187,104 @@ def trial(device: torch.device) -> Iterator[None]:
             torch.set_num_threads(threads)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def keep_freed_memory(world: World, *, keep: bool) -> None:
+    """On the CPU: have the C library keep freed memory for the next step (`keep`), or return it.
+
+    By default glibc maps new memory for each tensor above 32 MB, and the kernel clears its pages at the first write,
+    for large activations at every step. Kept memory is fragmented, so a job that is short of memory (it has
+    micro-batches) does not keep it. A program that uses Lockstep as a library is not changed.
+    """
+    libc = ctypes.CDLL(None)
+    if is_own_process() and world.device.type == "cpu" and hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0 if keep else 65536)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)
+        if not keep:
+            libc.malloc_trim(0)  # return what an earlier job of this process kept
+
+
+def micro_batches_that_fit(job: ResolvedJob, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
+    """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
+
+    `held_gb` GB of the device's memory stay free for the images that a run keeps there. None if not even single
+    examples fit. Not collective: ranks may get different numbers.
+    """
+    shard, micro_batches = math.ceil(job.batch / world.size), least
+    while not fits(job, world, math.ceil(MARGIN * math.ceil(shard / micro_batches)), held_gb):
+        if micro_batches >= shard:
+            return None
+        micro_batches = min(2 * micro_batches, shard)
+    return micro_batches
+
+
+def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> int:
+    """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images. Collective.
+
+    Raises:
+        InputError: a single example does not fit.
+    """
+    needed = world.gather(micro_batches_that_fit(job, world, held_gb=held_gb) or 0)
+    if 0 in needed:
+        raise InputError(
+            f"model={type(job.model).__name__} does not fit into the memory of rank {needed.index(0)} with a single "
+            "example of the data set; use a smaller model or dataset.input_size"
+        )
+    return max(needed)
+
+
+def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) -> LockstepError:
+    """The error for a rank that ran out of memory in training, with the number of micro-batches that would fit."""
+    if any(frame.name == evaluate.__name__ for frame in traceback.extract_tb(error.__traceback__)):
+        fewer = max(1, job.train.eval_batch // 2)
+        return LockstepError(f"out of memory in the evaluation after step {step - 1}; use train.eval_batch={fewer}")
+    if not job.strategy.whole_model and world.size > 1:
+        examples = job.micro_batch(job.strategy.data_world(world).size)
+        return LockstepError(
+            f"out of memory at step {step} with micro-batches of {examples} examples; "
+            f"train.micro_batches={2 * job.train.passes} makes them smaller and leaves the global batch "
+            "as it is, and more ranks have smaller parts of the model"
+        )
+    traceback.clear_frames(error.__traceback__)  # they hold the activations
+    gc.collect()
+    keep_freed_memory(world, keep=False)
+    examples = job.micro_batch(world.size)
+    fitting = micro_batches_that_fit(job, world, least=2 * job.train.passes) if examples > 1 else None
+    advice = "not even single examples fit; use a smaller model or dataset.input_size"
+    if fitting:
+        advice = f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "
+        advice += "finds such a number by itself"
+    return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
+
+
+def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
+    """Whether a whole step on `examples` blank examples fits into memory."""
+
+    def step() -> bool:
+        reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
+        dry_run_step(job, world, examples)()
+        del reserved
+        return True
+
+    with _bounded(world), trial(world.device):
+        try:
+            return unless_out_of_memory(step) is not None
+        finally:
+            gc.collect()
+
+
+@contextmanager
+def _bounded(world: World) -> Iterator[None]:
+    """On the CPU: let allocations fail at a rank's share of free memory, before the kernel kills the process."""
+    if world.device.type != "cpu" or sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    bound = pages * resource.getpagesize() + int(available_memory() / world.local_size)
+    limits = [bound, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

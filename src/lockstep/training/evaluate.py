@@ -1,6 +1,6 @@
 """Exact evaluation: every example of the split once, on any number of ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,7 @@ from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import reflected
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
-from lockstep.metrics import NO_SCORES, NoScores
-from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
+from lockstep.metrics import Block, EvaluationObserver
 
 
 @torch.no_grad()
@@ -28,17 +27,16 @@ def evaluate(
     precision: Precision,
     world: World,
     views: int = 1,
-    scores: NoScores = NO_SCORES,
-    predictions: NoPredictions = NO_PREDICTIONS,
+    observers: Sequence[EvaluationObserver] = (),
     between: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> Mapping[str, float]:
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
     With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits are averaged over
-    `views` of an image (see `weighted_views`), and passed to `scores` and `predictions`. `between` is called after
-    each block with the number of finished blocks and of all blocks. It is called equally often on every rank, so it
-    may contain a collective; it may raise.
+    `views` of an image (see `weighted_views`), and passed to `observers`. `between` is called after each block with
+    the number of finished blocks and of all blocks. It is called equally often on every rank, so it may contain a
+    collective; it may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.
@@ -47,7 +45,8 @@ def evaluate(
     training = model.training
     model.eval()
     loss.loss.eval()
-    predictions.start()
+    for observer in observers:
+        observer.start()
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
     counts = torch.zeros(4, dtype=torch.int64, device=world.device)
     rounds = loader.eval_rounds
@@ -60,14 +59,16 @@ def evaluate(
         best = best_classes(logits)
         hit = best == labels[:, None]
         counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
-        scores.update(logits, labels)
         first = ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
-        predictions.update(images[: len(logits)], logits, best[:, 0], labels, losses, first=first)
+        block = Block(images[: len(logits)], logits, best[:, 0], labels, losses, first)
+        for observer in observers:
+            observer.update(block)
         between(done, rounds)
     for idle in range(done, rounds):
         if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
             logits_of(model, loader.eval_image(), transforms=transforms, precision=precision, views=views)
-        scores.update_without()
+        for observer in observers:
+            observer.update_without()
         between(idle + 1, rounds)
     model.train(training)
     loss.loss.train()

@@ -3,37 +3,40 @@
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
-from lockstep.core.observer import Observer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.data.loading.shards import Loader, Shard
+from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import probabilities_of
-from lockstep.metrics import NoScores, build_scores
+from lockstep.metrics import Scores
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.monitor import Monitor
-from lockstep.training import micro_batch_search
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
-from lockstep.training.build_model import (
-    build_loss,
-    build_network_and_load_state,
-    restore,
-)
 from lockstep.training.build_observers import build_observers
-from lockstep.training.compile import compile_model, interrupts_compiling
-from lockstep.training.dry_run import is_out_of_memory
-from lockstep.training.fingerprint import card_of
+from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.predictions import CollectedPredictions
-from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.run_record import NoRecord, RunRecord
+from lockstep.training.resolved_job import ResolvedJob, card_of
+from lockstep.training.run_record import RunRecord
+from lockstep.training.train_state import (
+    build_and_load_state,
+    build_loss,
+    build_state,
+    compile_model,
+    interrupts_compiling,
+    restore,
+)
 from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
 
@@ -56,38 +59,40 @@ def run(
         NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
-    record = RunRecord(run_dir, world) if world.is_main else NoRecord()
+    record = RunRecord(run_dir, world)
     configure_torch(job, world)
 
     job, data = build_data(job, world)
     loss = build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip))
     images = partial(data.normalised, world=world)
-    network, loaded = build_network_and_load_state(job, run_dir, world, data.plan, images)
-    compile_model(network.model, job, world, stop)
+    state, loaded = build_and_load_state(job, run_dir, world, data.plan, images)
+    compile_model(state.model, job, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data, loaded)
-    progress, origin = restore(job, network, checkpointer, loaded)
+    progress, origin = restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
-    record.announce(job, data, network, progress, origin=origin)
+    record.announce(job, data, state, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.write_start(job, data.plan, progress, run=checkpointer.run)
-    telemetry, monitor = build_observers(job, run_dir, world, data, network, progress, stop)
+    telemetry, monitor = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
-    scores, predictions = build_judges(job, data, world, telemetry.observer)
+    kind, names, classes = probabilities_of(job.loss), job.dataset.class_names, job.dataset.classes
     step = step_class(job, world)(
         job=job,
         world=world,
         plan=data.plan,
-        network=network,
+        state=state,
         loss=loss,
-        inputs=partial(inputs_of, data.transforms, network.draws),
+        inputs=partial(inputs_of, data.transforms, state.draws),
     )
     trainer = Trainer(
         step=step,
         loader=loader,
         transforms=data.transforms,
-        scores=scores,
-        predictions=predictions,
+        scores=Scores(job.metric, classes, names, world, kind),
+        predictions=CollectedPredictions(
+            names, classes, world, kind=kind, sample_name=data.val.name, observer=telemetry.observer
+        ),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
@@ -102,17 +107,6 @@ def run(
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
     """The step of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
     return GraphStep if job.train.cuda_graph and world.device.type == "cuda" else TrainStep
-
-
-def build_judges(
-    job: ResolvedJob, data: TrainingData, world: World, observer: Observer
-) -> tuple[NoScores, CollectedPredictions]:
-    """What an evaluation fills besides loss and accuracy: scores, and the predictions of which `observer` is told."""
-    source, kind = job.dataset, probabilities_of(job.loss)
-    names = source.class_names
-    return build_scores(job.metric, source.classes, names, world, kind), CollectedPredictions(
-        names, source.classes, world, kind=kind, sample_name=data.val.name, observer=observer
-    )
 
 
 def build_checkpointer(
@@ -148,7 +142,7 @@ def train(trainer: Trainer, monitor: Monitor | None, explaining: AbstractContext
 def configure_torch(job: ResolvedJob, world: World) -> None:
     """Set torch's process-wide options for this job; an earlier job of the process may have left others."""
     torch.manual_seed(job.seed)
-    micro_batch_search.keep_freed_memory(world, keep=job.train.micro_batches == 1)
+    keep_freed_memory(world, keep=job.train.micro_batches == 1)
     job.precision.configure()
     torch.backends.cudnn.benchmark = job.train.cudnn_benchmark
     if torch.are_deterministic_algorithms_enabled():
@@ -156,7 +150,9 @@ def configure_torch(job: ResolvedJob, world: World) -> None:
 
 
 @contextmanager
-def explaining(job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer, record: NoRecord) -> Iterator[None]:
+def explaining(
+    job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer, record: RunRecord
+) -> Iterator[None]:
     """Explain an error of training: keep the batch behind bad numbers, or find a number of micro-batches that fits.
 
     Raises:
@@ -177,5 +173,76 @@ def explaining(job: ResolvedJob, run_dir: RunDir, world: World, trainer: Trainer
         raise
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
-            raise micro_batch_search.oom_advice(error, job, world, trainer.progress.step + 1) from None
+            raise oom_advice(error, job, world, trainer.progress.step + 1) from None
         raise
+
+
+@dataclass(kw_only=True)
+class Parts(TrainStep):
+    """A job in parts, on one device.
+
+    Fields:
+        job: the job, with a value for every `auto`.
+        plan: the plan in steps.
+        model: the model, on the device.
+        optimizer: the optimizer of the model's parameters, at the base learning rate.
+        criterion: the loss: from logits (b, classes) and targets to one loss per example, (b,).
+        set_keys: has to be called before a forward pass over examples that are not a whole batch of `batches`,
+            so that the model's random layers draw the numbers of these examples.
+        loader: reads the images of both splits.
+        transforms: from stored uint8 images to the input of the model.
+    """
+
+    loader: Loader
+    transforms: DeviceTransforms
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model, self.optimizer, self.criterion = self.state.model, self.state.optimizer, self.loss.loss
+        self.set_keys = self.state.draws.set_keys
+
+    def batches(self, after: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """The global batches of the steps after step `after`: the step, images and targets, on the device.
+
+        They are those of `lockstep train`, in its order and with its augmentation: float images (b, C, H, W), and
+        labels (b,), or shares of the classes (b, classes) under Mixup and CutMix.
+        """
+        for shard in self.transforms.train(self.loader.train(after=after)):
+            images, targets = self.transforms.mixed(shard)
+            self.set_keys(shard)
+            yield shard.step, images, targets
+
+    def loss_of_step(self, shard: Shard) -> float:
+        """Update the weights on a global batch; returns the mean loss of its unbroken images."""
+        losses: list[Tensor] = []
+        self.record = lambda loss, *_: losses.append(loss)
+        self.update(shard)
+        return float(torch.stack(losses).sum()) / max(1, int((shard.labels >= 0).sum()))
+
+    def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
+        for images, labels in self.loader.eval():
+            yield self.transforms.eval(images).to(self.transforms.dtype), labels
+
+
+def build_parts(job: ResolvedJob) -> Parts:
+    """The parts of a resolved job.
+
+    Raises:
+        InputError: the data or the model do not fit.
+    """
+    world = World.solo("cuda:0" if job.device == "cuda" else job.device)
+    torch.manual_seed(job.seed)
+    job.precision.configure()
+    job, data = build_data(job, world)
+    state = build_state(job, world, data.plan, lambda number: data.normalised(number, world))
+    return Parts(
+        job=job,
+        world=world,
+        plan=data.plan,
+        state=state,
+        loss=build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip)),
+        inputs=partial(inputs_of, data.transforms, state.draws),
+        loader=build_loader(job, data, world),
+        transforms=data.transforms,
+    )

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lockstep.core.errors import InputError
 from lockstep.data.loading.shards import Shard
 from lockstep.training.dry_run import is_out_of_memory
-from lockstep.training.network import Network
+from lockstep.training.train_state import TrainState
 from lockstep.training.train_step import TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
@@ -88,13 +88,13 @@ class GraphStep(TrainStep):
             return super().update(shard, measures_norm=measures_norm)
         micro_batches = [micro for micro, _ in shard.micro_batches(self.plan.micro_batches)]
         inputs = [self.inputs(micro) for micro in micro_batches]
-        if self.recording is None or self.recording.frozen != self.network.freezing.frozen(shard.step):
+        if self.recording is None or self.recording.frozen != self.state.freezing.frozen(shard.step):
             self.recording = None  # free its memory before the next recording needs as much
             self.recording = self.recorded(shard, inputs)
         recording = self.recording
         for buffer, values in zip(recording.inputs, inputs, strict=True):
             torch._foreach_copy_(buffer, values)
-        for rate, group in zip(recording.rates, self.network.optimizer.param_groups, strict=True):
+        for rate, group in zip(recording.rates, self.state.optimizer.param_groups, strict=True):
             rate.fill_(group["lr"])
         recording.graph.replay()
         for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
@@ -108,11 +108,11 @@ class GraphStep(TrainStep):
             InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
         """
         recording = Recording(
-            frozen=self.network.freezing.frozen(shard.step),
+            frozen=self.state.freezing.frozen(shard.step),
             inputs=[[tensor.clone() for tensor in values] for values in inputs],
             rates=[
                 torch.tensor(group["lr"], dtype=torch.float32, device=self.world.device)
-                for group in self.network.optimizer.param_groups
+                for group in self.state.optimizer.param_groups
             ],
             graph=CudaGraph(),
         )
@@ -120,7 +120,7 @@ class GraphStep(TrainStep):
             job=self.job,
             world=self.world,
             plan=self.plan,
-            network=self.network,
+            state=self.state,
             loss=self.loss,
             inputs=lambda micro: recording.inputs[micro.number % self.plan.micro_batches],
             record=lambda loss, logits, *_: recording.outputs.append((loss, logits)),
@@ -131,7 +131,7 @@ class GraphStep(TrainStep):
             recording.grad_norm = step.update(shard, measures_norm=True)
 
         try:
-            with reading_rates(self.network.optimizer, recording.rates), unchanged(self.network):
+            with reading_rates(self.state.optimizer, recording.rates), unchanged(self.state):
                 recording.graph.warm_up(update)
                 recording.graph.record(update)
         except RuntimeError as error:
@@ -159,14 +159,14 @@ def reading_rates(optimizer: Optimizer, rates: list[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def unchanged(network: Network) -> Iterator[None]:
-    """A context that leaves a network's weights, buffers and optimizer state as they were."""
+def unchanged(state: TrainState) -> Iterator[None]:
+    """A context that leaves the weights, buffers and optimizer state as they were."""
 
-    def state() -> list[Tensor]:
-        values = (value for state in network.optimizer.state.values() for value in state.values())
+    def of_optimizer() -> list[Tensor]:
+        values = (value for entry in state.optimizer.state.values() for value in entry.values())
         return [value for value in values if isinstance(value, Tensor)]
 
-    tensors = [*network.model.parameters(), *network.model.buffers(), *state()]
+    tensors = [*state.model.parameters(), *state.model.buffers(), *of_optimizer()]
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield
@@ -175,6 +175,6 @@ def unchanged(network: Network) -> Iterator[None]:
             for tensor, value in before:
                 tensor.copy_(value)
             known = {id(tensor) for tensor in tensors}
-            for tensor in state():
+            for tensor in of_optimizer():
                 if id(tensor) not in known:  # the first step made it; the state of our optimizers begins at zero
                     tensor.zero_()

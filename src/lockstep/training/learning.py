@@ -7,9 +7,8 @@ from statistics import NormalDist
 
 from lockstep.core.plan import Plan
 from lockstep.models import Timm
-from lockstep.training.fingerprint import describe, train_longer
-from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.verdict import Finding
+from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
+from lockstep.training.verdict import Advice
 
 CONFIDENCE = 0.95
 NARROW = 1.0  # percentage points; a narrower interval is not shown
@@ -38,7 +37,7 @@ class Scores:
     losses: Sequence[tuple[int, float]]
 
 
-def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Finding:
+def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Advice:
     """Compare the score with that of always saying the largest class, and look where the validation loss goes."""
     total, largest = sum(scores.images), 100 * max(scores.images) / sum(scores.images)
     low, high = (100 * bound for bound in wilson(round(scores.top1 * total / 100), total))
@@ -49,7 +48,7 @@ def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Finding:
     has_learnt, trend = low > largest, _trend(scores.losses)
     weights = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
     longer = train_longer(job, plan) if trend == STILL_FALLS or not (has_learnt or trend) else None
-    return Finding(
+    return Advice(
         sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
         evidence=f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)",
         override=weights or longer,

@@ -12,6 +12,7 @@ from lockstep.core.figures import BINS, Predictions
 from lockstep.core.model import probabilities
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
+from lockstep.metrics import Block, EvaluationObserver
 from lockstep.telemetry import pictures
 
 WORST = 12
@@ -20,29 +21,7 @@ CURVE_CLASSES = 20  # the most classes that have curves of precision and recall
 SIDE = 128  # the most pixels of a side of an image that is stored
 
 
-class NoPredictions:
-    """The predictions of an evaluation that nobody looks at."""
-
-    def start(self) -> None:
-        """Forget the evaluation before."""
-
-    def update(
-        self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, losses: Tensor, *, first: int
-    ) -> None:
-        """Take a block of this rank, without a device sync; `first` is the number of its first example.
-
-        The images are uint8 (b, C, H, W), the logits (b, classes), the predicted classes and labels int64 (b,),
-        and the losses (b,). Broken images have negative labels.
-        """
-
-    def finish(self, step: int) -> None:
-        """Tell main's observer of the evaluation at `step`. Collective."""
-
-
-NO_PREDICTIONS = NoPredictions()
-
-
-class CollectedPredictions(NoPredictions):
+class CollectedPredictions(EvaluationObserver):
     """Collects the predictions of an evaluation on the device. Only `finish` waits for it.
 
     Args:
@@ -72,20 +51,20 @@ class CollectedPredictions(NoPredictions):
         self.blocks = [(labels, labels, torch.zeros((0, len(self.names)), device=self.world.device))]
         self.worst: tuple[Tensor, ...] = ()
 
-    def update(
-        self, images: Tensor, logits: Tensor, predicted: Tensor, labels: Tensor, losses: Tensor, *, first: int
-    ) -> None:
+    def update(self, block: Block) -> None:
+        logits, predicted, labels = block.logits, block.predicted, block.labels
         few = len(self.names) <= CURVE_CLASSES
         self.blocks.append((labels, predicted, probabilities(logits, self.kind) if few else logits[:0]))
-        losses = losses.masked_fill(labels < 0, -math.inf)
+        losses = block.losses.masked_fill(labels < 0, -math.inf)
         top = _highest(losses)
         shares = probabilities(logits[top], self.kind).gather(1, predicted[top, None])[:, 0]
-        worst: tuple[Tensor, ...] = (losses[top], labels[top], predicted[top], shares, top + first, images[top])
+        worst = (losses[top], labels[top], predicted[top], shares, top + block.first, block.images[top])
         if self.worst:
             both = [torch.cat(parts) for parts in zip(self.worst, worst, strict=True)]
             top = _highest(both[0])
-            worst = tuple(part[top] for part in both)
-        self.worst = worst
+            self.worst = tuple(part[top] for part in both)
+        else:
+            self.worst = worst
 
     def finish(self, step: int) -> None:
         gathered = self.world.gather_to_main((self._counts(), self._examples()))

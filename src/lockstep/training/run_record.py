@@ -1,4 +1,4 @@
-"""Main shows a run and writes it into its folder, from the banner to the summary. Other ranks do neither."""
+"""Main shows a run and writes it into its folder, from the banner to the summary."""
 
 import json
 import shutil
@@ -32,38 +32,15 @@ from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
 from lockstep.training.learning import Scores, learning
-from lockstep.training.network import Network, Progress
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Evidence, Finding, checklist, verdict
+from lockstep.training.verdict import Advice, Evidence, checklist, verdict
 
 
-class NoRecord:
-    """The record of a rank other than main: it writes nothing, and joins the collectives of main."""
+class RunRecord:
+    """Shows and writes a run. Ranks other than main only take part in its collectives."""
 
-    def announce(
-        self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
-    ) -> None:
-        """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
-
-    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
-        """Write the config and the environment of a run, and mark it as begun.
-
-        `run` is its name in its checkpoints.
-        """
-
-    def keep_progress(self, progress: Progress) -> None:
-        """Write the progress of a run that ends before its last step."""
-
-    def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
-        """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
-        gathered(trainer.network.model.state_dict(), keep=False)
-
-    def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
-        """Write and show the result of a run that has reached its last step; `hardware` is what `train` returns."""
-
-
-class RunRecord(NoRecord):
     def __init__(self, run_dir: RunDir, world: World) -> None:
         self.run_dir = run_dir
         self.world = world
@@ -71,15 +48,19 @@ class RunRecord(NoRecord):
         self.started, self.began = time.time(), time.monotonic()  # the clock may be set while the run lasts
 
     def announce(
-        self, job: ResolvedJob, data: TrainingData, network: Network, progress: Progress, *, origin: str
+        self, job: ResolvedJob, data: TrainingData, state: TrainState, progress: Progress, *, origin: str
     ) -> None:
-        banner.banner(job, self.run_dir, self.world, data, network, progress, origin, Run(self.run_dir.path).composed)
-        for note in self._notes(job, data, network):
+        """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
+        if not self.world.is_main:
+            return
+        composed = Run(self.run_dir.path).composed
+        banner.say_start(job, self.run_dir, self.world, data, state, progress, origin, composed)
+        for note in self._notes(job, data, state):
             log.warn(note)
 
-    def _notes(self, job: ResolvedJob, data: TrainingData, network: Network) -> list[str]:
+    def _notes(self, job: ResolvedJob, data: TrainingData, state: TrainState) -> list[str]:
         """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
-        notes = job.dataset.notes() + job.strategy.notes(network.model, self.world, data.plan) + network.notes
+        notes = job.dataset.notes() + job.strategy.notes(state.model, self.world, data.plan) + state.notes
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
             notes.append(
@@ -96,6 +77,9 @@ class RunRecord(NoRecord):
         return notes
 
     def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
+        """Write the config and the environment of a run, whose name in its checkpoints is `run`; mark it as begun."""
+        if not self.world.is_main:
+            return
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, components.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
@@ -112,11 +96,17 @@ class RunRecord(NoRecord):
         )
 
     def keep_progress(self, progress: Progress) -> None:
+        """Write the progress of a run that ends before its last step."""
+        if not self.world.is_main:
+            return
         with suppress(StorageError):  # the error that ends the run is more important
             self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
-        weights = gathered(trainer.network.model.state_dict(), keep=True)
+        """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
+        weights = gathered(trainer.state.model.state_dict(), keep=self.world.is_main)
+        if not self.world.is_main:
+            return
         folder = self.run_dir.incident
         try:
             write_incident(error, trainer, weights, self.run_dir)
@@ -126,6 +116,9 @@ class RunRecord(NoRecord):
             shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
+        """Write and show the result of a run that has reached its last step; `hardware` is what `train` returns."""
+        if not self.world.is_main:
+            return
         progress, telemetry, spent = trainer.progress, trainer.telemetry, Run(self.run_dir.path).spent
         figures, shares = {**rates(spent), **hardware}, telemetry.time_shares()
         seconds = 3600 * spent["hours"]
@@ -136,7 +129,7 @@ class RunRecord(NoRecord):
             job=job,
             world=self.world,
             plan=trainer.plan,
-            model=trainer.network.model,
+            model=trainer.state.model,
             steps=trainer.progress.step - telemetry.resumed,
             shares=shares,
             spread=telemetry.times.spread(),
@@ -173,7 +166,7 @@ class RunRecord(NoRecord):
                 log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
         log.say_command("report", report)
 
-    def _learning(self, job: ResolvedJob, trainer: Trainer) -> Finding | None:
+    def _learning(self, job: ResolvedJob, trainer: Trainer) -> Advice | None:
         """What the scores say, also those of earlier parts of the run; None without an evaluation."""
         if trainer.progress.best is None:
             return None

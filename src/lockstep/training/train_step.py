@@ -13,8 +13,8 @@ from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate
 from lockstep.stochastic import ForwardDraws
-from lockstep.training.network import Network
 from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.train_state import TrainState
 
 
 def inputs_of(transforms: DeviceTransforms, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
@@ -29,7 +29,7 @@ def ignore(*_: object) -> None:
 
 @dataclass(kw_only=True)
 class TrainStep:
-    """Updates the weights of a network. It knows no rank, no path and no device by name.
+    """Updates the weights of a state. It knows no rank, no path and no device by name.
 
     Fields:
         inputs: what the replica takes for a micro-batch, images first; then the targets and the labels of its loss.
@@ -41,7 +41,7 @@ class TrainStep:
     job: ResolvedJob
     world: World
     plan: Plan
-    network: Network
+    state: TrainState
     loss: MaskedLoss
     inputs: Callable[[Shard], list[Tensor]]
     record: Callable[[Tensor, Tensor, Shard, Tensor], None] = ignore
@@ -54,53 +54,53 @@ class TrainStep:
 
     def __call__(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch; returns the figures of a log point."""
-        network, logs = self.network, self.plan.due("log", shard.step)
+        state, logs = self.state, self.plan.due("log", shard.step)
         self.set_learning_rate(shard.step)
         grad_norm = self.update(shard, measures_norm=logs)
-        if network.ema is not None:
-            network.ema.update_parameters(network.model)
-        return {"optim/lr": network.optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm} if logs else {}
+        if state.ema is not None:
+            state.ema.update_parameters(state.model)
+        return {"optim/lr": state.optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm} if logs else {}
 
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
-        self.network.freezing.freeze_for(step)
-        set_learning_rate(self.network.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+        self.state.freezing.freeze_for(step)
+        set_learning_rate(self.state.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
 
     def update(self, shard: Shard, *, measures_norm: bool = False) -> Tensor | None:
         """Forward, backward and the optimizer's step on a shard.
 
         Returns the L2 norm of the gradient, a scalar, where it is clipped or `measures_norm` is set.
         """
-        network, clip_norm = self.network, self.job.train.clip_norm
+        state, clip_norm = self.state, self.job.train.clip_norm
         # Scaled like this, the ranks' gradients add up to the gradient of the global batch's mean loss, however
         # unevenly it is cut into shards and micro-batches.
         scale = self.grad_divisor / shard.count
         self.job.strategy.run_micro_batches(
-            network.replica,
+            state.replica,
             shard.micro_batches(self.plan.micro_batches),
             self.world,
             forward=self.forward,
-            backward=lambda loss: network.scaler.scale(loss * scale).backward(),
+            backward=lambda loss: state.scaler.scale(loss * scale).backward(),
             between=self.between,
         )
-        self.job.strategy.reduce(network.replica)
+        self.job.strategy.reduce(state.replica)
         self.reduced()
-        network.scaler.unscale_(network.optimizer)
+        state.scaler.unscale_(state.optimizer)
         grad_norm = None
         if clip_norm is not None:
-            grad_norm = clip_gradients(network.model, clip_norm)
+            grad_norm = clip_gradients(state.model, clip_norm)
         elif measures_norm:
-            grad_norm = gradient_norm(network.model)
-        network.scaler.step(network.optimizer)
-        network.scaler.update()
-        network.optimizer.zero_grad(set_to_none=True)
+            grad_norm = gradient_norm(state.model)
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+        state.optimizer.zero_grad(set_to_none=True)
         return grad_norm
 
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
         *inputs, targets, labels = self.inputs(micro)
         with self.autocast:
-            logits: Tensor = self.network.replica(*inputs).to(self.job.precision.sums)
+            logits: Tensor = self.state.replica(*inputs).to(self.job.precision.sums)
             loss: Tensor = self.loss(logits, targets, labels).sum()
         scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
         self.record(loss.detach(), logits.detach(), scored, inputs[0])

@@ -11,15 +11,20 @@ from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.metrics import NO_SCORES, NoScores
+from lockstep.metrics import EvaluationObserver, Scores
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
-from lockstep.training.consensus import StopConsensus
+from lockstep.training.agreement import (
+    REMEDIES,
+    StopConsensus,
+    check_finite,
+    check_replicas,
+    checksums,
+    compare_weights,
+)
 from lockstep.training.evaluate import evaluate
-from lockstep.training.network import Progress
-from lockstep.training.predictions import NO_PREDICTIONS, NoPredictions
-from lockstep.training.sanity_checks import REMEDIES, check_finite, check_replicas, checksums, compare_weights
+from lockstep.training.train_state import Progress
 from lockstep.training.train_step import TrainStep
 
 
@@ -34,18 +39,18 @@ class Trainer:
     step: TrainStep
     loader: Loader
     transforms: DeviceTransforms
-    scores: NoScores
+    scores: Scores
     checkpointer: Checkpointer
     telemetry: Telemetry
     stop: StopRequest
     heartbeat: Callable[[], None]
     cuts_steps: bool = False
-    predictions: NoPredictions = NO_PREDICTIONS
+    predictions: EvaluationObserver = field(default_factory=EvaluationObserver)
     progress: Progress = field(default_factory=Progress)
     raw_top1: float = field(init=False, default=0.0)  # of the last evaluation, of the weights that are not averaged
 
     def __post_init__(self) -> None:
-        self.world, self.plan, self.network = self.step.world, self.step.plan, self.step.network
+        self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
         self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.reduced
         self.step.between = self.between_micro_batches
         self.consensus = StopConsensus(self.world)
@@ -92,10 +97,10 @@ class Trainer:
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
         """End the window of a log point. A GPU is not waited for: its figures are read at the next log point."""
-        scaler = self.network.scaler
+        scaler = self.state.scaler
         if scaler.is_enabled():
             scalars["optim/scale"] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
-        self.check(self.telemetry.end_window(step, scalars, checksums(self.network.model, self.world)))
+        self.check(self.telemetry.end_window(step, scalars, checksums(self.state.model, self.world)))
 
     def check(self, windows: list[Window]) -> None:
         """Check the losses and the weights of windows.
@@ -118,8 +123,8 @@ class Trainer:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("evaluation"):
-            ema = self.network.ema
-            model = self._evaluate(self.network.model, decides=ema is None)
+            ema = self.state.ema
+            model = self._evaluate(self.state.model, decides=ema is None)
             scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
             top1 = self.raw_top1 = model["top1"]
             if ema is not None:
@@ -146,8 +151,7 @@ class Trainer:
                 precision=self.step.job.precision,
                 world=self.world,
                 views=self.step.job.train.eval_views,
-                scores=self.scores if decides else NO_SCORES,
-                predictions=self.predictions if decides else NO_PREDICTIONS,
+                observers=(self.scores, self.predictions) if decides else (),
                 between=self.between_blocks,
             )
 
@@ -181,11 +185,11 @@ class Trainer:
 
     def step_or_undo(self, shard: Shard) -> dict[str, Any]:
         """Take a step, and restore the buffers (running statistics, counts) if a stop comes within it."""
-        before = [buffer.clone() for buffer in self.network.model.buffers()]
+        before = [buffer.clone() for buffer in self.state.model.buffers()]
         try:
             return self.step(shard)
         except StopNow:
-            for buffer, value in zip(self.network.model.buffers(), before, strict=True):
+            for buffer, value in zip(self.state.model.buffers(), before, strict=True):
                 buffer.copy_(value)
             self.telemetry.forget(after=self.progress.step)
             raise
@@ -211,14 +215,14 @@ class Trainer:
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("checkpoint"):
             if not self.plan.due("log", self.progress.step):  # a log point has compared them
-                check_replicas(self.network.model, self.world, self.progress.step)
-            check_finite(self.network.model, self.world, self.progress.step, self.network.infinite)
+                check_replicas(self.state.model, self.world, self.progress.step)
+            check_finite(self.state.model, self.world, self.progress.step, self.state.infinite)
             self.progress.window = self.telemetry.open_window()
             self.checkpointer.save(
-                model=self.network.model,
-                ema=self.network.ema,
-                optimizer=self.network.optimizer,
-                scaler=self.network.scaler,
+                model=self.state.model,
+                ema=self.state.ema,
+                optimizer=self.state.optimizer,
+                scaler=self.state.scaler,
                 progress=vars(self.progress),
             )
         self.heartbeat()

@@ -17,9 +17,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
-from lockstep.training.dry_run import has_convolutions, takes_channels_last
-from lockstep.training.fingerprint import larger_batch
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.resolved_job import ResolvedJob, larger_batch
 
 # The smallest gain that is worth a change, and the share of the time from which a part is looked at.
 WORTH, NOTABLE = 1.1, 0.05
@@ -34,8 +32,8 @@ WORK = ("forward", "backward", "optimizer", "step")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Something that takes time, and what to change.
+class Advice:
+    """Something that takes time, and what to change about it.
 
     Fields:
         sentence: what it is, and the advice.
@@ -96,7 +94,7 @@ class Evidence:
         return self.job.micro_batch(self.world.size)
 
 
-def verdict(evidence: Evidence) -> Finding:
+def verdict(evidence: Evidence) -> Advice:
     """The finding with the largest gain; without one worth a change, a sentence that says so."""
     worth = [finding for finding in findings(evidence) if finding.gain is None or finding.gain >= WORTH]
     if worth:
@@ -106,19 +104,19 @@ def verdict(evidence: Evidence) -> Finding:
         reason = "the timed steps differ too much, as on a busy machine"
         if evidence.steps < SHORT:
             reason = f"{evidence.steps} steps are too few, {SHORT} are enough"
-        return Finding(
+        return Advice(
             sentence=f"nothing could be measured: {reason}",
             evidence=f"the shares of a step are exact to {100 * spread:.0f} %" * (spread > 0),
         )
     part, share = max(evidence.shares.items(), key=lambda item: item[1], default=("step", 0.0))
     work = evidence.share(*WORK)
-    return Finding(
+    return Advice(
         sentence=f"nothing stands out: {100 * work:.0f} % of the time are the model's own steps",
         evidence=f"the largest part is {part} with {100 * share:.0f} %",
     )
 
 
-def findings(evidence: Evidence) -> Iterator[Finding]:
+def findings(evidence: Evidence) -> Iterator[Advice]:
     """Everything that takes a notable share of the time, with what to change."""
     yield from data_findings(evidence)
     if evidence.steps >= SHORT:
@@ -132,7 +130,7 @@ def amdahl(share: float, factor: float) -> float:
     return 1 / (1 - share + share / factor)
 
 
-def data_findings(evidence: Evidence) -> Iterator[Finding]:
+def data_findings(evidence: Evidence) -> Iterator[Advice]:
     share = evidence.share("data")
     loader = evidence.job.loader
     if share < NOTABLE or evidence.steps < SHORT or loader.decodes_once:  # nothing is read while the run trains
@@ -145,7 +143,7 @@ def data_findings(evidence: Evidence) -> Iterator[Finding]:
     seen = f"{workers} workers, {max(0.0, idle):.1f} of {cores:g} cores of a rank idle"
     if idle < 0.5:  # more threads would only share the cores
         pack = ": `lockstep pack` decodes the images once and for all" * isinstance(evidence.job.dataset, FileSource)
-        yield Finding(
+        yield Advice(
             sentence=f"{sentence}, and the cores are busy{pack}",
             evidence=seen,
             gain=1 / (1 - share),
@@ -154,7 +152,7 @@ def data_findings(evidence: Evidence) -> Iterator[Finding]:
     # The loader is as fast as the run now, in proportion to its workers; the rest takes what it takes.
     needed = math.ceil(1.25 * max(1, workers) / (1 - share)) + (workers == 0)
     more = min(needed, max(1, workers) * max(2, math.ceil(4 * cores)))
-    yield Finding(
+    yield Advice(
         sentence=sentence,
         evidence=seen,
         gain=1 / max(1 - share, max(1, workers) / more),
@@ -162,14 +160,14 @@ def data_findings(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _interruptions(evidence: Evidence) -> Iterator[Finding]:
+def _interruptions(evidence: Evidence) -> Iterator[Advice]:
     for part, key, every in (
         ("evaluation", "train.eval_every", evidence.plan.eval_every),
         ("checkpoint", "checkpoint.every", evidence.plan.save_every),
     ):
         share = evidence.share(part)
         if share >= NOTABLE and 2 * every <= evidence.plan.total_steps:
-            yield Finding(
+            yield Advice(
                 sentence=f"{part}s take {100 * share:.0f} % of the time",
                 evidence=f"one every {every} steps",
                 gain=amdahl(share, 2),
@@ -181,10 +179,10 @@ def _duration(steps: int, plan: Plan) -> str:
     return f"{steps // plan.steps_per_epoch}ep" if steps % plan.steps_per_epoch == 0 else str(steps)
 
 
-def _ranks(evidence: Evidence) -> Iterator[Finding]:
+def _ranks(evidence: Evidence) -> Iterator[Advice]:
     behind = evidence.share("slowest_rank")
     if behind >= NOTABLE:
-        yield Finding(
+        yield Advice(
             sentence=f"the ranks wait for the slowest one in {100 * behind:.0f} % of the time; look at what else "
             "runs on its cores or GPU, and at its data",
             evidence=f"{evidence.world.size} ranks",
@@ -197,7 +195,7 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
         share = evidence.share(part) - evidence.spread.get(part, 0.0)  # what is certain of it
         if share >= NOTABLE:
             larger = larger_batch(evidence.plan.batch, evidence.plan.examples)
-            yield Finding(
+            yield Advice(
                 sentence=f"{sentence} in {100 * share:.0f} % of the time; a larger batch does so less often",
                 evidence=f"{evidence.world.size} ranks, {evidence.local_batch} images of a rank at a time",
                 gain=amdahl(share, 2) if larger is not None else None,
@@ -206,10 +204,10 @@ def _ranks(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _work(evidence: Evidence) -> Iterator[Finding]:
+def _work(evidence: Evidence) -> Iterator[Advice]:
     work = evidence.share(*WORK)
     if evidence.job.precision.dtype is torch.bfloat16 and not (evidence.on_gpu or host.has_bfloat16()):
-        yield Finding(
+        yield Advice(
             sentence=f"this processor has no instructions for {type(evidence.job.precision).__name__.lower()}",
             evidence=f"a step takes at least {SLOW_BF16:g} times as long as in float32",
             gain=amdahl(work, SLOW_BF16),
@@ -218,20 +216,20 @@ def _work(evidence: Evidence) -> Iterator[Finding]:
         )
     threads, fair = evidence.job.launcher.threads, max(1, evidence.cores // evidence.world.local_size)
     if threads > fair:
-        yield Finding(
+        yield Advice(
             sentence=f"{threads} threads of a rank share {fair} core{'s' * (fair != 1)}",
             evidence=f"{evidence.cores} cores, {evidence.world.local_size} ranks on this machine",
             override=f"launcher.threads={fair}",
         )
     util = evidence.hardware.get("gpu_util", 0.0)
     if util >= BUSY and 0 < evidence.mfu < LOW_MFU:
-        yield Finding(
+        yield Advice(
             sentence=f"the GPU is busy {util:.0f} % of the time, but at {evidence.mfu:.0f} % of its peak rate",
             evidence="operations that move memory, or small ones launched one by one, keep it busy",
             override=None if evidence.job.model.compile else "model.compile=true",
         )
     elif evidence.on_gpu and "gpu_util" in evidence.hardware and util < BUSY and work > 1 - 2 * NOTABLE:
-        yield Finding(
+        yield Advice(
             sentence=f"the GPU is busy {util:.0f} % of the time, and waits for the host to launch its work",
             evidence=f"{100 * work:.0f} % of the time are steps",
             override=None if evidence.job.train.cuda_graph else "train.cuda_graph=true",
@@ -284,3 +282,12 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     yield point("cudnn.benchmark", job.train.cudnn_benchmark, seen, "train.cudnn_benchmark=true", obstacle)
     compiled = "takes about a minute at the first start"
     yield point("torch.compile", job.model.compile, compiled, "model.compile=true")
+
+
+def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
+    """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
+    return has_convolutions(model) and hasattr(job.model, "channels_last")
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    return any(parameter.dim() == 4 for parameter in model.parameters())

@@ -1,0 +1,286 @@
+"""The state that a run trains: how it is built, loaded and compiled, and how far it has come."""
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+from lockstep import checkpoint
+from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
+from lockstep.core import log
+from lockstep.core.errors import InputError
+from lockstep.core.model import infinite_buffers, own_parts
+from lockstep.core.plan import Plan
+from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.world import World
+from lockstep.losses import MaskedLoss
+from lockstep.models.nets import without_weights
+from lockstep.runtime.host import cores
+from lockstep.runtime.signals import StopRequest
+from lockstep.stochastic import ForwardDraws, key_draws
+from lockstep.telemetry.profile import peak_flops, training_flops
+from lockstep.telemetry.window import WindowState
+from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
+from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
+from lockstep.training.resolved_job import ResolvedJob
+
+# A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
+# in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
+SHAPES = 32
+TRIED = 3  # examples that the loss is tried on
+
+
+class EMA(AveragedModel):
+    """An exponential moving average of a model's parameters and buffers; the first update copies them.
+
+    The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`. With
+    `warmup`, the decay of update n is at most (1 + n) / (10 + n), as in TensorFlow, so that the first weights fade.
+
+    Only the update differs from torch's class: one kernel averages all floats, and one copies all counters. torch's
+    class collects the tensors again at each step. It also copies its counter to the device, which waits for the
+    device. And it averages buffers that are infinite, such as the bounds of a clamp that limits nothing, to NaN; here
+    they are copied.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None, warmup: bool = False) -> None:
+        super().__init__(model if copy is None else nn.Identity(), use_buffers=True)
+        if copy is not None:
+            self.module = copy
+        self.decay, self.warmup = decay, warmup
+        averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
+        self.averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self.copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for average, source in zip(averages, sources, strict=True):
+            is_averaged = source.is_floating_point() and not source.isinf().any()
+            for tensors, tensor in zip(self.averaged if is_averaged else self.copied, (average, source), strict=True):
+                tensors.append(tensor)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        step = int(self.n_averaged) + 1
+        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+        torch._foreach_lerp_(*self.averaged, 1 - decay if step > 1 else 1.0)
+        if self.copied[0]:  # torch refuses empty lists
+            torch._foreach_copy_(*self.copied)
+        self.n_averaged += 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """What one rank trains: the model with everything that holds its parameters.
+
+    Fields:
+        model: the raw module, which is evaluated and saved.
+        replica: the wrapped module, which is called in training.
+        infinite: the names of its buffers that are infinite by design.
+        draws: the random numbers of its forward passes, whose keys are inputs of the replica.
+        freezing: the layers that are frozen, and in which steps.
+        scaler: the scaler of the loss; disabled if the number format needs none.
+        ema: the average of the weights, if the job keeps one.
+        notes: sentences about random layers whose numbers depend on the ranks.
+        flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
+        peak: operations per second of all devices of the job; 0 if it is not known.
+    """
+
+    model: nn.Module
+    replica: nn.Module
+    infinite: frozenset[str] = frozenset()
+    draws: ForwardDraws
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    freezing: Freezing = field(default_factory=Freezing)
+    ema: AveragedModel | None = None
+    notes: list[str] = field(default_factory=list)
+    flops: float = 0.0
+    peak: float = 0.0
+
+    @property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Fields:
+        score: top-1 in percent of the evaluation after that step; None if there was no evaluation.
+        best, best_step: the best score so far, and its step.
+        window: the counts since the last log point, of the step that was saved last.
+    """
+
+    step: int = 0
+    score: float | None = None
+    best: float | None = None
+    best_step: int = 0
+    window: WindowState | None = None
+
+    @property
+    def after(self) -> float:
+        """`RunInfo.after`, which is behind the figures of this progress."""
+        return self.step if self.score is None else self.step + 0.5
+
+
+def without_start(job: ResolvedJob) -> ResolvedJob:
+    """The same job with random initial weights, for a job that takes its weights from a checkpoint."""
+    return replace(job, init_from=None, model=without_weights(job.model))
+
+
+def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[int], Tensor]) -> TrainState:
+    """The network of a job on its device, wrapped by its strategy. Collective.
+
+    Args:
+        images: `images(n)` are n training images (n, C, H, W), for a model that is initialised from data.
+
+    Raises:
+        InputError: the model cannot be built for the data or the batch, or the weights of `init_from` do not fit it.
+    """
+    precision, strategy = job.precision, job.strategy
+    shape = job.dataset.input_shape
+    model: nn.Module = job.model.build(job.dataset.classes, shape)
+    job.model.initialise(model, images)
+    infinite = infinite_buffers(model)
+    model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
+    start = job.init_from and checkpoint.load_start(model, Path(job.init_from), job.dataset.class_names)
+    frozen = frozen_names(model, job.train.freeze)
+    until = job.train.freeze_until
+    until = None if until is None else plan.in_steps("train.freeze_until", until)
+    peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
+    flops = training_flops(model, shape) if peak else 0.0
+    blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
+    blank = blank.to(memory_format=job.model.memory_format)
+    draws = key_draws(model, blank[:1], job.seed)
+    if until is None:
+        freeze_for_good(model, frozen)
+    average = copy.deepcopy(model) if job.train.ema is not None else None
+    inputs = draws.blank_inputs(blank)
+    freezing = Freezing.of(model, frozen, until)
+    check_single_examples(draws.keyed(model), inputs, plan, strategy, strategy.data_world(world).size, freezing)
+    replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
+    strategy.shard(model, world, precision, blank)
+    ema = None
+    if average is not None and job.train.ema is not None:
+        strategy.shard(average, world, precision, blank)
+        ema = EMA(model, job.train.ema, average, warmup=job.train.ema_warmup)
+    optimizer = strategy.build_optimizer(job.optimizer, model, world)
+    freezing = Freezing.of(model, frozen, until)  # of the parts of a rank, too
+    freezing.freeze_for(step=1)
+    return TrainState(
+        model=model,
+        replica=replica,
+        infinite=infinite,
+        draws=draws,
+        optimizer=optimizer,
+        freezing=freezing,
+        scaler=precision.scaler(world.device),
+        ema=ema,
+        notes=[*([f"init_from: {start}"] if start else []), *draws.notes],
+        flops=flops,
+        peak=peak if flops else 0.0,
+    )
+
+
+def build_and_load_state(
+    job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, images: Callable[[int], Tensor]
+) -> tuple[TrainState, LoadedCheckpoint | None]:
+    """The network of a run (see `build_state`), and its checkpoint, which is read while the model is built."""
+    with ThreadPoolExecutor(1) as reader:
+        loading = reader.submit(checkpoint.load_newest, run_dir, Path(job.resume) if job.resume is not None else None)
+        # A checkpoint replaces the initial weights, whose file may be gone by now.
+        start = without_start(job) if job.starts_trained and loading.result() is not None else job
+        return build_state(start, world, plan, images), loading.result()
+
+
+def restore(
+    job: ResolvedJob, state: TrainState, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+) -> tuple[Progress, str]:
+    """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
+    if loaded is None:
+        return Progress(), f"weights of {job.init_from}" if job.init_from else ""
+    checkpoint.check_fingerprint(checkpointer.fingerprint, loaded.path)
+    progress = checkpoint.restore(
+        loaded,
+        model=state.model,
+        ema=state.ema,
+        optimizer=state.optimizer,
+        scaler=state.scaler,
+    )
+    if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
+        progress |= {"best": None, "best_step": 0}
+    return Progress(**progress), str(relative(loaded.path))
+
+
+def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:
+    """The loss of a job on its device, for the `labels` of its training split, of which `skip` may be broken.
+
+    Raises:
+        InputError: the loss has parameters, which nothing would train, or does not give one number per example.
+    """
+    classes = job.dataset.classes
+    module = job.loss.build(classes, labels).to(world.device)
+    name = type(job.loss).__name__
+    if next(module.parameters(), None) is not None:
+        raise InputError(f"the loss {name} has parameters, which no optimizer trains; make them buffers or constants")
+    logits = torch.zeros((TRIED, classes), device=world.device, dtype=job.precision.sums)
+    targets = torch.arange(TRIED, device=world.device) % classes
+    if job.train.mixup or job.train.cutmix:
+        targets = torch.eye(classes, device=world.device)[targets].to(logits)
+    shape = tuple(module(logits, targets).shape)
+    if shape != (TRIED,):
+        raise InputError(
+            f"the loss {name} gives a tensor of shape {shape} for {TRIED} examples, expected ({TRIED},), a number "
+            'for each; a loss of torch.nn does so with reduction="none"'
+        )
+    return MaskedLoss(module, tolerates_broken=skip > 0)
+
+
+def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
+    """Whether a stop may interrupt a compilation.
+
+    Not with several ranks: each compiles at its own time, and all have to act on a stop at the same place.
+    """
+    return job.model.compile and world.size == 1
+
+
+def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRequest) -> None:
+    """Compile `model` in place, if the job asks for it, for each shape of batch when it first comes.
+
+    Dynamic shapes, which torch turns on at the second size, are off: kernels would depend on the batches before, and
+    a resumed run would round differently.
+    """
+    if not job.model.compile:
+        return
+    # Imported here, because they are slow. torch has no public hook for the start and end of a compilation.
+    from torch._dynamo import callback
+    from torch._dynamo import config as dynamo
+    from torch._inductor import config as inductor
+
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+        inductor.compile_threads = max(1, cores() // world.local_size)  # by default all cores, in each rank
+    dynamo.recompile_limit = max(dynamo.recompile_limit, SHAPES)
+    callback.callback_handler.clear()  # callbacks of an earlier run in this process
+    context, began, tells = ExitStack(), 0.0, world.is_main
+
+    def start(_: Any) -> None:
+        nonlocal began, tells
+        if tells:
+            log.say("compiling the model: the first batch of each shape takes about a minute, less the next time")
+        began, tells = time.monotonic(), False
+        context.enter_context(stop.interrupting(interrupts_compiling(job, world)))
+
+    def end(_: Any) -> None:
+        context.close()
+        log.logger.info("compiled in %.1f s", time.monotonic() - began)
+
+    callback.on_compile_start(start)
+    callback.on_compile_end(end)
+    model.compile(mode=job.model.compile_mode.replace("_", "-"), dynamic=False)
