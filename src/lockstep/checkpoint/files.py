@@ -146,21 +146,23 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 def whole_weights(path: Path) -> bool:
     """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
-    file = path / MODEL
     try:
         if (path / MANIFEST).exists():
             # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
-            return manifest(path)[MODEL] == sha256(file)
-        return bool(header(file)[0])
-    except (UnreadableFile, ValueError, SafetensorError):
+            return manifest(path)[MODEL] == sha256(path / MODEL)
+        return bool(header(path / MODEL)[0])
+    except (UnreadableFile, ValueError):
         return False
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of the tensors in a file of weights, and its metadata; raises UnreadableFile or SafetensorError."""
-    with opened(file, links=True), safe_open(file, framework="pt") as tensors:
-        shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        return shapes, tensors.metadata() or {}
+    """The shapes of the tensors in a file of weights, and its metadata. Raises UnreadableFile."""
+    try:
+        with opened(file, links=True), safe_open(file, framework="pt") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            return shapes, tensors.metadata() or {}
+    except SafetensorError as error:
+        raise UnreadableFile(file, f"cannot be read as safetensors ({error})") from error
 
 
 def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
@@ -43,7 +42,7 @@ def find_card(file: Path) -> ModelCard | None:
     """The card of a file of weights; None if it has none, like weights of other programs, or cannot be read."""
     try:
         _, metadata = header(file)
-    except (UnreadableFile, SafetensorError):  # loading the weights will raise the error
+    except UnreadableFile:  # loading the weights will raise the error
         return None
     return read_card(file) if METADATA_KEY in metadata else None
 
@@ -119,5 +118,3 @@ def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict
         return header(file)
     except UnreadableFile as error:
         raise InputError(f"{key}: {error}") from error
-    except SafetensorError as error:
-        raise InputError(f"{key}: {file} cannot be read as safetensors ({error})") from error
