@@ -65,7 +65,7 @@ def test_one_rank_resumes_to_the_bit_from_any_step(whole: Path, tmp_path: Path, 
 
 def test_a_run_all_in_bfloat16_resumes_to_the_bit(tmp_path: Path) -> None:
     # Of 32 pixels: on a map of a single one, some versions of oneDNN leave gradients of a strided convolution unset.
-    pure = (*NORMED, "dataset.size=32", "precision=bf16_pure", "optimizer=muon")
+    pure = (*NORMED, "dataset.size=32", "precision=bf16_pure", "optimizer=muon", "steps=3")
     reference = weights(train_here(tmp_path / "whole", *pure))
     run = train_here(tmp_path / "run", *pure, stop_at=2).path
     actual = weights(train_here(run, *pure))
@@ -104,12 +104,12 @@ def test_statistics_of_a_step_that_was_cut_are_taken_back(tmp_path: Path) -> Non
 
 
 def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None:
-    job = (*COMMON, "train.micro_batches=1", "train.eval_batch=20", "strategy=ddp")
-    gang(tmp_path / "gang", 3, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
+    job = (*COMMON, "steps=7", "train.micro_batches=1", "train.eval_batch=20", "strategy=ddp")
+    gang(tmp_path / "gang", 2, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
     (newest, *_) = checkpoint.candidates(tmp_path / "run" / "checkpoints")
     progress = checkpoint.read_facts(newest)["progress"]
     assert (progress["step"], progress["score"]) == (5, None)
-    gang(tmp_path / "again", 3, [Case(tmp_path / "run", job)])
+    gang(tmp_path / "again", 2, [Case(tmp_path / "run", job)])
     assert everything(tmp_path / "run") == everything(tmp_path / "whole")
     assert untimed(tmp_path / "run") == untimed(tmp_path / "whole")
 
@@ -169,7 +169,7 @@ def test_a_log_point_counts_the_steps_before_the_stop_too(rare: Path, tmp_path: 
 
 def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_order(tmp_path: Path) -> None:
     here, two = (*COMMON, "precision=fp64"), (*COMMON, "precision=fp64", "strategy=ddp")
-    paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic", "rare", "rare stopped")}
+    paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic")}
     gang(
         tmp_path / "gang",
         2,
@@ -177,13 +177,9 @@ def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_orde
             Case(paths["whole"], two),
             Case(paths["stopped"], two, stop_at=3),
             Case(paths["elastic"], two, stop_at=6),
-            Case(paths["rare"], (*two, "telemetry.interval=4")),
-            Case(paths["rare stopped"], (*two, "telemetry.interval=4"), stop_at=5),
         ],
     )
-    again = [Case(paths["stopped"], two), Case(paths["rare stopped"], (*two, "telemetry.interval=4"))]
-    gang(tmp_path / "again", 2, again)
-    assert losses(paths["rare stopped"]) == losses(paths["rare"])
+    gang(tmp_path / "again", 2, [Case(paths["stopped"], two)])
     assert everything(paths["stopped"]) == everything(paths["whole"])
     assert losses(paths["stopped"]) == losses(paths["whole"])
     train_here(paths["elastic"], *here)

@@ -507,9 +507,7 @@ def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) 
         assert steps_left(run) == [step]
 
 
-@pytest.mark.parametrize("best_of", [1, 5])
-@pytest.mark.parametrize("keep_best", [0, 1])
-@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize(("keep", "keep_best", "best_of"), [(1, 0, 1), (1, 1, 5), (3, 1, 5), (3, 1, 1)])
 def test_a_run_never_takes_more_than_its_bound(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, keep: int, keep_best: int, best_of: int
 ) -> None:
