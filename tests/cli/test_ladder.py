@@ -85,7 +85,10 @@ def test_a_ladder_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(tmp_path: Path) -> None:
+def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "running", running_fork)
     with pytest.raises(InputError, match="batch norm of this model"):
         climb(f"output_root={tmp_path}", "model=whitenet", "dataset.size=9", "dataset.examples=65")
 
@@ -125,7 +128,7 @@ def test_the_rungs_are_those_that_change_something(monkeypatch: pytest.MonkeyPat
         return [rung.name for rung in rungs(resolved(*words, "device=cpu"), 2, ())]
 
     monkeypatch.setattr(module.host, "has_bfloat16", lambda: True)
-    plain, normed = names("model=linear"), names("model=resnet18", "dataset=fake", "dataset.channels=3")
+    plain, normed = names("model=linear"), names("model=whitenet", "dataset.input_size=12")
     assert "DDP, mixed precision" in plain
     assert "DDP, own batch norm" not in plain
     assert "DDP, own batch norm" in normed
