@@ -32,7 +32,7 @@ def job(*_):
     if sys.argv[1:] != ["seed=0"]:
         raise ERROR
     return 1.0
-run.run_job = job
+run.launch_job = job
 sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
 main.main()
 """

@@ -52,13 +52,15 @@ def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     if not (is_submitted() or is_launched()) and decide().launcher.get("_target_") == SLURM:
         _submit(decide(), invocation, lock)
         return None
-    objective = _lead(decide, invocation, lock) if is_launched() else _run(decide, invocation, lock)
+    objective = launch_job(decide, invocation, lock)
     forgive_output()  # train.log has the lines of the run
     return objective
 
 
-def _run(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Run a job that this command starts; one of a sweep that goes on alone has its record there."""
+def launch_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
+    """Run a job here; one of a sweep that goes on alone has its record there."""
+    if is_launched():
+        return _lead(decide, invocation, lock)
     agent = decide().has_several_machines
     run = partial(_run_agent, decide(), invocation) if agent else partial(_lead, decide, invocation, lock)
     folder = None if invocation.sweep else decide().folder
