@@ -118,7 +118,7 @@ def test_hydra_full_error_shows_where_a_rank_met_the_broken_image(tmp_path: Path
     words = (*PICTURES, "loader=resident", "launcher=spawn", "launcher.ranks=2", *where)
     done = train(*words, HYDRA_FULL_ERROR="1")
     assert done.code == 2
-    assert "splits.py" in done.err, "the frame that decodes, in a rank's own traceback"
+    assert "datasets/files.py" in done.err, "the frame that decodes, in a rank's own traceback"
 
 
 @pytest.fixture(scope="module")
