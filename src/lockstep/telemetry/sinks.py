@@ -24,7 +24,7 @@ from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
 
 
-class _TextSink(Observer):
+class TextFile(Observer):
     """The base class of `JsonLines` and `CsvTable`: a text file whose errors name its path."""
 
     path: Path
@@ -42,7 +42,7 @@ class _TextSink(Observer):
         self.close()
 
 
-class JsonLines(_TextSink):
+class JsonLines(TextFile):
     """One JSON object per write: `step`, `time` (Unix seconds) and the scalars; values that are not finite are null.
 
     `after` is where the run resumes from, `RunInfo.after`.
@@ -107,7 +107,7 @@ COLUMNS = {
 }
 
 
-class CsvTable(_TextSink):
+class CsvTable(TextFile):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes.
@@ -140,21 +140,15 @@ class PredictionsFile(Observer):
         predictions.write(self.path)
 
 
-class Samples:
+class Samples(JsonLines):
     """Records which examples a rank trained on, with a hash of the image that the network got.
 
     Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch.
     """
 
-    def __init__(self, sink: JsonLines) -> None:
-        self.sink = sink
-
     def record(self, micro: MicroBatch, images: Tensor) -> None:
         for index, digest in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
-            self.sink.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
-
-    def close(self) -> None:
-        self.sink.close()
+            self.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
 
 
 class NullSamples(Samples):

@@ -17,13 +17,10 @@ class Stragglers:
 
     A rank's busy time in a step goes from requesting its shard to the end of the last forward pass. Until then no
     rank waits for another one; in backward all do. (With synchronised batch norm they wait in the forward pass
-    already, so only slow data can be found.) Times are those of the host.
-
-    The stages of a pipeline wait for each other in the forward pass by design: their times are not `comparable`.
+    already, so only slow data can be found; the stages of a pipeline wait there by design, and are not `comparable`.)
 
     A rank is slow if, in all but one of `STEPS` steps, it is busy longer than the median of the others, by `SHARE` of
-    a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only, so a
-    step costs the same on any number of them.
+    a whole step and by `FLOOR_S` seconds. It is named once. The ranks compare their times at log points only.
     """
 
     def __init__(self, world: World, *, comparable: bool = True) -> None:

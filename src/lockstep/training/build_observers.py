@@ -153,5 +153,5 @@ def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress
     ranks = itertools.count(world.rank, world.size)
     files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
     for path in files[1:]:
-        sinks.JsonLines(path, progress.step).close()
-    return Samples(sinks.JsonLines(run_dir.rank_samples(world.rank), progress.step))
+        Samples(path, progress.step).close()
+    return Samples(run_dir.rank_samples(world.rank), progress.step)
