@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
 from lockstep.core.run_dir import RunDir
 from lockstep.job.validate import check_packages
-from lockstep.telemetry.loggers import NO_MLFLOW, MLflow, WandB, accepted
+from lockstep.telemetry.loggers import MLflow, WandB
 from processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of the libraries that the trackers use
@@ -78,10 +78,6 @@ def test_wandb_takes_every_name_and_keeps_them_apart(tmp_path: Path) -> None:
 
     wait_for(figures)  # a process of W&B writes them, which lags on a busy machine
     assert sorted(figures()) == [float(number) for number in range(len(NAMES))]
-
-
-def test_two_names_stay_two_whatever_is_left_out() -> None:
-    assert len({accepted(name, NO_MLFLOW) for name in NAMES}) == len(NAMES)
 
 
 def test_a_run_in_a_folder_that_was_removed_is_a_new_one_and_a_resumed_one_is_not(tmp_path: Path) -> None:

@@ -207,8 +207,7 @@ def _name(names: Sequence[str], label: int) -> str:
 
 def _fitting(text: str, width: int) -> str:
     """A text in one line, cut where the picture has no room for more."""
-    text, most = " ".join(text.split()), width // 6
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return cut(" ".join(text.split()), width // 6)
 
 
 def _png(page: Image.Image) -> bytes:
