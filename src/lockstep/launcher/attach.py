@@ -144,11 +144,7 @@ def _shared_attempt(store: TCPStore) -> str:
 
 
 def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
-    """Tell the other ranks of an attempt who this rank is.
-
-    Raises:
-        InputError: another process has the RANK of this one.
-    """
+    """Tell the other ranks of an attempt who this rank is, and refuse a RANK that another process has."""
     place, key = launched_place(), ARRIVED.format(attempt, launched_place().rank)
     own = [addresses.machine(), os.getpid(), place.size, [*words]]
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
@@ -161,12 +157,7 @@ def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
 
 
 def _check_arrivals(store: TCPStore, attempt: str) -> None:
-    """Wait until all ranks are there, and check that they are ranks of this job. Only main calls it.
-
-    Raises:
-        InputError: a rank was started with another WORLD_SIZE, or by another command.
-        RankFailed: a rank is missing.
-    """
+    """Wait until all ranks are there, and refuse ranks of another job. Only main calls it."""
     _, _, size, words = _arrival(store, attempt, 0)
     for rank in range(1, size):
         _, _, its_size, its_words = _arrival(store, attempt, rank)

@@ -30,7 +30,6 @@ MONITOR_S = 0.1  # how often the agent looks at its ranks
 
 
 def _is_node_range(value: Any) -> bool:
-    """Whether a value is a number of machines, or the smallest and the largest number."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         return False
     match = re.fullmatch(r"(\d{1,4})(?::(\d{1,4}))?", str(value))
@@ -38,7 +37,7 @@ def _is_node_range(value: Any) -> bool:
 
 
 def _is_host_and_port(value: Any) -> bool:
-    """Whether a value is `host:port`. An IPv6 address is written in brackets."""
+    # An IPv6 address is written in brackets.
     match = re.fullmatch(r"([\w.-]{1,253}|\[[\da-fA-F:.%\w]{2,60}\]):(\d{1,5})", str(value))
     return match is not None and 1 <= int(match[2]) <= 65_535
 
@@ -188,11 +187,7 @@ class Elastic(Spawn):
             )
 
     def _meeting(self) -> tuple[str, int]:
-        """The host and port where the machines meet.
-
-        Raises:
-            InputError: nothing says where, or this machine has a number that is too large.
-        """
+        """The host and port where the machines meet."""
         if self.rendezvous is None:
             raise InputError(
                 f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "
