@@ -126,6 +126,14 @@ def ended(process: Process) -> tuple[int, str]:
     return process.returncode, err
 
 
+def stopped(process: Process, number: int = signal.SIGTERM) -> str:
+    """Stop a job by a signal, and check its exit code; returns its standard error, which has no traceback."""
+    process.send_signal(number)
+    code, err = ended(process)
+    assert (code, "Traceback" in err) == (75, False), err
+    return err
+
+
 def steps_done(folder: Path) -> int:
     """The last step in a run's log."""
     return records(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and records(folder) else 0

@@ -29,6 +29,7 @@ from processes import (
     send,
     start,
     steps_done,
+    stopped,
     summary,
     wait_for,
 )
@@ -151,11 +152,7 @@ def test_a_stop_before_the_first_step_costs_nothing(tmp_path: Path, launcher: tu
     wait_for(lambda: ranks(folder, process) if launcher != INLINE else (folder / "config.yaml").exists())
     process.send_signal(signal.SIGTERM)
     time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
-    code, err = ended(process)
-    assert code == 75, err
-    assert "stopped before" in err
-    assert "Traceback" not in err
+    assert "stopped before" in stopped(process)
     assert not processes(folder)
     if launcher == INLINE:
         again = train(f"hydra.run.dir={folder}", "steps=2", f"output_root={tmp_path}")
