@@ -333,6 +333,6 @@ def test_a_kill_never_leaves_the_config_of_one_command_beside_the_overrides_of_a
         write_atomic(path, text)
         beside.append(run.composed.exists() and run.composed.read_text() != run.overrides.read_text())
 
-    monkeypatch.setattr("lockstep.job.create.write_atomic", write)
+    monkeypatch.setattr("lockstep.job.run_folder.write_atomic", write)
     Preparation.write(run, {run.config: "new", run.overrides: "new", run.composed: "new"})
     assert beside == [False] * 3
