@@ -110,10 +110,10 @@ training/train_state.py: the decay of the average is not warmed up [optim]
 training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
 - cores = evidence.cores / evidence.world.local_size
 + cores = evidence.cores
-sweep/halving.py: an evaluation at the very end of a round is not one of it [ledger]
+sweep/search.py: an evaluation at the very end of a round is not one of it [ledger]
 - if done >= share:
 + if done > share:
-sweep/halving.py: the last score of a round counts instead of the best one [ledger]
+sweep/search.py: the last score of a round counts instead of the best one [ledger]
 - return max(values, key=direction.gain)
 + return values[-1]
 sweep/pool.py: a sweep that is stopped starts the jobs that waited [ledger]

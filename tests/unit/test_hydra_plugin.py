@@ -12,15 +12,15 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigLoadError
 
 from helpers import ROOT, command, composed
-from hydra_plugins.lockstep.named_options import TimmModels
+from hydra_plugins.lockstep.named_options import NamedOptions
 from lockstep.config import components
 from lockstep.config.options import is_timm_model, timm_models
 from lockstep.models import Timm
 
 
 @pytest.fixture
-def source() -> TimmModels:
-    return TimmModels(provider="timm", path="timm://")
+def source() -> NamedOptions:
+    return NamedOptions(provider="lockstep", path="lockstep://")
 
 
 @pytest.mark.parametrize("words", ["model=resnet50d", "model=resnet50d.ra2_in1k", "model=timm model.name=resnet50d"])
@@ -40,16 +40,15 @@ def test_files_and_names_are_listed_together_for_completion() -> None:
     assert len(options) == len(set(options))
 
 
-def test_the_source_lists_names_for_the_model_group_only(source: TimmModels) -> None:
+def test_the_source_lists_names_for_the_model_group_only(source: NamedOptions) -> None:
     assert "resnet50d" in source.list("model", ObjectType.CONFIG)
     assert source.list("model", ObjectType.GROUP) == []
-    assert source.list("", ObjectType.GROUP) == ["model"]
-    assert source.list("dataset", None) == []
+    assert source.list("dataset", None) == source.list("nosuch", None) == []
     assert source.is_group("model")
-    assert not source.is_group("dataset")
+    assert not source.is_group("nosuch")
 
 
-def test_the_source_answers_for_models_only(source: TimmModels) -> None:
+def test_the_source_answers_for_models_only(source: NamedOptions) -> None:
     assert source.is_config("model/resnet50d")
     assert source.is_config("model/resnet50d.yaml")
     assert not source.is_config("dataset/resnet50d")

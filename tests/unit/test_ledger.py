@@ -31,12 +31,12 @@ from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.host import CORES, VISIBLE
 from lockstep.runtime.signals import RUNG_END
-from lockstep.sweep import halving
+from lockstep.sweep import search
 from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import alone_in, choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.record import Direction, Record, best_of, checked_direction, seeds_together, swept_keys
+from lockstep.sweep.record import Direction, Record, checked_direction, seeds_together
 from lockstep.sweep.runs import read_jobs
 from lockstep.sweep.view import SweepView, progress_of
 
@@ -489,18 +489,6 @@ def test_a_sweep_is_its_base_config_and_the_keys_that_it_varies() -> None:
     assert ONE.difference(dataclasses.replace(ONE, swept=())) == "it sweeps seed, and this line nothing"
 
 
-def test_the_table_puts_seeds_together_and_names_the_best() -> None:
-    scores = [90.0, 92.0, 80.0, None]
-    records = [
-        job(number, f"lr={lr}", f"seed={seed}", "batch=8", objective=scores[number])
-        for number, (lr, seed) in enumerate([(1, 1), (1, 2), (2, 1), (2, 2)])
-    ]
-    assert swept_keys(record.overrides for record in records) == ("lr", "seed")
-    assert seeds_together(records, ("lr", "seed"), Direction.maximize) == ["lr=1: 91.00 ± 1.41 over 2 seeds"]
-    assert best_of(records, Direction.maximize) == records[1]
-    assert best_of([records[3]], Direction.maximize) is None
-
-
 def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -528,7 +516,7 @@ def halve(ledger: Ledger, records: Sequence[Record], factor: int, run: Any = lam
     """Halve jobs in a pool that runs them so."""
     tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in records}
     pool: Any = SimpleNamespace(ledger=ledger, view=SHOWN, run=run)
-    halving.halve(pool, records, tasks, factor)
+    search.halve(pool, records, tasks, factor)
 
 
 def jobs_of_rates(ledger: Ledger, number: int) -> list[Record]:
@@ -562,7 +550,7 @@ def test_the_score_of_a_round_is_the_best_one_until_its_end(
 ) -> None:
     ledger = Ledger(tmp_path)
     evaluated(ledger, job(0), 2.0, 5.0, 1.0, averaged=averaged)
-    assert [halving.score_at(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
+    assert [search.score_at(ledger, job(0), share, direction) for share in (0.25, 0.5, 0.75, 1.0)] == expected
 
 
 @pytest.mark.parametrize(("jobs", "factor", "pruned"), [(3, 2, [0]), (5, 2, [0, 1, 2]), (7, 3, [0, 1, 2, 3])])
@@ -743,7 +731,7 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
         ran.clear()
         records = jobs_of_rates(ledger, 8)
         tasks = {record.number: Task(record, Needs(), lambda: None, ()) for record in to_run(records, retry=retry)}
-        halving.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
+        search.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
     with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; the same line goes on"):
@@ -844,3 +832,26 @@ def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path:
         choose_folder(line(tmp_path, f"hydra.sweep.dir={folders[0]}", "seed=0", "sweep.resume=new"))
     with pytest.raises(InputError, match="has another sweep"):
         choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=7"))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["sweep.resume=latest"], "sweep.resume=latest: no sweep has been started in"),
+        (["sweep.resume=/nowhere"], "sweep.resume: /nowhere is no folder of a sweep"),
+        (
+            ["sweep.objectives=[speed]"],
+            "sweep.objectives is [speed], expected some of score, seconds, megabytes, kwh",
+        ),
+        (["hydra/launcher=basic", "sweep.objectives=[score,seconds]"], "which hydra/launcher=pool does; use"),
+        (["hydra/launcher=basic", "sweep.gpu_share=true"], "sweep.gpu_share is true, which hydra/launcher=pool does"),
+        (["hydra/launcher=basic", "sweep.halving=2"], "sweep.halving is 2, which hydra/launcher=pool does"),
+        (["hydra.launcher.cores=1"], "hydra.launcher.cores=1 has no effect: launcher.ranks and"),
+        (["sweep.halving=2", "logger=[tensorboard]"], "sweep.halving=2 needs metrics.jsonl of each job, and logger="),
+        (["sweep.objectives=[score,seconds]", "logger=[]"], "sweep.objectives=seconds needs metrics.jsonl of each"),
+    ],
+    ids=str,
+)
+def test_what_a_sweep_cannot_go_on_with_is_refused(tmp_path: Path, words: list[str], sentence: str) -> None:
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        choose_folder(line(tmp_path, *words))

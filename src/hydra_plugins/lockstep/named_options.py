@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -18,96 +17,61 @@ from lockstep.config.schema import GROUPS, MANY
 
 
 class NamedOptions(ConfigSource):
-    """A source of configs for `GROUP/NAME` in some groups."""
+    """Configs for `GROUP/NAME`: the classes that extensions declare, with their defaults, and all models of timm."""
 
-    groups: tuple[str, ...]
-
-    @abstractmethod
-    def names(self, group: str) -> tuple[str, ...]:
-        """The names of a group's options."""
-
-    @abstractmethod
-    def node(self, group: str, name: str) -> dict[str, Any]:
-        """The config of an option."""
-
-    def has(self, group: str, name: str) -> bool:
-        return name in self.names(group)
+    @staticmethod
+    def scheme() -> str:
+        return "lockstep"
 
     def available(self) -> bool:
         return True
 
     def is_group(self, config_path: str) -> bool:
-        return config_path.strip("/") in ("", *self.groups)
+        return config_path.strip("/") in ("", *GROUPS)
 
     def is_config(self, config_path: str) -> bool:
-        group, name = _split(config_path)
-        return group in self.groups and self.has(group, name)
+        return _node(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
         group = config_path.strip("/")
         if group == "":
-            return [] if results_filter == ObjectType.CONFIG else [*self.groups]
-        return [*self.names(group)] if group in self.groups and results_filter != ObjectType.GROUP else []
+            return [] if results_filter == ObjectType.CONFIG else [*GROUPS]
+        if group not in GROUPS or results_filter == ObjectType.GROUP:
+            return []
+        return [*_declared(group), *(timm_models() if group == "model" else ())]
 
     def load_config(self, config_path: str) -> ConfigResult:
-        if not self.is_config(config_path):
+        if (node := _node(config_path)) is None:
             raise ConfigLoadError(f"Config not found: {config_path}")
-        node = OmegaConf.create(self.node(*_split(config_path)))
-        return ConfigResult(provider=self.provider, path=f"{self.scheme()}://", config=node, header={"package": None})
+        config = OmegaConf.create(node)
+        return ConfigResult(
+            provider=self.provider, path=f"{self.scheme()}://", config=config, header={"package": None}
+        )
 
 
-class TimmModels(NamedOptions):
-    """All timm models: `conf/model/timm.yaml` with the model's name in it."""
-
-    groups = ("model",)
-
-    @staticmethod
-    def scheme() -> str:
-        return "timm"
-
-    def names(self, group: str) -> tuple[str, ...]:
-        return timm_models()
-
-    def has(self, group: str, name: str) -> bool:
-        return is_timm_model(name)
-
-    def node(self, group: str, name: str) -> dict[str, Any]:
-        return {"defaults": ["timm", "_self_"], "name": name}
+def _declared(group: str) -> dict[str, type[Any]]:
+    """The classes that extensions declare for a group, by the names of their options."""
+    for extension in extensions.active():
+        extension.load()
+    return options.declared(group) if extensions.active() else {}
 
 
-class DeclaredOptions(NamedOptions):
-    """The classes that extensions declare, each with its defaults."""
-
-    groups = tuple(GROUPS)
-
-    @staticmethod
-    def scheme() -> str:
-        return "declared"
-
-    def names(self, group: str) -> tuple[str, ...]:
-        for extension in extensions.active():
-            extension.load()
-        return tuple(name for name in options.declared(group) if not options.is_own(group, name))
-
-    def node(self, group: str, name: str) -> dict[str, Any]:
-        default = options.default_node(options.declared(group)[name])
+def _node(config_path: str) -> dict[str, Any] | None:
+    """The config of an option: for a model of timm, `conf/model/timm.yaml` with its name."""
+    group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
+    if group in GROUPS and (cls := _declared(group).get(name)) is not None:
+        default = options.default_node(cls)
         return {name: default} if group in MANY else default
+    return {"defaults": ["timm", "_self_"], "name": name} if group == "model" and is_timm_model(name) else None
 
 
 class LockstepSearchPath(SearchPathPlugin):
-    """Adds these options and the config files of extensions after our own files, which win; for Lockstep alone."""
+    """Adds the config files of extensions and these options after our own files, which win; for Lockstep alone."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         if not is_own():
             return
-        search_path.append(provider="timm", path="timm://")
         for extension in extensions.active():
             if extension.conf is not None:
                 search_path.append(provider=f"{EXTENSION} {extension.package}", path=f"file://{extension.conf}")
-        if extensions.active():
-            search_path.append(provider="declared", path="declared://")
-
-
-def _split(config_path: str) -> tuple[str, str]:
-    group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
-    return group, name
+        search_path.append(provider="lockstep", path="lockstep://")

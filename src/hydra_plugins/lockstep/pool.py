@@ -113,7 +113,7 @@ class PoolLauncher(Launcher, Callback):
     def _launch(self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int) -> list[Record]:
         """Run the jobs that are not done yet; returns the records of all."""
         configure_native_threads()  # jobs are forked from this process, which imports torch once for all
-        from lockstep.sweep import halving
+        from lockstep.sweep.search import halve
         from lockstep.sweep.view import SweepView
 
         self.devices = self._devices()
@@ -133,7 +133,7 @@ class PoolLauncher(Launcher, Callback):
             with view:
                 pool = self._pool(ledger, self.devices, view)
                 if self.halving is not None:
-                    halving.halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
+                    halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
                     pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view))
                 else:
