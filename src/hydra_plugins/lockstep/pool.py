@@ -153,18 +153,17 @@ class PoolLauncher(Launcher, Callback):
         """
         from lockstep.sweep.pool import Task, to_run
 
-        program, configs, needs = command_of_program(), [], []
+        program, planned = command_of_program(), []
         if len(job_overrides) >= MANY:
             log.show(f"checking the configs of {len(job_overrides):,} jobs")
         for number, words in enumerate(job_overrides, first):
             try:
-                config, need = self._planned(words)
+                planned.append(self._planned(words))
             except InputError as error:
                 shown = " ".join(_varied(ledger, job_overrides)[number - first])
                 lines = str(error).split("\n")
                 raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
-            configs.append(config)
-            needs.append(need)
+        needs = [need for _, need in planned]
         if self.halving and (jobs := len({*map(self.identify, job_overrides)})) < self.halving:
             raise InputError(
                 f"sweep.halving={self.halving} keeps the best one of {self.halving} jobs, and this line has {jobs}; "
@@ -179,7 +178,7 @@ class PoolLauncher(Launcher, Callback):
         records = [_settled(ledger, record) for record in self._recorded(ledger, job_overrides)]
         chosen = {record.number for record in to_run(records, retry=self.retry)}
         tasks = []
-        for record, need, config, words in zip(records, needs, configs, job_overrides, strict=True):
+        for record, (config, need), words in zip(records, planned, job_overrides, strict=True):
             if record.number not in chosen:
                 continue
             chosen.remove(record.number)  # the line may have a job twice
