@@ -88,7 +88,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
     """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
-    run, named = _run_to_continue(values, invocation), invocation.folder
+    (run, start), named = _named(values, invocation), invocation.folder
     if run is not None and named is not None and named.resolve() != run:
         raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; leave out one of them")
     if values["resume"] is not None and values["init_from"] is not None:
@@ -103,8 +103,8 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         may_fetch = data_root in (None, values["data_root"])
         # Somebody else may have written the run folder, so only the present command may name another output folder.
         values = {**own, "output_root": values["output_root"]}
-    # What a run was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
-    start = _named_checkpoint(values) if run is None else components.load(RunDir(run).config).get("resume")
+        # What it was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
+        start = components.load(RunDir(run).config).get("resume")
     return Resume(
         composed=values,
         values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
@@ -141,36 +141,26 @@ def refuse_in_sweep(named: str | None) -> None:
         raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
 
 
-def _run_to_continue(values: Mapping[str, Any], invocation: Invocation) -> Path | None:
-    """The run folder that `resume=` names; None if it names a checkpoint or nothing."""
+def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | None, str | None]:
+    """The run folder that `resume=` names, or else the checkpoint; None for what it does not name."""
     if values["resume"] is None:
-        return None
+        return None, None
     for problem in problems(Job, {key: values[key] for key in ("resume", "output_root")}):
         raise InputError(problem)
     if invocation.sweep:
         refuse_in_sweep(values["resume"])
-    if _named_checkpoint(values) is not None:
-        return None
-    if RunDir(path := _named_folder(values)).overrides.is_file():
-        return path.resolve()
+    try:
+        path = pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
+    except InputError as error:
+        raise InputError(f"{error}{'' if str(error).endswith('?') else ' with resume=PATH'}") from error
+    if (path / MANIFEST).is_file():
+        return None, str(path.absolute())
+    if RunDir(path).overrides.is_file():
+        return path.resolve(), None
     raise InputError(
         f"resume: {path} is neither a run folder nor a checkpoint; name one with resume=PATH, or the newest run with "
         "resume=latest"
     )
-
-
-def _named_folder(values: Mapping[str, Any]) -> Path:
-    """The folder that `resume=` names, of a run or of a checkpoint."""
-    try:
-        return pointed(Path(values["resume"]).expanduser(), Path(values["output_root"]), f"resume={values['resume']}")
-    except InputError as error:
-        raise InputError(f"{error}{'' if str(error).endswith('?') else ' with resume=PATH'}") from error
-
-
-def _named_checkpoint(values: Mapping[str, Any]) -> str | None:
-    """The checkpoint that `resume=` names; None if it names nothing, or a run folder, which the job continues."""
-    path = None if values["resume"] is None else _named_folder(values).absolute()
-    return str(path) if path is not None and (path / MANIFEST).is_file() else None
 
 
 def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, Any], tuple[str, ...]]:
