@@ -39,19 +39,12 @@ class Component(Protocol):
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on a value that is not null; in a list, on each item.
+    """A condition on a value that is not null; in a list, on each item."""
 
-    Fields:
-        expected: says which values fit.
-        fits: whether a value fits.
-        short: the same in a few words, explained in docs/configuration.md.
-        values: all values that fit, if they are a few.
-    """
-
-    expected: str
+    expected: str  # says which values fit
     fits: Callable[[Any], bool]
-    short: str = ""
-    values: tuple[Any, ...] = ()
+    short: str = ""  # says it in a few words, which docs/configuration.md explains
+    values: tuple[Any, ...] = ()  # all that fit, if they are a few
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +108,8 @@ def ranged(
     high: Any = most if below is None else below
     assert None not in (low, high), "a range has two ends"
     sample = default[0] if isinstance(default, list) else low if default is None or default in words else default
-    whole, is_open = isinstance(sample, int), (above is not None, below is not None)
-    rule = Number(low=low, high=high, low_open=is_open[0], high_open=is_open[1], words=words, whole=whole)
+    whole, low_open, high_open = isinstance(sample, int), above is not None, below is not None
+    rule = Number(low=low, high=high, low_open=low_open, high_open=high_open, words=words, whole=whole)
     return ruled(default, rule)
 
 
