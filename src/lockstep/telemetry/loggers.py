@@ -210,10 +210,8 @@ class MLflow(Tracker):
     def build(self, run: RunInfo) -> Observer:
         from mlflow.exceptions import MlflowException
 
-        store, root = "" if self.folder else self.setting("folder"), Path(run.config["output_root"])
-        folder = root if store else Path(self.folder or root / "mlflow").expanduser().absolute()
         try:
-            return MLflowRun(self.setting("experiment", PROJECT), folder, store, run)
+            return MLflowRun(self, run)
         except MlflowException as error:
             raise InputError(
                 f"logger.mlflow: MLflow cannot begin the run ({error}); check logger.mlflow.* and MLFLOW_TRACKING_URI"
@@ -223,10 +221,13 @@ class MLflow(Tracker):
 class MLflowRun(Observer):
     """The run at MLflow. Every figure is written once, however often the run is killed and resumed."""
 
-    def __init__(self, experiment: str, folder: Path, store: str, run: RunInfo) -> None:
+    def __init__(self, logger: MLflow, run: RunInfo) -> None:
         from filelock import FileLock
         from mlflow import MlflowClient
 
+        experiment, root = logger.setting("experiment", PROJECT), Path(run.config["output_root"])
+        store = "" if logger.folder else logger.setting("folder")
+        folder = root if store else Path(logger.folder or root / "mlflow").expanduser().absolute()
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -91,23 +91,18 @@ class Telemetry:
         self.observer.flush()
         self._count()
         gathered = self.world.gather_to_main([tally.state() for tally in self.tallies])
-        epoch = self.epoch
+        number, epoch = self.plan.epoch(self.epoch.first), self.epoch
         return {
             "flushed": self.window.first - 1,
             # Those of the previous epoch come first, so that each rank gets its own when `_restore` deals them out.
             "trails": [state for states in itertools.zip_longest(*gathered) for state in states if state],
-            "epoch": {
-                "number": self.plan.epoch(epoch.first),
-                "loss": epoch.loss,
-                "hits": epoch.hits,
-                "examples": epoch.examples,
-            },
+            "epoch": {"number": number, "loss": epoch.loss, "hits": epoch.hits, "examples": epoch.examples},
         }
 
     def _restore(self, state: WindowState) -> None:
         """Continue a window: each rank takes its own tallies; another number of ranks deals them out."""
-        number = state["epoch"]["number"]
-        tallies = []
+        of_epoch, tallies = state["epoch"], []
+        number = of_epoch["number"]
         for trail in state["trails"]:
             steps = trail["steps"]
             tallies.append(Tally(self.plan.epoch(steps[-1]) if steps else number, self.world.device))
@@ -116,10 +111,10 @@ class Telemetry:
         self.window = Span(first=state["flushed"] + 1, carried=sum(count for _, count in examples))
         self.epoch = Span(
             first=number * self.plan.steps_per_epoch + 1,
-            carried=state["epoch"]["examples"] + sum(count for epoch, count in examples if epoch == number),
-            loss=state["epoch"]["loss"],
-            hits=state["epoch"]["hits"],
-            examples=state["epoch"]["examples"],
+            carried=of_epoch["examples"] + sum(count for epoch, count in examples if epoch == number),
+            loss=of_epoch["loss"],
+            hits=of_epoch["hits"],
+            examples=of_epoch["examples"],
         )
         self.tallies = tallies[self.world.rank :: self.world.size]
         if not self.tallies or self.tallies[-1].epoch != number:
