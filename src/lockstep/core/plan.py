@@ -54,9 +54,15 @@ class Plan:
         """The steps of an epoch. The last global batch of an epoch may be short; it counts as a full step."""
         return math.ceil(self.examples / self.batch)
 
+    @functools.cached_property
+    def periods(
+        self,
+    ) -> dict[Event, int]:  # a dictionary, because `getattr` is a call, and each step asks three times
+        return {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}
+
     def due(self, event: Event, step: int) -> bool:
         """Whether `event` falls on `step`. Everything falls on the last step."""
-        return step == self.total_steps or step % getattr(self, f"{event}_every") == 0
+        return step == self.total_steps or step % self.periods[event] == 0
 
     def in_steps(self, key: str, value: int | str) -> int:
         """The duration `value` of the config key `key`, in steps of this run. Raises InputError."""
