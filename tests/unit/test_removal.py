@@ -111,6 +111,7 @@ def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best:
     for record, objective in zip(
         ledger.enter([(["a"], "seed=1"), (["b"], "b")]), (2.0, 3.0 - 2 * is_best), strict=True
     ):
+        (ledger.folder / record.folder).mkdir(exist_ok=True)  # a job without a folder waits again
         ledger.end(record, State.done, objective=objective)
     assert bool(cleaned(run, everything=True)) == is_best
     assert ledger.best == (run.path.name if is_best else "001-b")
