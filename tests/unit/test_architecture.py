@@ -162,13 +162,44 @@ def test_an_init_has_no_code() -> None:
             assert all(isinstance(node, plain) for node in tree.body), path
 
 
-def test_the_tour_of_the_source_names_eleven_files_that_there_are() -> None:
-    tour = (
-        (ROOT / "CONTRIBUTING.md").read_text().partition("## From the command to the step")[2].partition("\n## ")[0]
-    )
-    files = re.findall(r"^\d+\. `([^`]+)`", tour, re.MULTILINE)
-    assert len(files) == 11
-    assert not [file for file in files if not (ROOT / file).is_file()]
+# Prints the files of ours that are on the stack where the default job is checked, its parts are built and it steps.
+TRACE = """
+import os, runpy, sys
+source, root, *landmarks = sys.argv[1:]
+way = {}
+
+def called(frame, event, argument):
+    place = f"{frame.f_code.co_filename.removeprefix(source)}:{frame.f_code.co_name}"
+    if event != "call" or place not in landmarks:
+        return
+    landmarks.remove(place)
+    stack = []
+    while frame is not None:
+        stack.append(frame.f_code.co_filename)
+        frame = frame.f_back
+    way.update(dict.fromkeys(file for file in reversed(stack) if file.startswith(source)))
+    if not landmarks:
+        print(*way, sep="\\n", flush=True)
+        os._exit(0)
+
+sys.argv = ["train.py", "logger=jsonl", f"output_root={root}"]
+sys.setprofile(called)
+runpy.run_path("train.py", run_name="__main__")
+"""
+LANDMARKS = (
+    *("job/create.py:create_run", "config/components.py:build_job", "job/resolve.py:resolve"),
+    *("job/validate.py:check_job", "training/build_data.py:build_data", "training/train_state.py:build_state"),
+    "training/train_step.py:__call__",
+)
+
+
+def test_the_tour_of_the_source_is_the_way_of_the_default_job(tmp_path: Path) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## From the command to the step")[2]
+    tour = re.findall(r"^\d+\. `([^`]+)`", text.partition("\n## ")[0], re.MULTILINE)
+    done = command(sys.executable, "-c", TRACE, f"{PACKAGE}/", str(tmp_path), *LANDMARKS)
+    assert len(tour) <= 16
+    way = [line for line in done.out.splitlines() if line.startswith(str(PACKAGE))]
+    assert way == [str(ROOT / file) for file in tour], done.err
 
 
 def test_only_modules_that_write_or_show_ask_who_is_main() -> None:

@@ -140,7 +140,7 @@ class CSV(FileSource):
             self.refuse_val_share(
                 f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
             )
-        numbers = {name: number for number, name in enumerate(names)}
+        numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
         return [option_of(numbers, name, f"the table {self.path}", key=key) for key, name in columns.items()]
 
     def _line(self, row: Row) -> str:

@@ -154,7 +154,7 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
                     )
                 if member.isreg():
                     yield member.name, member.offset_data, member.size
-                tar.members.clear()  # it would keep about 1 kB for each
+                tar.members.clear()  # type: ignore[attr-defined]  # it would keep about 1 kB for each
             archive.seek(tar.offset)
             if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 raise ValueError(f"its header at byte {tar.offset:,} is damaged")
