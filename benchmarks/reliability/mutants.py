@@ -175,7 +175,7 @@ job/resume.py: a run that began from a checkpoint goes back to it at each resume
 job/slurm.py: a submission that SLURM refuses removes a folder that existed [submit]
 - if not existed_before:
 + if existed_before:
-job/slurm.py: a job that is done is queued again near its limit [submit]
+job/slurm_task.py: a job that is done is queued again near its limit [submit]
 - again = code not in (0, InputError.exit_code)
 + again = code != InputError.exit_code
 launcher/spawn.py: the last error of the ranks is taken for the cause [rank_errors]

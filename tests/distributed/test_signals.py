@@ -186,7 +186,7 @@ def test_a_rank_that_a_fault_ends_is_named(tmp_path: Path) -> None:
 def test_a_slurm_task_that_gets_a_hangup_passes_it_on_and_reports_the_code(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     waits = f"trap 'exit 75' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    words = ("-m", "lockstep.job.slurm", str(tmp_path), "sh", "-c", waits)
+    words = ("-m", "lockstep.job.slurm_task", str(tmp_path), "sh", "-c", waits)
     process = background(tmp_path, sys.executable, *words, afresh=True, SLURM_JOB_ID="1", SLURM_NODEID="1")
     wait_for(lambda: process.poll() is not None or (tmp_path / "ready").exists())
     stopped(process, signal.SIGHUP)

@@ -185,7 +185,7 @@ def test_a_model_of_any_depth_width_and_image_is_refused_before_it_is_built(
     began = time.process_time()
     with pytest.raises(InputError, match=r"take more than 0\.2 s to list|parameters and the buffers need .* GB"):
         check_size(sketch(Timm(name=name, options=options), 1000, shape))
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60  # to build it would take hours
 
 
 def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.locks import Lock
 from lockstep.job.resume import Resume
-from lockstep.job.slurm import Submission, Task, preview, submission, submit
+from lockstep.job.slurm import Submission, preview, submission, submit
+from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
 
 Programs = Callable[..., None]

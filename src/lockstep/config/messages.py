@@ -17,7 +17,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandat
 from lockstep.config import suggest
 from lockstep.config.commands import key_of, override, parsed, program_name, program_words, shell_command
 from lockstep.config.options import options_of
-from lockstep.config.schema import GROUPS, Job
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory, shown
 from lockstep.core.safe_write import FULL
 
@@ -94,10 +94,21 @@ def translate_before_job(error: BaseException) -> LockstepError | None:
     if isinstance(error, yaml.YAMLError):
         return InputError(f"a config file is not YAML: {' '.join(str(error).split())}")
     if isinstance(error, ValueError) and "Config group override" in str(error):
-        return InputError("a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18")
+        return InputError(_no_option())
     if isinstance(error, UNEXPECTED):
         return unreadable(error)
     return None
+
+
+def _no_option() -> str:
+    """The sentence for a group that is set to something else than names, such as `logger=null`."""
+    for word in sys.argv[1:]:
+        group = key_of(word)
+        if group in (*GROUPS, "experiment") and not isinstance(parsed(word), str | list):
+            names = "a list of names of its" if group in MANY else "the name of one of its"
+            example = "[]" if group in MANY else next(iter(options_of(group)), "NAME")
+            return f"{shown(word)}: a config group takes {names} options: {group}={example}"
+    return "a config group takes the name of one of its options: GROUP=NAME, such as model=resnet18"
 
 
 def unreadable(error: Exception) -> InputError:

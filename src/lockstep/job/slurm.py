@@ -1,9 +1,4 @@
-"""Jobs of SLURM: submitting one, or those of a sweep as an array, and the program that runs on each machine.
-
-python -m lockstep.job.slurm RUN_FOLDER COMMAND...
-
-Imports no torch, so that the program is there at once.
-"""
+"""Submitting a job to SLURM, or those of a sweep as an array. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +6,10 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,11 +17,9 @@ from lockstep.config import components
 from lockstep.config.commands import command_of_program, key_of, override, parsed
 from lockstep.config.composition import Invocation
 from lockstep.core import plan
-from lockstep.core.errors import InputError, Stopped, is_one_line, shown
-from lockstep.core.launch_env import SUBMITTED
+from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import append
 from lockstep.job.run_folder import lock_run_folder
 
 if TYPE_CHECKING:
@@ -37,10 +27,6 @@ if TYPE_CHECKING:
     from lockstep.launcher import Slurm
 
 REASON_CHARACTERS = 300
-# Variables that the command must not get. With the first two, which `srun` sets for a task, the command would run as
-# a rank. The last one belongs to the command that submitted the job; SLURM passes it on.
-REMOVED_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "HYDRA_FULL_ERROR")
-CANCELLED = ("CANCELLED", "COMPLETING")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +121,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
     }
     # Since SLURM 22.05, srun does not take the cores per task from the script.
     srun = ["srun", "--unbuffered", *([f"--cpus-per-task={launcher.cpus}"] if launcher.cpus is not None else [])]
-    srun += [sys.executable, "-m", __name__]
+    srun += [sys.executable, "-m", f"{__package__}.slurm_task"]
     commands = [
         shlex.join([*srun, str(folder), *submission.words(folder)])
         for submission, folder in zip(submissions, folders, strict=True)
@@ -197,73 +183,3 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
     if len(runs) == 1:
         return [(number, runs[0].path)]
     return [(f"{number}_{index}", run.path) for index, run in enumerate(runs)]
-
-
-class Task:
-    """The command on one machine. It is stopped and queued again when the time limit or a preemption is near.
-
-    Args:
-        folder: the run folder. The command's output goes to a log there.
-    """
-
-    def __init__(self, folder: str, command: Sequence[str]) -> None:
-        self.folder, self.command = folder, command
-        self.job, self.is_first = os.environ["SLURM_JOB_ID"], os.environ["SLURM_NODEID"] == "0"
-        self.process: subprocess.Popen[bytes] | None = None
-        self.must_save = self.must_stop = False
-
-    def run(self) -> int:
-        """Run the command; returns its exit code. It is queued again if it was stopped, but not by `scancel`.
-
-        Without `save`, SLURM may have sent SIGTERM because it needs the machines for another job; it would count the
-        job as failed. After `save`, a fault is no obstacle: the run resumes from its last checkpoint.
-        """
-        # SLURM sends its signals to every process of the job. The command handles SIGTERM itself, and only the first
-        # machine's task handles SIGUSR2. A handler that does nothing is not inherited, unlike SIG_IGN.
-        signal.signal(signal.SIGTERM, lambda number, frame: None)
-        signal.signal(signal.SIGUSR2, self.save)
-        signal.signal(signal.SIGHUP, self.stop)  # of `scancel --signal=HUP`
-        environment = {name: value for name, value in os.environ.items() if name not in REMOVED_VARIABLES}
-        log = Path(self.folder, "logs", f"slurm-{self.job}-{os.environ['SLURM_NODEID']}.log")
-        with append(log) as output:
-            self.process = subprocess.Popen(
-                self.command,
-                env={**environment, SUBMITTED: self.job},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=partial(signal.signal, signal.SIGUSR2, signal.SIG_IGN),
-            )
-        if self.must_stop:  # the signal came before the process
-            self.process.terminate()
-        code = self.process.wait()
-        if self.must_save:
-            again = code not in (0, InputError.exit_code)
-        else:
-            again = self.is_first and code == Stopped.exit_code and not _is_cancelled(self.job)
-        if again:
-            subprocess.run(["scontrol", "requeue", self.job], check=False)
-        return code
-
-    def save(self, *signal_and_frame: object) -> None:
-        """Have the run save and end, on all machines, to be queued again."""
-        if self.is_first:
-            self.must_save = True
-            self.stop()
-
-    def stop(self, *signal_and_frame: object) -> None:
-        self.must_stop = True
-        if self.process is not None:
-            self.process.terminate()
-
-
-def _is_cancelled(job: str) -> bool:
-    """Whether a job has been cancelled. SLURM shows the new state a moment after it has sent the signal."""
-    time.sleep(1)
-    reply = subprocess.run(
-        ["squeue", "--noheader", "--jobs", job, "--states", "all", "--format", "%T"], capture_output=True, text=True
-    )
-    return reply.stdout.strip() in CANCELLED
-
-
-if __name__ == "__main__":
-    sys.exit(Task(sys.argv[1], sys.argv[2:]).run())
