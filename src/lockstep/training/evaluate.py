@@ -33,10 +33,9 @@ def evaluate(
     """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits are averaged over
-    `views` of an image (see `weighted_views`), and passed to `observers`. `between` is called after each block with
-    the number of finished blocks and of all blocks. It is called equally often on every rank, so it may contain a
-    collective; it may raise.
+    With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits, averaged over
+    `views` of an image (see `weighted_views`), go to `observers`. `between` gets the numbers of finished blocks and
+    of all, after each block and equally often on every rank: it may contain a collective, and may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.

@@ -77,14 +77,8 @@ def run(
     telemetry, monitor = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
     kind, names, classes = probabilities_of(job.loss), job.dataset.class_names, job.dataset.classes
-    step = step_class(job, world)(
-        job=job,
-        world=world,
-        plan=data.plan,
-        state=state,
-        loss=loss,
-        inputs=partial(inputs_of, data.transforms, state.draws),
-    )
+    inputs = partial(inputs_of, data.transforms, state.draws)
+    step = step_class(job, world)(job=job, world=world, plan=data.plan, state=state, loss=loss, inputs=inputs)
     trainer = Trainer(
         step=step,
         loader=loader,

@@ -70,8 +70,7 @@ def _arrays(source: ArraySource, train: bool) -> ArraySplit:
 
 @functools.cache
 def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
-    split = _arrays(source, train)
-    parts = {"images": split.images, "labels": split.labels}
+    parts = {name: getattr(_arrays(source, train), name) for name in ("images", "labels")}
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
 
