@@ -10,13 +10,10 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-if TYPE_CHECKING:
-    import torch
 
 console = Console(highlight=False, width=118)
 Figures = dict[str, float]
@@ -54,36 +51,6 @@ def timed(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
-
-
-class Stopwatch:
-    """Seconds of a device's work between `start` and `stop`, added up, and the number of graphs compiled meanwhile.
-
-    Both methods wait for the device, so that the seconds are of finished work, not of launched work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds, self.compilations = 0.0, 0
-
-    def start(self) -> None:
-        self.began, self.compiled = self._now(), self._compilations()
-
-    def stop(self) -> None:
-        self.seconds += self._now() - self.began
-        self.compilations += self._compilations() - self.compiled
-
-    def _now(self) -> float:
-        import torch
-
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def _compilations(self) -> int:
-        from torch._dynamo.utils import counters  # torch has no public count
-
-        return counters["stats"]["unique_graphs"]
 
 
 def in_turns(cases: Mapping[str, Callable[[], float]], repeats: int) -> Figures:
@@ -137,10 +104,10 @@ def write(path: Path | None, tables: Mapping[str, Rows], **facts: Any) -> None:
         path.write_text(json.dumps({"machine": about, **facts, **tables}, indent=2) + "\n")
 
 
-def report(path: Path | None, measures: Mapping[str, Callable[[], Rows]], *, unlike: str = "") -> None:
-    """Measure, show and `write` one table after the other; the columns of the one called `unlike` have no ratios."""
+def report(path: Path | None, measures: Mapping[str, Callable[[], Rows]]) -> None:
+    """Measure, show and `write` one table after the other."""
     tables: dict[str, Rows] = {}
     for title, measure in measures.items():
         tables[title] = measure()
-        show(title, tables[title], ratios=title != unlike)
+        show(title, tables[title])
     write(path, tables)

@@ -27,6 +27,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -334,6 +335,16 @@ def build_wheel(folder: Path) -> Path:
     assert done.code == 0, done.err
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def photos_of_two_classes(folder: Path, side: int, kind: str) -> Path:
+    """The folder, in which `photos` has 54 images of mugs and lamps to train on, and 10 to evaluate."""
+    for number in range(64):
+        name = f"{'train' if number < 54 else 'val'}/{'mug' if number % 2 else 'lamp'}/{number}.{kind}"
+        path = folder / "photos" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (side, side), (4 * number, 9, 9)).save(path)
+    return folder
 
 
 def command(*arguments: str, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
-from helpers import FAKE, forked, resolved, train
+from helpers import FAKE, forked, photos_of_two_classes, resolved, train
 
 SMALL = ("model=linear", "device=cpu", "logger=jsonl", "epochs=2")
 JOBS = {
@@ -27,13 +26,7 @@ COMPOSED_ONLY = ("pretrained", "compile")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("advice")
-    for number in range(64):
-        name = f"{'train' if number < 54 else 'val'}/{'mug' if number % 2 else 'lamp'}/{number}.jpg"
-        path = folder / "photos" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (40, 40), (4 * number, 9, 9)).save(path)
-    return folder
+    return photos_of_two_classes(tmp_path_factory.mktemp("advice"), 40, "jpg")
 
 
 def advice_of(job: tuple[str, ...], folder: str, place: Path) -> Iterator[str]:

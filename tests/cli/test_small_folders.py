@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageOps
 
 import lockstep
-from helpers import Done, forked, train
+from helpers import Done, forked, photos_of_two_classes, train
 from lockstep import compose
 from lockstep.config import components
 from lockstep.core.errors import InputError
@@ -23,13 +23,7 @@ JOB = ("dataset=folder", "dataset.path=photos", "dataset.input_size=8", "model=l
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with `photos`: 54 images to train on, and 10 to evaluate."""
-    folder = tmp_path_factory.mktemp("small")
-    for number in range(64):
-        name = f"{'train' if number < 54 else 'val'}/{'mug' if number % 2 else 'lamp'}/{number}.png"
-        path = folder / "photos" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8), (4 * number, 9, 9)).save(path)
-    return folder
+    return photos_of_two_classes(tmp_path_factory.mktemp("small"), 8, "png")
 
 
 def said_once(done: Done) -> bool:

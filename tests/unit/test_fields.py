@@ -40,10 +40,6 @@ def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
 HOSTILE = [*"\n\r\0\t\v\f\x1b\x1c\x7f\x85\x9b", *"\u2028\u2029\u200e\u202e\u2066\ufeff", "\udc80"]
 
 
-def group_of(key: str) -> str:
-    return key.partition(".")[0]
-
-
 RULED = [(key, cls, field.name) for key, cls, field in keys() if fields.rule_of(cls, field.name) is not None]
 
 
