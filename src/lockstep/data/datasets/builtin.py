@@ -70,7 +70,8 @@ def _arrays(source: ArraySource, train: bool) -> ArraySplit:
 
 @functools.cache
 def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
-    parts = {name: getattr(_arrays(source, train), name) for name in ("images", "labels")}
+    split = _arrays(source, train)
+    parts = {"images": split.images, "labels": split.labels}
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
 
