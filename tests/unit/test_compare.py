@@ -27,13 +27,14 @@ from lockstep.cli.compare import compare
 from lockstep.cli.runs import report, runs
 from lockstep.config import components
 from lockstep.core.errors import InputError
+from lockstep.core.monitor import Direction
 from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.predictor import find_weights
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, Record, best_of
+from lockstep.sweep.record import Record, best_of
 from lockstep.sweep.runs import causes, differing, existing, groups, interval, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 

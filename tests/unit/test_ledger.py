@@ -27,6 +27,7 @@ from omegaconf import DictConfig
 from helpers import ROOT
 from lockstep.cli.run import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
+from lockstep.core.monitor import Direction
 from lockstep.core.run import State, born
 from lockstep.core.run_dir import RunDir
 from lockstep.runtime.host import CORES, VISIBLE
@@ -36,7 +37,7 @@ from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import alone_in, choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.record import Direction, Record, checked_direction, seeds_together
+from lockstep.sweep.record import Record, checked_direction, seeds_together
 from lockstep.sweep.runs import read_jobs
 from lockstep.sweep.view import SweepView, progress_of
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.core.errors import InputError
+from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Direction, check_objectives, objectives_of, trade_offs
+from lockstep.sweep.record import check_objectives, objectives_of, trade_offs
 from lockstep.sweep.view import SweepView
 
 NAMES = ("score", "seconds", "megabytes")

@@ -31,10 +31,11 @@ from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
+from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of
-from lockstep.sweep.record import SCORE, Direction, directions, job_key
+from lockstep.sweep.record import SCORE, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from rich.table import Column, Table
 from lockstep.cli.rows import show_rows
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State
-from lockstep.sweep.record import Direction, score_text
+from lockstep.sweep.record import score_text
 from lockstep.sweep.runs import Row, causes, direction_of, existing, groups, ordered, read_runs
 
 INTERVAL = (

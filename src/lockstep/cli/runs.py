@@ -13,12 +13,13 @@ from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
+from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Direction, best_of, score_text
+from lockstep.sweep.record import best_of, score_text
 from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.runs import Row, differing, existing, ordered, read_jobs, read_single, run_folders
 from lockstep.telemetry.progress import format_timestamp, progress

@@ -27,6 +27,7 @@ from lockstep.config.messages import translate
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.fields import leaves
+from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -34,7 +35,7 @@ from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_a
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import Direction, Identify, Record, best_of, job_key, parsed_record
+from lockstep.sweep.record import Identify, Record, best_of, job_key, parsed_record
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"

@@ -17,11 +17,12 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
+from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import locked
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import SCORE, Direction, check_objectives, checked_direction
+from lockstep.sweep.record import SCORE, check_objectives, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.

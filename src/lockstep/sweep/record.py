@@ -6,26 +6,15 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError
+from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State, born
 
 SCORE, SEED = "score", "seed"
-
-
-class Direction(StrEnum):
-    """Which score is better: the larger or the smaller one."""
-
-    maximize = "maximize"
-    minimize = "minimize"
-
-    def gain(self, score: float) -> float:
-        """A score as a number that is larger for a better one."""
-        return score if self is Direction.maximize else -score
 
 
 @dataclass(frozen=True, kw_only=True)

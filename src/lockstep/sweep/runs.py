@@ -12,11 +12,12 @@ from typing import Any
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
+from lockstep.core.monitor import Direction
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SEED, Direction, Record
+from lockstep.sweep.record import SEED, Record
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]

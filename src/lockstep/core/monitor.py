@@ -1,0 +1,79 @@
+"""The monitor: the figure of an evaluation that decides which weights, job or trial is better. Imports no torch.
+
+A figure has a name: `loss`, `top1`, `top5`, the name of a metric (`f1`), or that of one of its classes
+(`recall/defect`). In files it has a tag, see `tagged`. A monitor is written as a name, with a minus if less is
+better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
+AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
+METRIC = "metric/"
+LOSS, TOP1 = "loss", "top1"
+# The metrics of ours of which less is better, by class. A metric of a user says so with `higher_is_better = False`.
+LESS_IS_BETTER = frozenset({"Calibration", "MAE", "RMSE"})
+# What `monitor=auto` is for a task, by the name of its option; the loss for a task of the user that does not say it.
+USUAL = {"multiclass": TOP1, "distill": TOP1, "multilabel": "map", "regression": "-mae"}
+
+
+class Direction(StrEnum):
+    """Which score is better: the larger or the smaller one."""
+
+    maximize = "maximize"
+    minimize = "minimize"
+
+    def gain(self, score: float) -> float:
+        """A score as a number that is larger for a better one."""
+        return score if self is Direction.maximize else -score
+
+
+@dataclass(frozen=True)
+class Monitor:
+    name: str = TOP1
+    direction: Direction = Direction.maximize
+
+    @classmethod
+    def parse(cls, text: str) -> Monitor:
+        """The monitor that `str` has written."""
+        return cls(text.removeprefix("-"), Direction.minimize if text.startswith("-") else Direction.maximize)
+
+    def __str__(self) -> str:
+        return "-" * (self.direction is Direction.minimize) + self.name
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """The tags of the figure in `metrics.jsonl`; the first one that an evaluation has decides."""
+        name = self.name
+        return (AVERAGED[name], TAGS[name]) if name in TAGS else (METRIC + name,)
+
+    def gain(self, value: float | None) -> float | None:
+        """A value as a number that is larger for a better one; None without a value."""
+        return None if value is None or math.isnan(value) else self.direction.gain(value)
+
+
+def chosen_monitor(
+    text: str, *, task: str, metrics: Mapping[str, str], less_is_better: Iterable[str] = ()
+) -> Monitor:
+    """The monitor that a config names.
+
+    Args:
+        text: the key `monitor`: `auto`, the name of a figure, or that with a minus in front, if less is better.
+        task: the option of the group `task`.
+        metrics: the class of each metric of the config, by its name.
+        less_is_better: the classes of other metrics of which less is better.
+    """
+    monitor = Monitor.parse(USUAL.get(task, LOSS) if text == "auto" else text)
+    falls = monitor.name == LOSS or metrics.get(monitor.name.partition("/")[0]) in {*LESS_IS_BETTER, *less_is_better}
+    return Monitor(monitor.name, Direction.minimize) if falls else monitor
+
+
+def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str, float]:
+    """The figures of an evaluation by tag; `averaged` are those of the averaged weights."""
+    tags = AVERAGED if averaged else TAGS
+    return {tags.get(name, METRIC + name): value for name, value in figures.items()}
