@@ -71,8 +71,8 @@ training/trainer.py: a resume takes the last step again [trainer]
 - self.loader.train(after=self.progress.step)
 + self.loader.train(after=max(0, self.progress.step - 1))
 training/train_step.py: the schedule is a step behind [trainer]
-- self.job.schedule.factor(step, self.plan)
-+ self.job.schedule.factor(step - 1, self.plan)
+- self.job.schedule.factor(step, self.plan, self.scores)
++ self.job.schedule.factor(step - 1, self.plan, self.scores)
 training/resolved_job.py: a resume may change how often each class is drawn [fingerprint]
 -         "sampling": job.train.sampling,
 -         "seed"

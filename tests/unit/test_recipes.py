@@ -53,7 +53,7 @@ def rates(recipe: str, *overrides: str) -> list[float]:
     """The learning rate of the first step of each epoch."""
     job, plan = planned(recipe, *overrides)
     steps = range(1, plan.total_steps + 1, plan.steps_per_epoch)
-    return [job.optimizer.lr * job.schedule.factor(step, plan) for step in steps]
+    return [job.optimizer.lr * job.schedule.factor(step, plan, ()) for step in steps]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.job.create import check_schedule
 from lockstep.optim.schedule import Constant, Cosine, Linear, Step
 
 PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -15,7 +16,7 @@ ALL: list[type[Constant]] = [Constant, Cosine, Linear, Step]
 
 
 def at(schedule: Constant, *steps: int) -> list[float]:
-    return [schedule.factor(step, PLAN) for step in steps]
+    return [schedule.factor(step, PLAN, ()) for step in steps]
 
 
 def test_a_constant_rate_is_one() -> None:
@@ -73,3 +74,13 @@ def test_a_unit_that_does_not_exist_is_refused_by_its_key(schedule: Any, says: s
 def test_steps_without_milestones_are_refused() -> None:
     with pytest.raises(InputError, match=r"schedule\.milestones is empty; use schedule=constant"):
         Step(milestones=[])
+
+
+def test_a_schedule_that_takes_no_scores_is_refused_before_the_run() -> None:
+    class Old:
+        def factor(self, step: int, plan: Plan) -> float:
+            return 1.0
+
+    says = r"schedule: Old\.factor takes \(step, plan\), expected \(step, plan, scores\): add `scores`"
+    with pytest.raises(InputError, match=says):
+        check_schedule(Old(), PLAN)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -259,10 +259,14 @@ class Optimizer(Component, Protocol):
 
 
 class Schedule(Component, Protocol):
-    """The learning rate over a run, as a pure function of the step: there is no state to save."""
+    """The learning rate over a run, as a pure function of the step and of the scores so far, with no state to save."""
 
-    def factor(self, step: int, plan: Plan) -> float:
-        """The factor of the base learning rate at `step` (from 1)."""
+    def factor(self, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
+        """The factor of the base learning rate at `step` (from 1).
+
+        `scores` are the evaluations so far, in order: the step and the gain, which is the monitor's value, or minus
+        that if less is better. An evaluation at `step` or later must not change the factor.
+        """
 
 
 class Loss(Component, Protocol):

@@ -4,6 +4,7 @@ The folder is locked, created once the job is checked, and undone if a rank refu
 """
 
 import importlib
+import inspect
 import multiprocessing
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Schedule
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.job import worker  # noqa: F401  # what each rank needs, before ranks are forked
@@ -122,9 +124,22 @@ def check_plan(job: ResolvedJob) -> Plan:
         raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
-    for step in (1, plan.total_steps):
-        job.schedule.factor(step, plan)  # that of an extension may refuse a duration
+    check_schedule(job.schedule, plan)
     return plan
+
+
+def check_schedule(schedule: Schedule, plan: Plan) -> None:
+    """Refuse a schedule of an extension whose `factor` takes other arguments, or refuses a duration of its own."""
+    signature = inspect.signature(schedule.factor)
+    try:
+        signature.bind(1, plan, ())
+    except TypeError as error:
+        raise InputError(
+            f"schedule: {type(schedule).__name__}.factor takes ({', '.join(signature.parameters)}), expected "
+            "(step, plan, scores): add `scores`, the step and the gain of each evaluation so far"
+        ) from error
+    for step in (1, plan.total_steps):
+        schedule.factor(step, plan, ())
 
 
 def fetch_data(resume: Resume, dataset: Source) -> None:

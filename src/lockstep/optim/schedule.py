@@ -1,11 +1,14 @@
-"""The learning rate as a pure function of the step: a checkpoint need not save it."""
+"""The learning rate as a pure function of the step and of the scores so far: a checkpoint need not save it."""
 
 import math
+from collections.abc import Sequence
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import duration, ranged
 from lockstep.core.plan import Plan
+
+Evaluations = Sequence[tuple[int, float]]  # step and gain, as `Schedule` in core/protocols.py describes them
 
 MOST_MILESTONES = 100  # so that the highest power of `gamma` does not overflow
 
@@ -20,7 +23,7 @@ class Constant:
 
     warmup: int | str = duration(0, zero=True)
 
-    def factor(self, step: int, plan: Plan) -> float:
+    def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
         warmup = plan.in_steps("schedule.warmup", self.warmup)
         if step <= warmup:
             return step / warmup

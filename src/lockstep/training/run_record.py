@@ -203,7 +203,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
         "step": step,
         "epoch": batch.epoch,
         "seen_at_step": trainer.progress.step,
-        "learning_rate": job.optimizer.lr * job.schedule.factor(step, trainer.plan),
+        "learning_rate": job.optimizer.lr * job.schedule.factor(step, trainer.plan, trainer.step.scores),
         "samples": (batch.indices % trainer.plan.examples).tolist(),
         "checkpoint": earlier[0] if earlier else None,
     }

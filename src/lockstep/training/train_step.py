@@ -1,7 +1,7 @@
 """The training step: the same in a run, in a recording of it, in a trial before a run, and in a loop of the user."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,7 @@ class TrainStep:
         record: called after a forward pass, with its summed loss, its logits, its examples and their images.
         reduced: called when the gradients of all ranks are added up.
         between: called between two micro-batches; it may raise.
+        scores: the evaluations so far, for the schedule: the step and the gain.
     """
 
     job: ResolvedJob
@@ -47,6 +48,7 @@ class TrainStep:
     record: Callable[[Tensor, Tensor, Shard, Tensor], None] = ignore
     reduced: Callable[[], None] = ignore
     between: Callable[[], None] = ignore
+    scores: list[tuple[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.autocast = self.job.precision.autocast(self.world.device)
@@ -64,7 +66,8 @@ class TrainStep:
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""
         self.state.freezing.freeze_for(step)
-        set_learning_rate(self.state.optimizer, self.job.optimizer.lr * self.job.schedule.factor(step, self.plan))
+        factor = self.job.schedule.factor(step, self.plan, self.scores)
+        set_learning_rate(self.state.optimizer, self.job.optimizer.lr * factor)
 
     def update(self, shard: Shard, *, measures_norm: bool = False) -> Tensor | None:
         """Forward, backward and the optimizer's step on a shard.
