@@ -18,8 +18,9 @@ from torch.nn import functional as F
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
-from lockstep.core.model_card import SIGMOID, SOFTMAX
-from lockstep.core.protocols import Loss
+from lockstep.core.model import is_broken
+from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, SOFTMAX
+from lockstep.core.protocols import Loss, Task
 
 MOST_WEIGHT = 1e6
 
@@ -60,6 +61,8 @@ class CrossEntropy(_Weighted):
 
     label_smoothing: float = ranged(0.0, least=0, below=1)
 
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, self.weights(classes, labels))
 
@@ -77,6 +80,7 @@ class BCE:
     threshold: float | None = ranged(None, least=0.0, below=1)
 
     probabilities: ClassVar[str] = SIGMOID
+    targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, None)
@@ -97,6 +101,8 @@ class Focal(_Weighted):
 
     gamma: float = ranged(2.0, least=0, most=100)
 
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, self.weights(classes, labels))
 
@@ -107,10 +113,38 @@ class Focal(_Weighted):
         return -(shares * error**self.gamma * log_probs).sum(1)
 
 
-def probabilities_of(loss: Loss) -> str:
-    """The function from logits to probabilities that fits a loss: `softmax`, unless its class says `sigmoid`."""
+@option("loss")
+class MSE:
+    """The squared error: the mean over the values of an image."""
+
+    targets: ClassVar[tuple[str, ...]] = ("values",)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return ExampleLoss(self.losses, None)
+
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
+        return F.mse_loss(logits, targets.to(logits.dtype), reduction="none").mean(1)
+
+
+@option("loss")
+class Huber:
+    """Half the squared error up to `delta`, and linear beyond it: the mean over the values of an image."""
+
+    delta: float = ranged(1.0, above=0.0, most=1e12)
+
+    targets: ClassVar[tuple[str, ...]] = ("values",)
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return ExampleLoss(self.losses, None)
+
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
+        return F.huber_loss(logits, targets.to(logits.dtype), reduction="none", delta=self.delta).mean(1)
+
+
+def probabilities_of(task: Task, loss: Loss) -> str:
+    """The function from outputs to probabilities: as the task says, else the loss, else `softmax`."""
     kind: str = getattr(loss, "probabilities", SOFTMAX)
-    return kind
+    return task.probabilities or kind
 
 
 class ExampleLoss(nn.Module):
@@ -146,25 +180,29 @@ def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskedLoss:
-    """The loss of each example of a micro-batch, which is zero for a broken image.
+    """The loss of each example of a micro-batch, where broken images do not count.
 
     Fields:
         loss: logits (b, classes) and targets to losses (b,).
-        tolerates_broken: whether there may be broken images, whose labels are negative.
+        tolerates_broken: whether there may be broken images, see `is_broken`.
     """
 
     loss: nn.Module
     tolerates_broken: bool
 
-    def __call__(self, logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-        """The losses (b,) of logits (b, classes), targets (n,) or (n, classes), and labels (n,).
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The losses (b,) of logits (b, classes) and targets (n,) or (n, classes); those of broken images are finite.
 
         There may be fewer logits: of a model that is cut into stages, only the last one has them.
         """
-        if logits.shape[0] < labels.shape[0]:
-            targets, labels = targets[: logits.shape[0]], labels[: logits.shape[0]]
-        if not self.tolerates_broken:
-            return self.loss(logits, targets)
-        if targets.ndim == 1:
-            targets = targets.clamp(min=0)  # a loss of the user need not support negative labels
-        return self.loss(logits, targets).masked_fill(labels < 0, 0)
+        if logits.shape[0] < targets.shape[0]:
+            targets = targets[: logits.shape[0]]
+        if self.tolerates_broken:
+            # A loss of the user need not support negative labels, and no gradient may become NaN.
+            targets = targets.clamp(min=0) if targets.ndim == 1 else targets.nan_to_num(0)
+        losses: Tensor = self.loss(logits, targets)
+        return losses
+
+    def counted(self, losses: Tensor, labels: Tensor) -> Tensor:
+        """The losses (b,), zero for the broken images among `labels` (n,) or (n, classes)."""
+        return losses.masked_fill(is_broken(labels[: len(losses)]), 0)

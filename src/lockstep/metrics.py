@@ -1,4 +1,4 @@
-"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics.
+"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics and scikit-learn.
 
 A score without a value, such as the AUROC of a class without examples, is NaN; files have null in its place.
 """
@@ -7,24 +7,24 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.config.options import option
 from lockstep.core.fields import choice, ranged
-from lockstep.core.model import probabilities
-from lockstep.core.model_card import SOFTMAX
-from lockstep.core.protocols import Metric, Score
-from lockstep.core.world import World
+from lockstep.core.model_card import CLASSES, LABELS, VALUES
+from lockstep.core.protocols import Score
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     import torchmetrics
+    from numpy.typing import NDArray
 
 
 # How the scores of the classes are averaged; with `none` each class keeps its own. The second is for scores that are
@@ -74,6 +74,53 @@ class PresentClasses:
         self.examples.zero_()
 
 
+Function = Callable[["NDArray[Any]", "NDArray[Any]"], "float | NDArray[Any]"]
+
+
+class Collected:
+    """A score of scikit-learn: `function` of the targets and the predictions (n, k) of all examples."""
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+        self.reset()
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.batches.append((targets, predictions))
+
+    def compute(self) -> Tensor:
+        targets, predictions = (torch.cat(parts).numpy() for parts in zip(*self.batches, strict=True))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of scores without a value
+            return torch.as_tensor(self.function(targets.astype(float), predictions.astype(float)))
+
+    def reset(self) -> None:
+        self.batches: list[tuple[Tensor, Tensor]] = []
+
+
+def over_labels(function: Function, average: str, *, of_decisions: bool, of_ranks: bool = False) -> Function:
+    """The average of a binary score over the labels that some image of the split has.
+
+    Args:
+        of_decisions: whether the score is of labels that are predicted, and not of their probabilities.
+        of_ranks: whether the score also needs an image without the label.
+    """
+
+    def score(targets: NDArray[Any], predictions: NDArray[Any]) -> float | NDArray[Any]:
+        true = targets > 0.5
+        predicted = predictions > 0.5 if of_decisions else predictions
+        if average == "micro":
+            return function(true.ravel(), predicted.ravel())
+        present = true.any(0) & ~(of_ranks & true.all(0))
+        scores = np.full(true.shape[1], math.nan)
+        scores[present] = [function(true[:, k], predicted[:, k]) for k in np.flatnonzero(present)]
+        if average == "none":
+            return scores
+        weights = true.sum(0) if average == "weighted" else np.ones(len(scores))
+        return float(np.average(scores[present], weights=weights[present])) if present.any() else math.nan
+
+    return score
+
+
 @option("metric")
 class Accuracy:
     """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes."""
@@ -81,34 +128,55 @@ class Accuracy:
     average: str = choice("macro", *AVERAGES)
     top_k: int = ranged(1, least=1, most=1_000_000)
 
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+
     def build(self, classes: int) -> Score:
         return PresentClasses("Accuracy", classes, self.average, top_k=min(self.top_k, classes))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Averaged:
-    """A score of torchmetrics, by the name of the class."""
+    """A score of torchmetrics, by the name of the class; for several labels, one of scikit-learn."""
 
     average: str = choice("macro", *AVERAGES)
+
+    targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
+    function: ClassVar[str]
 
     def build(self, classes: int) -> Score:
         name = "F1Score" if isinstance(self, F1) else type(self).__name__
         return PresentClasses(name, classes, self.average)
+
+    def build_labels(self, classes: int) -> Score:
+        """The score for images with several labels."""
+        from sklearn import metrics  # takes a second to import
+
+        of_decisions = not isinstance(self, AUROC | AveragePrecision)
+        options = {"zero_division": 0.0} if of_decisions else {}
+        function = partial(getattr(metrics, self.function), **options)
+        of_ranks = isinstance(self, AUROC)
+        return Collected(over_labels(function, self.average, of_decisions=of_decisions, of_ranks=of_ranks))
 
 
 @option("metric")
 class Precision(_Averaged):
     """The share of the examples predicted to be of a class that are of it."""
 
+    function: ClassVar[str] = "precision_score"
+
 
 @option("metric")
 class Recall(_Averaged):
     """The share of the examples of a class that are predicted to be of it."""
 
+    function: ClassVar[str] = "recall_score"
+
 
 @option("metric")
 class F1(_Averaged):
     """The harmonic mean of precision and recall."""
+
+    function: ClassVar[str] = "f1_score"
 
 
 @option("metric")
@@ -117,12 +185,65 @@ class AUROC(_Averaged):
 
     average: str = choice("macro", *CLASS_AVERAGES)
 
+    function: ClassVar[str] = "roc_auc_score"
+
 
 @option("metric")
 class AveragePrecision(_Averaged):
     """The area under the curve of precision over recall of each class."""
 
     average: str = choice("macro", *CLASS_AVERAGES)
+
+    function: ClassVar[str] = "average_precision_score"
+
+
+@option("metric")
+class SubsetAccuracy:
+    """The share of images all of whose labels are predicted, and no others."""
+
+    targets: ClassVar[tuple[str, ...]] = (LABELS,)
+
+    def build(self, classes: int) -> Score:
+        return Collected(lambda targets, predictions: ((targets > 0.5) == (predictions > 0.5)).all(1).mean())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfValues:
+    """A score of scikit-learn for values: the mean over the values of an image, or with `none` one for each."""
+
+    average: str = choice("macro", "macro", "none")
+
+    targets: ClassVar[tuple[str, ...]] = (VALUES,)
+    function: ClassVar[str]
+
+    def build(self, classes: int) -> Score:
+        from sklearn import metrics  # takes a second to import
+
+        outputs = "raw_values" if self.average == "none" else "uniform_average"
+        return Collected(partial(getattr(metrics, self.function), multioutput=outputs))
+
+
+@option("metric")
+class MAE(_OfValues):
+    """The mean absolute error."""
+
+    higher_is_better: ClassVar[bool] = False
+    function: ClassVar[str] = "mean_absolute_error"
+
+
+@option("metric")
+class RMSE(_OfValues):
+    """The root of the mean squared error."""
+
+    higher_is_better: ClassVar[bool] = False
+    function: ClassVar[str] = "root_mean_squared_error"
+
+
+@option("metric")
+class R2(_OfValues):
+    """The coefficient of determination: the share of the variance of the targets that is predicted."""
+
+    function: ClassVar[str] = "r2_score"
 
 
 @option("metric")
@@ -131,6 +252,9 @@ class Calibration:
 
     bins: int = ranged(15, least=1, most=10_000)
     norm: str = choice("l1", "l1", "l2", "max")
+
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+    higher_is_better: ClassVar[bool] = False
 
     def build(self, classes: int) -> Score:
         return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm)
@@ -142,6 +266,8 @@ class Kappa:
 
     weights: str = choice("none", "none", "linear", "quadratic")
 
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+
     def build(self, classes: int) -> Score:
         return PresentClasses("CohenKappa", classes, weights=self.weights)
 
@@ -150,90 +276,7 @@ class Kappa:
 class Matthews:
     """The correlation coefficient of Matthews, between predictions and labels."""
 
+    targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+
     def build(self, classes: int) -> Score:
         return PresentClasses("MatthewsCorrCoef", classes)
-
-
-class Block(NamedTuple):
-    """A block of an evaluation on one rank. Broken images have negative labels.
-
-    Fields:
-        images: uint8 (b, C, H, W).
-        logits: (b, classes), with the classes `predicted` and the `labels`, int64 (b,), and the losses (b,).
-        first: the number of the first example in the split.
-    """
-
-    images: Tensor
-    logits: Tensor
-    predicted: Tensor
-    labels: Tensor
-    losses: Tensor
-    first: int
-
-
-class EvaluationObserver:
-    """Takes the blocks of an evaluation. The base class ignores them."""
-
-    def start(self) -> None:
-        """Forget the evaluation before."""
-
-    def update(self, block: Block) -> None:
-        """Take a block of this rank. May be collective."""
-
-    def update_without(self) -> None:
-        """Take part in a round in which this rank has no block."""
-
-    def finish(self, step: int) -> None:
-        """The evaluation after `step` is the best one so far. Collective."""
-
-
-class Scores(EvaluationObserver):
-    """The metrics of an evaluation, by name. They do not depend on the number of ranks.
-
-    In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
-    bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
-    logits to probabilities. The name of a class without a name is its label.
-    """
-
-    def __init__(
-        self,
-        metrics: Mapping[str, Metric],
-        classes: int,
-        class_names: Sequence[str],
-        world: World,
-        kind: str = SOFTMAX,
-    ) -> None:
-        self.metrics, self.world, self.kind = metrics, world, kind
-        self.class_names = class_names or [str(label) for label in range(classes)]
-        self.scores = {name: metric.build(classes) for name, metric in metrics.items()} if world.is_main else {}
-        for score in self.scores.values():
-            # torchmetrics would wait for the other ranks, which have no metrics.
-            score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
-
-    def update(self, block: Block) -> None:
-        if self.metrics:
-            valid = block.labels >= 0
-            self._count(probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu())
-
-    def update_without(self) -> None:
-        if self.metrics:
-            self._count(torch.empty(0, len(self.class_names)), torch.empty(0, dtype=torch.int64))
-
-    def _count(self, probabilities: Tensor, labels: Tensor) -> None:
-        for block in self.world.gather_to_main((probabilities, labels)):
-            if len(block[1]):
-                for score in self.scores.values():
-                    score.update(*block)
-
-    def compute(self) -> dict[str, float]:
-        """The scores by tag, `metric/NAME` or `metric/NAME/CLASS`, on main; then resets them."""
-        figures: dict[str, float] = {}
-        for name, score in self.scores.items():
-            value = torch.as_tensor(score.compute())
-            score.reset()
-            if value.ndim == 0:
-                figures[f"metric/{name}"] = value.item()
-            else:
-                pairs = zip(self.class_names, value.tolist(), strict=True)
-                figures |= {f"metric/{name}/{class_name}": figure for class_name, figure in pairs}
-        return figures

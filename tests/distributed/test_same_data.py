@@ -33,9 +33,11 @@ from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.job import worker
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import AUROC, F1, Calibration, Recall, Scores
+from lockstep.metrics import AUROC, F1, Calibration, Recall
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
+from lockstep.scores import Scores
+from lockstep.tasks import Multiclass
 from lockstep.telemetry.sinks import fingerprints
 from lockstep.training.evaluate import evaluate
 
@@ -179,6 +181,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
     figures = dict(
         evaluate(
             DigitNet(width=8).build(10, (1, 8, 8)).double(),
+            task=Multiclass(),
             loss=MaskedLoss(CrossEntropy().build(10, train.labels), tolerates_broken=False),
             loader=Loader(
                 world=here,

@@ -34,7 +34,7 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "training.build_data": "has one process of each machine prepare the files",
     "training.train_state": "lets main tell of a compilation",
     "training.build_observers": "gives main its observers",
-    "metrics": "counts the predictions of all ranks on main",
+    "scores": "counts the predictions of all ranks on main",
     "launcher.elastic": "main's machine is the one where the others meet",
     "launcher.attach": "one run folder and one summary for ranks that exist already",
 }

@@ -114,7 +114,18 @@ EPOCH = {"number": 0, "loss": 0.0, "hits": 0, "examples": 0}
 
 def progress(step: int, best: bool = True, score: float | None = None) -> dict[str, Any]:
     window = {"flushed": 0, "trails": [TRAIL], "epoch": EPOCH}
-    return {"step": step, "best": 12.5, "best_step": step if best else 0, "score": score, "window": window}
+    figures = {} if score is None else {"top1": score}
+    scores = [] if score is None else [(step, score)]
+    best_step = step if best else 0
+    return {
+        "step": step,
+        "scores": scores,
+        "figures": figures,
+        "best": 12.5,
+        "best_step": best_step,
+        "best_figures": {},
+        "window": window,
+    }
 
 
 def save(
@@ -443,11 +454,11 @@ def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) 
     save(target, 2)
     target.close()
     cards = {path: checkpoint.read_card(path) for path in sorted(run.checkpoints.glob("step-*/*.safetensors"))}
-    assert [(path.name, card.step, card.top1, card.averaged) for path, card in cards.items()] == [
-        ("ema.safetensors", 1, 50.0, True),
-        ("model.safetensors", 1, None, False),
-        ("ema.safetensors", 2, None, True),
-        ("model.safetensors", 2, None, False),
+    assert [(path.name, card.step, card.scores, card.averaged) for path, card in cards.items()] == [
+        ("ema.safetensors", 1, {"top1": 50.0}, True),
+        ("model.safetensors", 1, {}, False),
+        ("ema.safetensors", 2, {}, True),
+        ("model.safetensors", 2, {}, False),
     ]
     assert checkpoint.read_card(run.weights) == next(iter(cards.values()))
 

@@ -28,6 +28,7 @@ MANDATORY = {
     "dataset=hf": ["dataset.path=nowhere"],
     "dataset=webdataset": ["dataset.path=nowhere"],
     "dataset=packed": ["dataset.path=nowhere"],
+    "task=distill": ["task.teacher=nowhere"],
     "model=timm": ["model.name=resnet18"],
 }
 

@@ -24,9 +24,10 @@ from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import Block, EvaluationObserver, Scores
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
+from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.tasks import Multiclass
 from lockstep.training.evaluate import evaluate, weighted_views
 from thread_ranks import ThreadRanks
 
@@ -69,6 +70,7 @@ def scores(
     val, format_ = source.eval(), precision or FP64()
     return evaluate(
         model,
+        task=Multiclass(),
         loss=MaskedLoss(
             (loss or CrossEntropy()).build(source.classes, source.train().labels), tolerates_broken=val.skip > 0
         ),

@@ -165,7 +165,7 @@ def test_the_energy_of_a_job_on_several_machines_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "lockstep.training.build_observers.Monitor", lambda **options: SimpleNamespace(joules=1.0, **options)
+        "lockstep.training.build_observers.HardwareWatch", lambda **options: SimpleNamespace(joules=1.0, **options)
     )
     job, data = build_data(resolved("model=linear"), World.solo())
     state = build_state(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))

@@ -21,9 +21,9 @@ from torch import nn
 from fake_nvml import FakeNvml
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.telemetry import hardware, monitor
+from lockstep.telemetry import hardware, hardware_watch
 from lockstep.telemetry.hardware import ACTIVE, LINKS, Gpus, Processes, parts_of, watched_gpus
-from lockstep.telemetry.monitor import Monitor
+from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.telemetry.report import HARDWARE
 from processes import wait_for
 
@@ -78,9 +78,9 @@ def gpus(nvml: FakeNvml, tmp_path: Path) -> Iterator[Callable[..., Gpus]]:
 
 def monitor_of(
     path: Path, uuids: list[str], sink: Observer, step: Callable[[], int] = lambda: 0, period: float = 1.0
-) -> Monitor:
+) -> HardwareWatch:
     """A monitor of these GPUs alone."""
-    return Monitor(parts=[Gpus(uuids, path / "gpu.jsonl")], observer=sink, step=step, period=period)
+    return HardwareWatch(parts=[Gpus(uuids, path / "gpu.jsonl")], observer=sink, step=step, period=period)
 
 
 def watch(path: Path, uuids: list[str], sink: Recorder) -> dict[str, float]:
@@ -226,7 +226,7 @@ def test_closing_does_not_wait_for_the_next_sample(nvml: FakeNvml, tmp_path: Pat
 def test_a_driver_that_never_answers_does_not_keep_a_run_from_ending(
     nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(monitor, "LAST_SAMPLE_S", 0.05)
+    monkeypatch.setattr(hardware_watch, "LAST_SAMPLE_S", 0.05)
     nvml.answers.clear()
     watching = monitor_of(tmp_path, ["GPU-aa"], Observer(), period=0.001)
     watching.start()
@@ -295,7 +295,7 @@ def test_the_energy_of_the_processors_is_counted_where_it_can_be_read(tmp_path: 
 
 def test_a_rank_that_has_ended_ends_the_figures_of_processes_only(nvml: FakeNvml, tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watching = Monitor(
+    watching = HardwareWatch(
         parts=[Processes([child.pid], counters=[]), Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")],
         observer=Observer(),
         step=lambda: 0,

@@ -22,8 +22,8 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display, figures
+from lockstep.telemetry.hardware_watch import rates
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.monitor import rates
 from lockstep.telemetry.sinks import NullSamples
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import Window, WindowState
@@ -93,6 +93,7 @@ def recorder(
         window=window,
         flops=flops,
         peak=peak,
+        hits=lambda outputs, labels: (outputs.argmax(1) == labels).sum(),
     )
 
 

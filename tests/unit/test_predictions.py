@@ -19,9 +19,10 @@ from torch import Tensor
 from helpers import records, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
+from lockstep.core.model import best_classes
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.metrics import Block
+from lockstep.scores import Block
 from lockstep.telemetry import pictures
 from lockstep.training.predictions import SIDE, WORST, CollectedPredictions
 from thread_ranks import ThreadRanks
@@ -61,7 +62,7 @@ def collected(
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):
             of = slice(first, first + BLOCK)
-            collector.update(Block(images[of], logits[of], logits[of].argmax(1), labels[of], losses[of], first))
+            collector.update(Block(images[of], logits[of], best_classes(logits[of]), labels[of], losses[of], first))
     collector.finish(7)
     return vars(witness).get("predictions")
 

@@ -23,13 +23,13 @@ from helpers import NARROW, records, train_here
 from lockstep import checkpoint
 from lockstep.cli.evaluate import evaluate_split
 from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.model import best_classes
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.datasets.files import ArraySplit, FileSplit
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, run_of
-from lockstep.training.evaluate import best_classes
 from lockstep.training.resolved_job import load_job
 
 
@@ -89,7 +89,7 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
     predictor = lockstep.load(tmp_path / "alone.safetensors", device="cpu")
     loss, top1 = own_scores(predictor, run)
     best = next(line for line in records(run) if line["step"] == predictor.card.step and "loss/val" in line)
-    assert top1 == run.read_summary()["best"] == predictor.card.top1
+    assert top1 == run.read_summary()["best"] == predictor.card.scores["top1"]
     assert predictor.card.averaged == ("ema" in overrides)
     if not predictor.card.averaged:  # the logged loss is that of the model, not of its average
         assert loss == best["loss/val"]
@@ -170,7 +170,10 @@ def test_the_weights_say_what_they_are_and_where_they_come_from_but_no_path(of_p
     assert (card.classes, card.class_names) == (2, ("cat", "dog"))
     assert (card.image_shape, card.input_shape, card.eval_crop) == ((3, 24, 24), (3, 16, 16), 0.9)
     assert card.trained_on["_target_"] == "lockstep.data.datasets.Folder"
-    assert (card.step, card.top1) == (of_photos.read_summary()["best_step"], of_photos.read_summary()["best"])
+    assert (card.step, card.scores["top1"]) == (
+        of_photos.read_summary()["best_step"],
+        of_photos.read_summary()["best"],
+    )
     assert card.lockstep == lockstep.__version__
     assert str(of_photos.path.parent).encode() not in of_photos.weights.read_bytes()
 
@@ -179,7 +182,7 @@ def test_a_checkpoint_loads_too_and_knows_whether_it_is_the_average(tmp_path: Pa
     run = train_here(tmp_path / "run", NARROW, "steps=3", "batch=64", "train.ema=0.5", "train.eval_every=3")
     (folder,) = run.checkpoints.glob("step-*")
     assert lockstep.load(folder).card.averaged is False
-    assert lockstep.load(folder).card.top1 is None, "the score is that of the average"
+    assert lockstep.load(folder).card.scores == {}, "the score is that of the average"
     assert lockstep.load(folder / "ema.safetensors").card.averaged is True
     assert (folder / "ema.safetensors").read_bytes() == run.weights.read_bytes()
     assert set(load_file(run.weights)) == set(lockstep.load(run.path).model.state_dict())

@@ -43,7 +43,7 @@ def check_own_best(run: RunDir, *, after: int) -> None:
     scored = load_file(folder / ("ema.safetensors" if average in lines[0] else "model.safetensors"))
     exported = load_file(run.weights)
     assert all(torch.equal(exported[name], tensor) for name, tensor in scored.items())
-    assert (read_card(run.weights).step, read_card(run.weights).top1) == (best, scores[best])
+    assert (read_card(run.weights).step, read_card(run.weights).scores["top1"]) == (best, scores[best])
     assert json.loads(run.validation.read_text())["step"] == best
     assert {int(row["step"]) for row in csv.DictReader(run.table.read_text().splitlines())} == {*scores}
 

@@ -69,7 +69,14 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     calls.clear()
     model = nn.Linear(2, 2)
     target = Checkpointer(run_dir=run, fingerprint={}, keep=3, keep_best=1, writes=True)
-    progress = {"step": 1, "score": 50.0, "best": 50.0, "best_step": 1, "window": None}
+    progress = {
+        "step": 1,
+        "scores": [(1, 50.0)],
+        "figures": {"top1": 50.0},
+        "best": 50.0,
+        "best_step": 1,
+        "window": None,
+    }
     optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
     target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
     target.close()

@@ -20,9 +20,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from helpers import built, records, train_here
 from lockstep import metrics
 from lockstep.core.figures import finite, read_figures
+from lockstep.core.model import best_classes
 from lockstep.core.run import Run
 from lockstep.core.world import World
-from lockstep.metrics import Block, Scores
+from lockstep.scores import Block, Scores
 from lockstep.telemetry.report import write_report
 from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
@@ -55,7 +56,7 @@ SPLITS: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
 
 
 def block(logits: torch.Tensor, labels: torch.Tensor) -> Block:
-    return Block(labels, logits, logits.argmax(1), labels, labels, 0)
+    return Block(labels, logits, best_classes(logits), labels, labels, 0)
 
 
 def averaged(average: str, of_class: Callable[[int], float], labels: torch.Tensor, classes: int) -> Any:
@@ -119,8 +120,8 @@ def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(ca
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scikit-learn, where there is no score
             values = expected(name, option, logits, labels)
-        named = {f"metric/it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {}
-        assert scores.compute() == pytest.approx(named or {"metric/it": values}, rel=1e-5, nan_ok=True), (
+        named = {f"it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {}
+        assert scores.compute() == pytest.approx(named or {"it": values}, rel=1e-5, nan_ok=True), (
             name,
             option,
         )
@@ -128,10 +129,10 @@ def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(ca
 
 def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:
     top2 = metrics.Accuracy(average="micro", top_k=2)
-    assert scores_of(metrics.Accuracy(), 203)["metric/it"] == pytest.approx(
+    assert scores_of(metrics.Accuracy(), 203)["it"] == pytest.approx(
         reference.balanced_accuracy_score(LABELS, PREDICTED), rel=1e-6
     )
-    assert scores_of(top2, 100, 100, 3)["metric/it"] == pytest.approx(
+    assert scores_of(top2, 100, 100, 3)["it"] == pytest.approx(
         reference.top_k_accuracy_score(LABELS, SHARES, k=2), rel=1e-6
     )
 
@@ -144,7 +145,7 @@ def test_the_top_k_accuracy_of_classes_is_their_share_of_hits_among_those_that_a
     shares = [float(hits[labels == label].mean()) for label in labels.unique()]
     scores = Scores({"it": metrics.Accuracy(top_k=2)}, CLASSES, (), World.solo())
     scores.update(block(LOGITS, labels))
-    assert scores.compute() == {"metric/it": pytest.approx(np.mean(shares), rel=1e-6)}
+    assert scores.compute() == {"it": pytest.approx(np.mean(shares), rel=1e-6)}
 
 
 def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[str, float]:
@@ -169,7 +170,7 @@ def test_calibration_is_the_norm_of_the_differences_of_its_bins(norm: str) -> No
         "l2": (shares * differences.square()).sum().sqrt(),
         "max": differences.max(),
     }
-    actual = scores_of(metrics.Calibration(bins=10, norm=norm), 203)["metric/it"]
+    actual = scores_of(metrics.Calibration(bins=10, norm=norm), 203)["it"]
     assert actual == pytest.approx(float(expected[norm]), rel=1e-6)
 
 
@@ -185,9 +186,9 @@ def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Te
 def test_a_score_of_each_class_has_its_name() -> None:
     expected = reference.recall_score(LABELS, PREDICTED, average=None)
     metric = metrics.Recall(average="none")
-    named = {f"metric/it/{name}": pytest.approx(value) for name, value in zip("abcd", expected, strict=True)}
+    named = {f"it/{name}": pytest.approx(value) for name, value in zip("abcd", expected, strict=True)}
     assert scores_of(metric, 203, names=("a", "b", "c", "d")) == named
-    assert [*scores_of(metric, 203)] == [f"metric/it/{label}" for label in range(CLASSES)]
+    assert [*scores_of(metric, 203)] == [f"it/{label}" for label in range(CLASSES)]
 
 
 def test_broken_images_do_not_count() -> None:
@@ -197,7 +198,7 @@ def test_broken_images_do_not_count() -> None:
     scores.update(block(LOGITS, labels))
     usable = labels >= 0
     expected = reference.f1_score(LABELS[usable], PREDICTED[usable], average="macro")
-    assert scores.compute() == {"metric/f1": pytest.approx(expected, rel=1e-6)}
+    assert scores.compute() == {"f1": pytest.approx(expected, rel=1e-6)}
 
 
 def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +208,7 @@ def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest
         return scores.compute()
 
     expected = reference.f1_score(LABELS, PREDICTED, average="macro")
-    assert ThreadRanks(2, monkeypatch).run(scores_of_rank) == [{"metric/f1": pytest.approx(expected, rel=1e-6)}, {}]
+    assert ThreadRanks(2, monkeypatch).run(scores_of_rank) == [{"f1": pytest.approx(expected, rel=1e-6)}, {}]
 
 
 def test_a_run_writes_the_metrics_of_the_weights_that_decide(tmp_path: Path) -> None:
@@ -257,6 +258,6 @@ def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, figures)
     sink.end("completed")
-    assert '"metric/it/0": 0.5, "metric/it/1": null' in (tmp_path / "metrics.jsonl").read_text()
-    assert [*read_figures(tmp_path / "metrics.jsonl")] == [(1, {"metric/it/0": 0.5})]
-    assert finite(figures) == {"metric/it/0": 0.5}
+    assert '"it/0": 0.5, "it/1": null' in (tmp_path / "metrics.jsonl").read_text()
+    assert [*read_figures(tmp_path / "metrics.jsonl")] == [(1, {"it/0": 0.5})]
+    assert finite(figures) == {"it/0": 0.5}

@@ -17,7 +17,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.validate import check_effects
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry.monitor import Monitor, Spending, rates
+from lockstep.telemetry.hardware_watch import HardwareWatch, Spending, rates
 from lockstep.training import experiment
 from lockstep.training.resolved_job import load_job
 
@@ -33,7 +33,7 @@ def spending(folder: Path, *, joules: float | None = 7.2e6, **budget: float) -> 
         batch=50,
         usd_per_gpu_hour=3.0,
         budget=BudgetBlock(**budget),
-        monitor=monitor,
+        watch=monitor,
         counts_energy=True,
         stop=stop,
     )
@@ -57,7 +57,7 @@ def test_hours_energy_and_money_add_up_over_the_parts_of_a_run(tmp_path: Path) -
 def test_a_killed_session_counts_up_to_what_it_wrote_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """100 s until its last checkpoint, 40 s more until a log point that is written, and 5 s until the kill."""
     now = 1000.0
-    monkeypatch.setattr("lockstep.telemetry.monitor.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("lockstep.telemetry.hardware_watch.time", SimpleNamespace(monotonic=lambda: now))
     for number in (1, 2):
         session = spending(tmp_path, joules=7.2e6)
         session.trained = lambda: {"images": 500.0, "training_seconds": 80.0, "waiting_seconds": 8.0}
@@ -119,7 +119,7 @@ def test_a_run_stops_at_its_budget_and_goes_on_with_a_larger_one_to_the_same_bit
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = ("model=linear", "steps=600", "batch=50", "train.eval_every=100%", "checkpoint.every=100%")
-    monkeypatch.setattr(Monitor.__init__, "__kwdefaults__", {"sampled": lambda: None, "period": 0.01})
+    monkeypatch.setattr(HardwareWatch.__init__, "__kwdefaults__", {"sampled": lambda: None, "period": 0.01})
     whole = train_here(tmp_path / "whole", *job)
     run = run_dir(tmp_path / "cut", *job, "budget.hours=1e-6")
     with pytest.raises(Stopped, match=r"saved: budget\.hours=1e-06 is used up .*; a larger one lets the run go on"):

@@ -25,13 +25,14 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
-from lockstep.metrics import Block, EvaluationObserver, Scores
 from lockstep.optim import SGD
 from lockstep.optim.schedule import Constant
 from lockstep.precision import FP64
 from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
+from lockstep.tasks import Multiclass
 from lockstep.training.freezing import Freezing
 from lockstep.training.train_state import EMA, Progress, TrainState
 from lockstep.training.train_step import TrainStep, inputs_of
@@ -61,6 +62,12 @@ class Silent:
 
     def record(self, loss: Tensor, logits: Tensor, micro: Any, images: Tensor) -> None:
         assert not any(tensor.requires_grad for tensor in (loss, logits)), "a graph would live until the log point"
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log nothing."""
+
+    def warn(self, sentence: str) -> None:
+        self.events.append(("warn", sentence))
 
     def reduced(self) -> None:
         """Time nothing."""
@@ -94,7 +101,8 @@ class Silent:
         return self.is_overdue
 
     def save(self, *, progress: dict[str, Any], **state: Any) -> None:
-        self.events.append(("save", progress["step"], progress["score"] is not None))
+        evaluated = [step for step, _ in progress["scores"]]
+        self.events.append(("save", progress["step"], progress["step"] in evaluated))
 
     def wait(self) -> None:
         """Nothing is written."""
@@ -143,6 +151,7 @@ def trainer_of(
             world=world,
             plan=plan,
             state=state,
+            task=Multiclass(),
             loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
             inputs=partial(inputs_of, transforms, state.draws),
         ),
@@ -438,13 +447,16 @@ def test_a_resume_goes_on_behind_the_step_that_was_saved() -> None:
     expected = [parameter.detach().clone() for parameter in model.parameters()]
     resumed = network()
     updated(trainer_of(resumed, World.solo(), steps=2))
-    fitted(trainer_of(resumed, World.solo(), steps=4, progress=Progress(step=2, score=1.0)))
+    fitted(trainer_of(resumed, World.solo(), steps=4, progress=Progress(step=2, scores=[(2, 1.0)])))
     assert all(torch.equal(*pair) for pair in zip(resumed.parameters(), expected, strict=True))
 
 
 @pytest.mark.parametrize(("score", "events"), [(None, [("eval", 4, True), ("save", 4, True)]), (1.0, [])])
 def test_a_resume_makes_up_for_an_evaluation_that_a_stop_interrupted(score: float | None, events: list[Any]) -> None:
-    options = {"progress": Progress(step=4, score=score), "schedule": Constant(warmup=8)}
+    options = {
+        "progress": Progress(step=4, scores=[] if score is None else [(4, score)]),
+        "schedule": Constant(warmup=8),
+    }
     trainer = trainer_of(network(), World.solo(), steps=4, **options)
     assert fitted(trainer)[0] == events
     assert trainer.state.optimizer.param_groups[0]["lr"] == (0.25 if events else 0.5), "the rate that is saved"
@@ -535,6 +547,7 @@ def test_the_best_score_is_the_first_of_the_highest_ones() -> None:
     improved = []
     for step, label in enumerate((RARE, RARE, COMMON, RARE, COMMON), start=1):
         model.label = label
+        trainer.progress.step = step
         improved.append(trainer.evaluate(step))
         assert trainer.progress.score == pytest.approx(ACCURACY[label])
     assert ACCURACY[COMMON] > ACCURACY[RARE]
@@ -561,7 +574,7 @@ def test_an_evaluation_averages_as_many_views_as_the_job_says(views: int) -> Non
 
 
 def test_after_a_resume_a_score_must_be_higher_than_the_best_one_before_it() -> None:
-    before = Progress(step=2, score=0.0, best=ACCURACY[COMMON], best_step=1)
+    before = Progress(step=2, scores=[(2, 0.0)], best=ACCURACY[COMMON], best_step=1)
     trainer = trainer_of(Always(COMMON), World.solo(), progress=before)
     assert not trainer.evaluate(3)
     assert trainer.progress.best_step == 1

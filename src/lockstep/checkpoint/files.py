@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from lockstep.core.monitor import TOP1, Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json, read_text
@@ -223,18 +224,25 @@ def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
-    """The `number` checkpoints with the highest top-1 of these, newest first; the earlier one of equal ones."""
-    scores = {path: score for path in reversed(checkpoints) if (score := _score(path)) is not None}
-    return sorted(scores, key=lambda path: -scores[path])[:number]
+    """The `number` checkpoints with the best scores of these, newest first; the earlier one of equal ones."""
+    gains = {path: gain for path in reversed(checkpoints) if (gain := _gain(path)) is not None}
+    return sorted(gains, key=lambda path: -gains[path])[:number]
 
 
-def _score(path: Path) -> float | None:
-    """The validation top-1 of a checkpoint; None if it was not evaluated or cannot be read."""
+def _gain(path: Path) -> float | None:
+    """The score of a checkpoint, larger for a better one; None if it was not evaluated or cannot be read."""
     try:
-        score: float | None = read_facts(path)["progress"]["score"]
-    except ValueError:
+        facts = read_facts(path)
+        monitor = Monitor.parse(str(facts["identity"].get("monitor", TOP1)))
+        return monitor.gain(score_of(facts["progress"]))
+    except (ValueError, LookupError, TypeError):
         return None
-    return score
+
+
+def score_of(progress: Mapping[str, Any]) -> float | None:
+    """The monitored figure at the step of a checkpoint; None without one. Older checkpoints name it `score`."""
+    step, score = progress["scores"][-1] if progress.get("scores") else (progress["step"], progress.get("score"))
+    return score if step == progress["step"] else None
 
 
 def _size(path: Path) -> int:

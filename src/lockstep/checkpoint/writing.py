@@ -35,6 +35,7 @@ from lockstep.checkpoint.files import (
     manifest,
     manifest_text,
     remove,
+    score_of,
     sha256,
 )
 from lockstep.checkpoint.state import HostCopies, gathered, map_tensors, optimizer_state, with_own_storage
@@ -175,8 +176,8 @@ class Checkpointer:
     def _metadata(self, progress: Mapping[str, Any], *, averaged: bool, scored: bool) -> dict[str, str] | None:
         if self.card is None:
             return None
-        score = progress["score"] if scored else None
-        return replace(self.card, step=progress["step"], top1=score, averaged=averaged).metadata()
+        figures = progress["figures"] if scored and score_of(progress) is not None else {}
+        return replace(self.card, step=progress["step"], scores=figures, averaged=averaged).metadata()
 
     def wait(self) -> None:
         """Wait for the pending write. Warns of the first failure only: the previous checkpoint still exists."""

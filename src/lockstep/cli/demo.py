@@ -130,7 +130,7 @@ class DemoServer(uvicorn.Server):
             "name": card.model.get("name"),
             "classes": card.classes,
             "input": "x".join(map(str, card.input_shape)),
-            "top1": card.top1,
+            "score": card.score,
             "independent": card.probabilities == SIGMOID,
             "step": card.step,
         }

@@ -31,8 +31,10 @@ from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.losses import MaskedLoss
-from lockstep.metrics import Block, Calibration, EvaluationObserver, Scores
+from lockstep.metrics import Calibration
 from lockstep.runtime.host import cores
+from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.tasks import Multiclass
 from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate as evaluate_model
 from lockstep.training.predictions import counts_by_class
@@ -137,8 +139,8 @@ def _show(evaluation: Evaluation, predictor: Predictor, split: str, source: Sour
         f"top-1 {evaluation.top1:.2f} %  top-5 {evaluation.top5:.2f} %  loss {evaluation.loss:.4f}  "
         f"calibration error {evaluation.calibration_error:.2f} %",
     ]
-    if split == "val" and predictor.card.top1 is not None:
-        lines.append(f"in training it was {predictor.card.top1:.2f} % top-1")
+    if split == "val" and predictor.card.score:
+        lines.append(f"in training it was {predictor.card.score}")
     for line in lines:
         log.show(line)
     rows = [(name, count, top1) for name, count, top1 in evaluation.per_class if top1 is not None]
@@ -205,8 +207,9 @@ class PredictedClasses(EvaluationObserver):
         self.blocks: list[tuple[Tensor, Tensor]] = []
 
     def update(self, block: Block) -> None:
-        shares = probabilities(block.logits, self.kind).gather(1, block.predicted[:, None])[:, 0]
-        self.blocks.append((block.predicted.cpu(), shares.cpu()))
+        predicted = block.predicted[:, 0]
+        shares = probabilities(block.logits, self.kind).gather(1, predicted[:, None])[:, 0]
+        self.blocks.append((predicted.cpu(), shares.cpu()))
         self.advance(len(block.labels))
 
 
@@ -238,6 +241,7 @@ def evaluate_split(
     predictions = PredictedClasses(card.probabilities, advance)
     figures = evaluate_model(
         predictor.model,
+        task=Multiclass(),
         loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
         loader=loader,
         transforms=predictor.transforms,
@@ -252,7 +256,7 @@ def evaluate_split(
         labels=loader.eval_labels.cpu(),
         predicted=predicted,
         probabilities=shares,
-        calibration_error=100 * scores.compute()["metric/calibration"],
+        calibration_error=100 * scores.compute()["calibration"],
         **figures,
     )
 

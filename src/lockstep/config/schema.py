@@ -13,11 +13,10 @@ from lockstep.core.model_card import INTERPOLATIONS
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Augment, ImageLoader, Source
     from lockstep.core.observer import Logger
-    from lockstep.core.protocols import Launcher, Loss, Metric, Model, Optimizer, Precision, Schedule, Strategy
+    from lockstep.core.protocols import Launcher, Loss, Metric, Model, Optimizer, Precision, Schedule, Strategy, Task
 else:  # importing them would import torch; to OmegaConf, a group is Any
-    Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Precision = Schedule = Source = (
-        Strategy
-    ) = Any
+    Augment = ImageLoader = Launcher = Logger = Loss = Metric = Model = Optimizer = Any
+    Precision = Schedule = Source = Strategy = Task = Any
 
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
@@ -26,6 +25,7 @@ CONF = Path(__file__).parents[1].joinpath("conf").resolve()
 GROUPS: Mapping[str, str] = {
     "model": "lockstep.models",
     "dataset": "lockstep.data.datasets",
+    "task": "lockstep.tasks",
     "loader": "lockstep.data.loading",
     "augment": "lockstep.data.transforms",
     "strategy": "lockstep.strategy",
@@ -55,6 +55,8 @@ class TrainBlock:
     sampling: str = choice("shuffled", "shuffled", "balanced")
     freeze: list[str] = ruled([], TEXT)
     freeze_until: int | str | None = duration(None)
+    patience: int | str | None = duration(None)
+    min_delta: float = ranged(0.0, least=0.0, most=1e9)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
     eval_views: int = choice(1, 1, 2, 6)
@@ -139,6 +141,7 @@ class Job:
     steps: int | None = ranged(None, least=1, most=LONGEST)
     batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
     seed: int = ranged(0, least=0, most=2**63 - 1)
+    monitor: str = ruled("auto", TEXT)
     repro: str = choice("exact", "exact", "strict")
     device: str = choice("auto", "auto", "cpu", "cuda")
     name: str = ruled("job", TEXT)
@@ -155,6 +158,7 @@ class Job:
     budget: BudgetBlock = field(default_factory=BudgetBlock)
     model: Model = _group()
     dataset: Source = _group()
+    task: Task = _group()
     loader: ImageLoader = _group()
     augment: Augment = _group()
     strategy: Strategy = _group()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lockstep.core.model_card import SIGMOID
+from lockstep.core.model_card import SIGMOID, VALUES
 
 # The base classes of all batch norms and of all convolutions, torch's and timm's. They have no public names.
 BatchNorm = _BatchNorm
@@ -100,8 +100,23 @@ def is_sound(tensor: Tensor, *, infinite: bool) -> Tensor:
 
 
 def probabilities(logits: Tensor, kind: str) -> Tensor:
-    """The probabilities of logits (B, classes), in the same shape; `kind` is `softmax` or `sigmoid`."""
+    """The probabilities of logits (B, classes), in the same shape; `kind` is one of `model_card.PROBABILITIES`."""
+    if kind == VALUES:
+        return logits
     return logits.sigmoid() if kind == SIGMOID else logits.softmax(1)
+
+
+def is_broken(labels: Tensor) -> Tensor:
+    """Which examples have a broken image: bool (n,). Their label is negative, or not a number among floats (n, k)."""
+    return labels < 0 if labels.ndim == 1 else labels.isnan().any(1)
+
+
+def best_classes(logits: Tensor) -> Tensor:
+    """The five classes with the highest logits (or all, if there are fewer), int64 (B, 5), the prediction first.
+
+    Logits may be equal, often in 16-bit formats; of these `argmax` may choose another class.
+    """
+    return logits.topk(min(5, logits.shape[1])).indices
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import MISSING, dataclass
 from typing import Any
 
 from lockstep.core.errors import InputError, shown
-from lockstep.core.fields import Check, Number, choice, rule_of, ruled
+from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
+from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.safe_read import MB, checked, parsed_json
 
 METADATA_KEY = "lockstep"
@@ -24,8 +25,13 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
 # How logits become probabilities. With softmax the classes exclude each other, and their probabilities add up to 1;
 # with sigmoid each class is judged by itself.
-PROBABILITIES = ("softmax", "sigmoid")
-SOFTMAX, SIGMOID = PROBABILITIES
+# The outputs of a regression are the values themselves.
+PROBABILITIES = ("softmax", "sigmoid", "values")
+SOFTMAX, SIGMOID, VALUES = PROBABILITIES
+# What the targets of a task are: one of the classes; a share for each label, of which an image can have several; or
+# numbers.
+TARGETS = ("classes", "labels", "values")
+CLASSES, LABELS, _ = TARGETS
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
 VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can average
 
@@ -62,7 +68,10 @@ _TEXTS = Check(
     "a list of texts", lambda value: isinstance(value, list) and all(isinstance(text, str) for text in value)
 )
 _COUNT = Number(low=1, high=MOST_CLASSES, whole=True)  # of classes, and of images of a block
-_TOP1 = Check("a number from 0 to 100 or null", lambda value: value is None or Number(low=0, high=100).fits(value))
+_SCORES = Check(
+    "numbers by name",
+    lambda value: isinstance(value, dict) and all(map(Number(low=-1e300, high=1e300).fits, value.values())),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +91,13 @@ class ModelCard:
         trained_on: the config node of the data set, without paths, and the sha256 of its examples.
         lockstep: the version of Lockstep that wrote the file.
         step: the step of the weights.
-        top1: the accuracy of the weights in percent on the evaluation split; None if they were not evaluated.
+        scores: the figures of their evaluation that have a value, by name; empty if they were not evaluated.
         averaged: whether the weights are a moving average.
         interpolation: how images are resized.
         probabilities: how logits become probabilities, `softmax` or `sigmoid`, as in the loss of the training.
+            `values` are no probabilities.
+        targets: what the outputs are: `classes`, `labels` or `values`.
+        monitor: the figure that has chosen the weights.
     """
 
     model: Node = ruled(MISSING, _NODE)
@@ -103,10 +115,18 @@ class ModelCard:
     trained_on: Node = ruled(MISSING, Check("a mapping", lambda value: isinstance(value, dict)))
     lockstep: str = ruled(MISSING, Check("a version", lambda value: isinstance(value, str) and len(value) <= 100))
     step: int = ruled(0, Number(low=0, high=2**62, whole=True))
-    top1: float | None = ruled(None, _TOP1)
+    scores: Mapping[str, float] = ruled({}, _SCORES)
     averaged: bool = ruled(False, Check("true or false", lambda value: isinstance(value, bool)))
     interpolation: str = choice(INTERPOLATION, *INTERPOLATIONS)
     probabilities: str = choice(SOFTMAX, *PROBABILITIES)
+    targets: str = choice(CLASSES, *TARGETS)
+    monitor: str = ruled("top1", TEXT)
+
+    @property
+    def score(self) -> str:
+        """The score that has chosen the weights, in words; empty if they were not evaluated."""
+        monitor = Monitor.parse(self.monitor)
+        return figure_text(monitor.name, self.scores[monitor.name]) if monitor.name in self.scores else ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -142,7 +162,11 @@ class ModelCard:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> ModelCard:
-        values = {"probabilities": SOFTMAX, **values}  # older files lack this key
+        # Older files lack these keys.
+        values = {"probabilities": SOFTMAX, "targets": CLASSES, "monitor": "top1", **values}
+        if "scores" not in values and "top1" in values:
+            top1 = values.pop("top1")
+            values["scores"] = {} if top1 is None else {"top1": top1}
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"

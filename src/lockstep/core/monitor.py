@@ -77,3 +77,20 @@ def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str,
     """The figures of an evaluation by tag; `averaged` are those of the averaged weights."""
     tags = AVERAGED if averaged else TAGS
     return {tags.get(name, METRIC + name): value for name, value in figures.items()}
+
+
+def figure_name(name: str) -> str:
+    """A figure of an evaluation in words: `val top-1`, `val loss`, `val f1`."""
+    return "val " + {"top1": "top-1", "top5": "top-5"}.get(name, name)
+
+
+def figure_parts(name: str, value: float) -> tuple[str, str]:
+    """The number and the unit of a figure: percent for accuracies."""
+    return (f"{value:.2f}", " %") if name in ("top1", "top5") else (f"{value:.4g}", "")
+
+
+def figure_text(name: str, value: float) -> str:
+    """A figure of an evaluation with its name and its unit: `98.61 % top-1`, `loss 0.0421`."""
+    number, unit = figure_parts(name, value)
+    word = figure_name(name).removeprefix("val ")
+    return f"{number}{unit} {word}" if unit else f"{word} {number}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import Component
-from lockstep.core.model_card import TrainedInput
+from lockstep.core.model_card import ModelCard, TrainedInput
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -259,7 +259,7 @@ class Optimizer(Component, Protocol):
 
 
 class Schedule(Component, Protocol):
-    """The learning rate over a run, as a pure function of the step and of the scores so far, with no state to save."""
+    """The learning rate over a run, a pure function of the step and of the scores so far, with no state to save."""
 
     def factor(self, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
         """The factor of the base learning rate at `step` (from 1).
@@ -273,19 +273,98 @@ class Loss(Component, Protocol):
     """The loss that training minimises.
 
     A loss that judges each class by itself sets `probabilities: ClassVar[str] = "sigmoid"`; the default is softmax.
+    A loss that is for some tasks only names their `targets: ClassVar[tuple[str, ...]]`.
     """
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         """The module: logits (b, classes) and targets to the loss of each example, (b,).
 
         Targets are labels, int64 (b,). With Mixup and CutMix they are shares of the classes, (b, classes), in the
-        dtype of the images. `labels`, int64 (n,), are the labels of the training split. An evaluation calls the
-        module in evaluation mode, in which it leaves out terms that only regularise training.
+        dtype of the images; for tasks of `labels` and `values` they are always floats (b, classes). `labels` are the
+        labels of the training split. An evaluation calls the module in evaluation mode, in which it leaves out terms
+        that only regularise training.
         """
 
 
+class Batch(Protocol):
+    """What a task sees of a micro-batch of b examples.
+
+    Fields:
+        images: (b, C, H, W), as the network takes them.
+        targets: what the outputs are compared with: classes, int64 (b,), or floats (b, outputs); under Mixup and
+            CutMix always floats.
+    """
+
+    images: Tensor
+    targets: Tensor
+
+    def network(self, images: Tensor) -> Tensor:
+        """The outputs (b, outputs) of the network. In training it draws the random numbers of these examples."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss of the job, for each example, (b,)."""
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log a figure of each example, (b,), under one of the task's `figures`; log points have its mean."""
+
+
+class Task(Component, Protocol):
+    """What a target, a prediction and a score are. It must not mix examples: each has a loss of its own.
+
+    A task of the user inherits from `Multiclass`, `Multilabel` or `Regression` of `lockstep.tasks`.
+    """
+
+    targets: ClassVar[str]
+    """What a target is: one of the `classes`, `labels` (a share for each of them), or `values`."""
+    probabilities: ClassVar[str | None] = None
+    """How outputs become predictions; None: as the loss says."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """The options of `metric` that every job of this task has."""
+    figures: ClassVar[tuple[str, ...]] = ()
+    """The names of the figures that `losses` logs."""
+    counted: ClassVar[tuple[str, ...]] = ()
+    """The scores of an evaluation that are shares of its examples, in percent."""
+
+    def absolute(self) -> Self:
+        """This task with absolute paths, for processes with another current folder."""
+        return self
+
+    def identity(self) -> Mapping[str, str]:
+        """What a resume must not change, besides the option itself."""
+        return {}
+
+    def ready(self, card: ModelCard, device: torch.device) -> Self:
+        """This task on the device of a rank, for a network whose inputs `card` describes. Raises InputError."""
+        return self
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The loss of each example, (b,), and the outputs, (b, outputs), of a micro-batch in training."""
+        outputs = batch.network(batch.images)
+        return batch.loss(outputs, batch.targets), outputs
+
+    def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The losses and outputs of a block of an evaluation."""
+        outputs = batch.network(batch.images)
+        return batch.loss(outputs, batch.targets), outputs
+
+    def hits(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """How many examples are right, an int64 scalar; called if `top1` is among the scores that are `counted`."""
+        return (outputs.argmax(1) == labels).sum()
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        """The predictions for the outputs, in the form of the labels; those of classes first, then the next best."""
+
+    def counts(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        """How many examples of a block count for each score of `counted`, int64 (n,)."""
+        return torch.zeros(0, dtype=torch.int64, device=labels.device)
+
+
 class Metric(Component, Protocol):
-    """A score of an evaluation besides accuracy. Any number of them may be chosen."""
+    """A score of an evaluation besides accuracy. Any number of them may be chosen.
+
+    A metric of which less is better sets `higher_is_better: ClassVar[bool] = False`. One that is for some tasks only
+    names their `targets: ClassVar[tuple[str, ...]]`.
+    """
 
     def build(self, classes: int) -> Score:
         """The object that computes the score from an evaluation's predictions."""
@@ -295,7 +374,11 @@ class Score(Protocol):
     """The interface of `torchmetrics.Metric`. Only main has one; it gets every example once, in the split's order."""
 
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
-        """Take examples: probabilities (n, classes) as the loss has them, and labels, int64 (n,), both on the CPU."""
+        """Take examples: probabilities (n, classes) as the loss has them, and labels, both on the CPU.
+
+        Labels are int64 (n,), or float32 (n, classes) for a task of `labels` or `values`; these get no probabilities
+        but the values that are predicted.
+        """
 
     def compute(self) -> Tensor:
         """The score: a scalar, or one for each class, (classes,); NaN where it has no value."""

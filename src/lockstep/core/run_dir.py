@@ -23,12 +23,12 @@ NAME_LIMIT = 100
 LATEST, BEST = "latest", "best"  # text files with the name of a folder beside them
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
 # The types of what is read in `summary.json`; each key may be missing or null.
-TEXTS = ("status", "run", "error")
+TEXTS = ("status", "run", "error", "monitor", "stopped_early")
 NUMBERS = (
     *("started", "seconds", "step", "steps", "objective", "best", "best_step", "skipped"),
     *("img_per_s", "data_wait_pct", "gpu_memory", "cpu_mem_gb"),
 )
-TABLES = ("spent", "time")  # numbers by their names
+TABLES = ("spent", "time", "scores")  # numbers by their names
 # The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 

@@ -15,7 +15,7 @@ from lockstep import checkpoint
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.model import infinite_buffers, is_sound, probabilities
+from lockstep.core.model import best_classes, infinite_buffers, is_sound, probabilities
 from lockstep.core.model_card import ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
@@ -25,7 +25,7 @@ from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
 from lockstep.models.nets import check_size, sketch, without_weights
 from lockstep.precision import FP32
-from lockstep.training.evaluate import best_classes, logits_of
+from lockstep.training.evaluate import logits_of
 
 KEY = "weights"  # the first word of the errors
 
@@ -203,7 +203,7 @@ def say_which(file: Path, card: ModelCard) -> None:
     """Say on standard error which run the weights of a file are from, because `latest` moves."""
     run, data = run_of(file), str(card.trained_on.get("_target_")).rpartition(".")[2]
     name = card.model.get("name") or str(card.model.get("_target_")).rpartition(".")[2]
-    score = f", {card.top1:.2f} % top-1 at step {card.step}" if card.top1 is not None else ""
+    score = f", {card.score} at step {card.step}" if card.score else ""
     log.note(f"{relative(file if run is None else run.path)}: {name}, trained on {data}{score}")
 
 

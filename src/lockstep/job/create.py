@@ -21,6 +21,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
+from lockstep.core.model_card import CLASSES
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
 from lockstep.core.run_dir import RunDir
@@ -29,8 +30,9 @@ from lockstep.job import worker  # noqa: F401  # what each rank needs, before ra
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
-from lockstep.job.validate import check_job, check_memory
+from lockstep.job.validate import check_job, check_memory, check_monitor
 from lockstep.runtime import environment
+from lockstep.training.patience import Patience
 from lockstep.training.resolved_job import ResolvedJob, fingerprint, plan_of, train_longer
 
 
@@ -119,12 +121,14 @@ def with_fitting_batch(job: ResolvedJob, resume: Resume, *, sweep: bool = False)
 
 def check_plan(job: ResolvedJob) -> Plan:
     """The plan of a job whose data is there, and which fits it and the memory."""
-    if job.dataset.classes < 2:
+    if job.task.targets == CLASSES and job.dataset.classes < 2:
         named = "".join(f", {name}," for name in job.dataset.class_names)
         raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     check_schedule(job.schedule, plan)
+    check_monitor(job)
+    Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
     return plan
 
 

@@ -1,5 +1,6 @@
 """Replaces `auto` by values for this machine (device, ranks, strategy, launcher), and makes paths absolute."""
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -7,13 +8,15 @@ import torch
 
 from lockstep import checkpoint
 from lockstep.config import components
-from lockstep.config.schema import InputBlock, Job, TrainBlock
+from lockstep.config.options import options_with
+from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
-from lockstep.core.model_card import INTERPOLATION, TrainedInput
-from lockstep.core.protocols import Launcher, Strategy
-from lockstep.data.datasets.files import with_sizes
+from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
+from lockstep.core.monitor import USUAL, Monitor, chosen_monitor
+from lockstep.core.protocols import Launcher, Metric, Strategy
+from lockstep.data.datasets.files import AUTO, with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
@@ -47,7 +50,8 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
     trained = _trained_input(job, resumed)
-    strategy, dataset = _strategy(job), with_sizes(_with_absolute_paths(job.dataset), trained)
+    dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset), trained), job.task.targets)
+    strategy, metrics = _strategy(job), _metrics(job)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     world_size = ranks * job.launcher.node_range[1]
     if type(strategy) is AutoStrategy:
@@ -70,12 +74,53 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         else job.augment,
         input=_input(job.input, dataset, trained),
         dataset=dataset,
+        task=job.task.absolute(),
+        metric=metrics,
+        monitor=str(_monitor(job, metrics)),
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
     )
     return ResolvedJob.of(resolved)
+
+
+def with_targets(dataset: Source, targets: str) -> Source:
+    """The data set with the targets of the task.
+
+    Raises:
+        InputError: it has others.
+    """
+    if getattr(dataset, "targets", CLASSES) == AUTO:
+        return replace(dataset, targets=targets)
+    if (own := getattr(dataset, "targets", CLASSES)) != targets:
+        name = type(dataset).__name__.lower()
+        with_any = ", ".join(options_with("dataset", "targets"))
+        raise InputError(
+            f"the targets of dataset={name} are {own}, and those of this task {targets}; use another task, or "
+            f"dataset=NAME with one of {with_any}"
+        )
+    return dataset
+
+
+def _metrics(job: Job) -> dict[str, Metric]:
+    """The metrics of the job, and before them those that every job of its task has."""
+    usual = {
+        name: components.build_many("metric", components.load(CONF / "metric" / f"{name}.yaml"))[name]
+        for name in job.task.metrics
+    }
+    return {**usual, **job.metric}
+
+
+def _monitor(job: Job, metrics: Mapping[str, Metric]) -> Monitor:
+    classes = {name: type(metric) for name, metric in metrics.items()}
+    tasks = [cls.__name__.lower() for cls in type(job.task).__mro__]
+    return chosen_monitor(
+        job.monitor,
+        task=next((name for name in tasks if name in USUAL), ""),
+        metrics={name: cls.__name__ for name, cls in classes.items()},
+        less_is_better=[cls.__name__ for cls in classes.values() if not getattr(cls, "higher_is_better", True)],
+    )
 
 
 def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import torch
 
+from lockstep.config.options import declared
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
 from lockstep.core.launch_env import is_launched, local_size
+from lockstep.core.model_card import CLASSES
+from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
@@ -27,6 +30,7 @@ from lockstep.training.resolved_job import ResolvedJob
 RANKS, RANKS_A_CORE = 8, 4
 THREADS, THREADS_A_CORE = 1024, 16
 FLOAT32 = 4  # bytes
+FEW = 3  # classes that a sentence names
 LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
@@ -57,6 +61,11 @@ def check_effects(job: ResolvedJob) -> None:
         raise InputError("train.ema_warmup is false, but train.ema is null, so nothing is averaged; leave it out")
     if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
         raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
+    if job.train.min_delta and job.train.patience is None:
+        raise InputError(
+            f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "
+            "train.patience=5, or leave out train.min_delta"
+        )
     if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
         raise InputError(
             f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "
@@ -67,6 +76,37 @@ def check_effects(job: ResolvedJob) -> None:
         raise InputError(
             f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
             f"ranks; use launcher.nodes={most}, or repro=exact"
+        )
+
+
+def check_task(job: ResolvedJob) -> None:
+    """Refuse parts that are for other targets than those of the task."""
+    targets = job.task.targets
+    for group, part in [("loss", job.loss), *(("metric", metric) for metric in job.metric.values())]:
+        if targets not in (fitting := getattr(part, "targets", (targets,))):
+            others = [name for name, cls in declared(group).items() if targets in getattr(cls, "targets", ())]
+            raise InputError(
+                f"{group}: {type(part).__name__} is for {' and '.join(fitting)}, and the targets of this task are "
+                f"{targets}; use {group}=NAME with one of {', '.join(sorted(others))}"
+            )
+    if targets != CLASSES and job.train.sampling == "balanced":
+        raise InputError(
+            f"train.sampling=balanced balances classes, and the targets of this task are {targets}; leave it out"
+        )
+
+
+def check_monitor(job: ResolvedJob) -> None:
+    """Refuse a monitor that no evaluation of this job logs."""
+    name, outputs = Monitor.parse(job.monitor).name, job.dataset.class_names or map(str, range(job.dataset.classes))
+    by_class = {name for name, metric in job.metric.items() if getattr(metric, "average", "") == "none"}
+    known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
+    of_classes = [f"{metric}/{output}" for metric in job.metric if metric in by_class for output in outputs]
+    if name not in (*known, *of_classes):
+        few = of_classes[:FEW]
+        more = " and so on for each class" * (len(of_classes) > len(few))
+        raise InputError(
+            f"monitor is {name}, which an evaluation of this job does not log, expected one of "
+            f"{', '.join([*known, *few])}{more}; add a metric with metric=[NAME]"
         )
 
 
@@ -103,6 +143,7 @@ def check_job(job: ResolvedJob) -> None:
         job.loader.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
+        lambda: check_task(job),
         lambda: check_packages(job.logger),
         lambda: check_threads(job),
         lambda: check_folders(data_root=job.data_root, output_root=job.output_root),
@@ -181,6 +222,10 @@ def _check_graph(job: ResolvedJob) -> None:
             not job.optimizer.recordable,
             f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
             "recorded one; use optimizer=sgd, adam, adamw or muon",
+        ),
+        (
+            bool(job.task.figures),
+            f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task",
         ),
         (
             mode != "default",

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
+from lockstep.core.monitor import AVERAGED, LOSS, Monitor, figure_name, figure_parts
 from lockstep.core.plan import Plan
 from lockstep.telemetry.progress import (
     ALWAYS,
@@ -25,6 +26,7 @@ from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
 BEST = "green"
+TOP1_MONITOR = Monitor()
 # A forward pass takes about a third of a training step. Only used until the first evaluation was timed.
 EVALUATION_COST = 1 / 3
 
@@ -99,8 +101,8 @@ class Display:
 class Screen(Display):
     """The base class for a terminal and a file: a line per evaluation."""
 
-    def __init__(self, plan: Plan, left: TimeLeft) -> None:
-        self.plan, self.left = plan, left
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+        self.plan, self.left, self.monitor = plan, left, monitor
         self.step = left.first
         self.stepped_at = self.shown_at = time.monotonic()
         self.phase = ""
@@ -117,14 +119,14 @@ class Screen(Display):
 
     def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
         self.phase = ""
-        averaged = "acc/val_ema_top1" in scores
-        style = BEST if best else ""
-        columns = [
-            FigureColumn("val loss", f"{scores['loss/val']:.4f}", "", 2),
-            FigureColumn("val top-1", f"{scores['acc/val_top1']:.2f}", " %", 5, "" if averaged else style),
-        ]
-        if averaged:
-            columns.append(FigureColumn("average", f"{scores['acc/val_ema_top1']:.2f}", " %", 6, style))
+        name, style = self.monitor.name, BEST if best else ""
+        averaged = scores.get(AVERAGED.get(name, ""))
+        own = "" if averaged is not None else style
+        columns = [FigureColumn("val loss", f"{scores['loss/val']:.4f}", "", 2, own if name == LOSS else "")]
+        if name != LOSS and (value := scores.get(self.monitor.tags[-1])) is not None:
+            columns.append(FigureColumn(figure_name(name), *figure_parts(name, value), 5, own))
+        if averaged is not None:
+            columns.append(FigureColumn("average", *figure_parts(name, averaged), 6, style))
         self._line(step, [*(figures(epoch) if epoch else []), *columns])
 
     def warn(self, sentence: str) -> None:
@@ -154,8 +156,8 @@ class Screen(Display):
 class Lines(Screen):
     """Lines for a file: one per evaluation, one every `LINE_EVERY_S` seconds, and no silence above `SILENCE_S`."""
 
-    def __init__(self, plan: Plan, left: TimeLeft) -> None:
-        super().__init__(plan, left)
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+        super().__init__(plan, left, monitor)
         self.closed = threading.Event()
         self.watcher = threading.Thread(target=self._break_silence, name="display", daemon=True)
         self.watcher.start()
@@ -182,8 +184,8 @@ class Lines(Screen):
 class Bar(Screen):
     """The lines of evaluations above one line that moves: the step, a bar, the last figures, the time left."""
 
-    def __init__(self, plan: Plan, left: TimeLeft) -> None:
-        super().__init__(plan, left)
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+        super().__init__(plan, left, monitor)
         self.evaluated_share = 0.0
         self.last: Window | None = None
         self.live = Live(get_renderable=self.status, console=log.console, transient=True, refresh_per_second=4)
@@ -220,13 +222,13 @@ class Bar(Screen):
 def figures(window: Window) -> list[FigureColumn]:
     return [
         FigureColumn("loss", f"{window.loss:.4f}".replace("nan", "-"), "", 4),
-        FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2),
+        *([] if window.top1 is None else [FigureColumn("top-1", f"{window.top1:5.1f}".replace("nan", "-"), " %", 2)]),
         FigureColumn("", f"{window.rate:6,.0f}", " img/s", 4),
         FigureColumn("wait", f"{window.wait_share:3.0f}", " %", 0),
     ]
 
 
-def display(plan: Plan, left: TimeLeft, *, is_main: bool) -> Display:
+def display(plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR, *, is_main: bool) -> Display:
     if not is_main:
         return Display()
-    return Bar(plan, left) if log.has_terminal() else Lines(plan, left)
+    return (Bar if log.has_terminal() else Lines)(plan, left, monitor)

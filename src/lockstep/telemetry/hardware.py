@@ -237,7 +237,7 @@ class Processes:
 
 
 def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[Gpus | Processes]:
-    """What a monitor samples: the GPUs with these UUIDs, if NVML knows them, and the processes with these numbers."""
+    """What a watch samples: the GPUs with these UUIDs, if NVML knows them, and the processes with these numbers."""
     parts: list[Gpus | Processes] = []
     try:
         parts.append(Processes(processes))

@@ -4,7 +4,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import MicroBatch, Stepped
+from lockstep.core.errors import InputError
 from lockstep.core.log import close_all
+from lockstep.core.model import is_broken
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
@@ -43,6 +45,8 @@ class Telemetry:
         flops: floating-point operations of one example's forward and backward pass; 0 if there should be no figure.
         peak: floating-point operations per second of all devices; 0 if unknown.
         loss_limit: a mean loss above it counts as diverged.
+        hits: counts the examples that are right, of outputs and labels; None if the task has no such examples.
+        names: the figures that the task logs.
         comparable: whether all ranks do the same work in a step, so that a slow one can be named.
 
     `busy` are the seconds from the request of the last step's data to the end of its forward pass, where other ranks
@@ -65,13 +69,17 @@ class Telemetry:
         peak: float,
         loss_limit: float = math.inf,
         comparable: bool = True,
+        hits: Callable[[Tensor, Tensor], Tensor] | None = None,
+        names: Sequence[str] = (),
     ) -> None:
+        self.hits, self.names = hits, list(names)
         self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
         self.outcome: Outcome = "failed"  # until it is known
         self.step = self.resumed = step
         self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
+        self.unlogged: list[tuple[int, int, Tensor]] = []  # step, number of the figure, its sum
         no_epoch: EpochState = {"number": plan.epoch(step + 1), "loss": 0.0, "hits": 0, "examples": 0}
         self._restore(window or {"flushed": step, "trails": [], "epoch": no_epoch})
         self.stragglers = Stragglers(world, comparable=comparable)
@@ -105,12 +113,13 @@ class Telemetry:
         number = of_epoch["number"]
         for trail in state["trails"]:
             steps = trail["steps"]
-            tallies.append(Tally(self.plan.epoch(steps[-1]) if steps else number, self.world.device))
+            tallies.append(self._tally(self.plan.epoch(steps[-1]) if steps else number))
             tallies[-1].restore(trail)
         examples = [(tally.epoch, sum(tally.counts) - int(tally.broken)) for tally in tallies]
-        self.window = Span(first=state["flushed"] + 1, carried=sum(count for _, count in examples))
-        self.epoch = Span(
-            first=number * self.plan.steps_per_epoch + 1,
+        carried = sum(count for _, count in examples)
+        self.window = self._span(state["flushed"] + 1, carried=carried)
+        self.epoch = self._span(
+            number * self.plan.steps_per_epoch + 1,
             carried=of_epoch["examples"] + sum(count for epoch, count in examples if epoch == number),
             loss=of_epoch["loss"],
             hits=of_epoch["hits"],
@@ -118,7 +127,13 @@ class Telemetry:
         )
         self.tallies = tallies[self.world.rank :: self.world.size]
         if not self.tallies or self.tallies[-1].epoch != number:
-            self.tallies.append(Tally(number, self.world.device))
+            self.tallies.append(self._tally(number))
+
+    def _tally(self, epoch: int) -> Tally:
+        return Tally(epoch, self.world.device, len(self.names))
+
+    def _span(self, first: int, **fields: Any) -> Span:
+        return Span(first=first, has_hits=self.hits is not None, **fields)
 
     def watch(self, groups: Iterable[G], prepare: Callable[[Iterator[G]], Iterator[S]]) -> Iterator[S]:
         """Pass on the shards that `prepare` makes of a loader's groups of batches, and time the arrival of each."""
@@ -154,9 +169,19 @@ class Telemetry:
         if micro.step == 1:
             self.observer.first_batch(micro, images)
 
+    def log(self, name: str, values: Tensor) -> None:
+        """Record a figure of the task for each example of a micro-batch, (b,). Raises InputError for another name."""
+        if name not in self.names:
+            raise InputError(
+                f"task: the figure {name!r} is not declared, expected one of {', '.join(self.names) or 'none'}; "
+                "name it in the class, as `figures: ClassVar[tuple[str, ...]]`"
+            )
+        self.unlogged.append((self.step, self.names.index(name), values.double().sum()))
+
     def forget(self, after: int) -> None:
         """Drop what was recorded after step `after`, of a step that was interrupted and will be done again."""
         self.uncounted = [entry for entry in self.uncounted if entry[0] <= after]
+        self.unlogged = [entry for entry in self.unlogged if entry[0] <= after]
 
     def _count(self) -> None:
         """Count all uncounted micro-batches at once: for small batches a call costs more than its arithmetic."""
@@ -168,8 +193,12 @@ class Telemetry:
             tally.counts += [micro_labels.shape[0] for micro_labels in labels]
             tally.losses = torch.cat([tally.losses, torch.stack(losses).double()])
             all_labels = torch.cat(labels)
-            tally.hits += (torch.cat(logits).argmax(1) == all_labels).sum()
-            tally.broken += (all_labels < 0).sum()
+            if self.hits is not None:
+                tally.hits += self.hits(torch.cat(logits), all_labels)
+            tally.broken += is_broken(all_labels).sum()
+        for _, number, value in self.unlogged:
+            self.tallies[-1].logged[number] += value
+        self.unlogged.clear()
 
     def end_window(
         self, step: int, scalars: Mapping[str, float | Tensor], checksums: Tensor | None = None
@@ -195,8 +224,8 @@ class Telemetry:
             tallies=self.tallies,
         )
         self.ended.append(ended)
-        self.window = Span(first=step + 1, began=ended.now)
-        self.tallies = [Tally(self.tallies[-1].epoch, self.world.device)]
+        self.window = self._span(step + 1, began=ended.now)
+        self.tallies = [self._tally(self.tallies[-1].epoch)]
         return self.write_windows(leave=int(self.late))
 
     def _on_device(self, value: float | Tensor) -> Tensor:
@@ -210,15 +239,16 @@ class Telemetry:
         return [self._write(self.ended.popleft()) for _ in range(len(self.ended) - leave)]
 
     def _write(self, ended: EndedWindow) -> Window:
-        numbers = ended.sums.read()
+        numbers, width = ended.sums.read(), 3 + len(self.names)
         ended.window.add(*numbers[:3])
-        ended.epoch.add(*numbers[3:6])
+        ended.epoch.add(*numbers[width : width + 3])
+        means = [total / (ended.window.examples or math.nan) for total in numbers[3:width]]
         sound = ended.window.loss <= self.loss_limit * max(1, ended.window.examples)  # a NaN is not
         window = ended.window.window(
             ended.last,
             ended.now,
             first_bad_step=None if sound else self._first_bad_step(ended),
-            scalars=dict(zip(ended.names, numbers[6:], strict=True)),
+            scalars=dict(zip([*self.names, *ended.names], [*means, *numbers[2 * width :]], strict=True)),
             checksums=[] if ended.checksums is None else ended.checksums.read(),
         )
         self.examples += window.examples
@@ -234,11 +264,11 @@ class Telemetry:
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
         self._count()
-        self.epoch = Span(first=number * self.plan.steps_per_epoch + 1, began=self.clock.before_step())
-        self.tallies.append(Tally(number, self.world.device))
+        self.epoch = self._span(number * self.plan.steps_per_epoch + 1, began=self.clock.before_step())
+        self.tallies.append(self._tally(number))
 
     def _sums(self) -> Tensor:
-        """Summed loss, hits and examples of this rank since the last log point, then those of the epoch: (6,)."""
+        """The sums of this rank since the last log point (`Tally.sums`), then those of the epoch: (2 * (3 + n),)."""
         sums = torch.stack([tally.sums() for tally in self.tallies])
         of_epoch = [tally.epoch for tally in self.tallies].count(self.tallies[-1].epoch)  # the last ones
         return torch.cat([sums.sum(0), sums[-of_epoch:].sum(0)])
@@ -247,7 +277,8 @@ class Telemetry:
         """The figures of the epoch with those of the open window; None without any. Collective, and a device sync."""
         self._count()
         so_far = replace(self.epoch)
-        so_far.add(*self.world.sum(self._sums()).tolist()[3:])
+        width = 3 + len(self.names)
+        so_far.add(*self.world.sum(self._sums()).tolist()[width : width + 3])
         return so_far.window(step, self.clock.so_far()) if so_far.examples else None
 
     def _first_bad_step(self, ended: EndedWindow) -> int:
@@ -265,7 +296,8 @@ class Telemetry:
         """Write the scores of an evaluation at `step`, with the means over the epoch so far. Collective."""
         epoch = self._epoch_so_far(step)
         if epoch is not None:
-            scalars = {"loss/train_epoch": epoch.loss, "acc/train_epoch_top1": epoch.top1, **scalars}
+            accuracy = {} if epoch.top1 is None else {"acc/train_epoch_top1": epoch.top1}
+            scalars = {"loss/train_epoch": epoch.loss, **accuracy, **scalars}
         spent = {f"perf/time/{part}": 100 * share for part, share in self.time_shares().items()}
         self.observer.write(step, {**scalars, **spent})
         self.observer.evaluated(step, scalars, best)
@@ -283,6 +315,9 @@ class Telemetry:
         """The images and seconds of this process up to its last log point, for `spending.rates`."""
         busy, waited = self.window.began
         return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
+
+    def warn(self, sentence: str) -> None:
+        self.display.warn(sentence)
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

@@ -8,7 +8,7 @@ import csv
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.figures import Predictions, finite, parsed_figures, place_of
+from lockstep.core.monitor import METRIC
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
@@ -107,25 +108,37 @@ COLUMNS = {
 }
 
 
+EVALUATION = {"loss/val", "acc/val_top1"}  # the tags of an evaluation
+
+
 class CsvTable(TextFile):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
-    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes.
+    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `metrics` are the tags
+    of further columns.
     """
 
-    def __init__(self, path: Path, plan: Plan, after: float, latest: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        plan: Plan,
+        after: float,
+        latest: Mapping[str, float] | None = None,
+        metrics: Sequence[str] = (),
+    ) -> None:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
-        header = ",".join(["step", "epoch", *COLUMNS.values()]) + "\n"
+        self.columns = {**COLUMNS, **{tag: tag.removeprefix(METRIC) for tag in metrics}}
+        header = ",".join(["step", "epoch", *self.columns.values()]) + "\n"
         self.file = truncate_after(path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.latest.update(scalars)
-        if "acc/val_top1" in scalars:
+        if scalars.keys() & EVALUATION:
             epoch = step / self.plan.steps_per_epoch
             known = finite(self.latest)
-            figures = [f"{known[key]:.6g}" if key in known else "" for key in COLUMNS]
+            figures = [f"{known[key]:.6g}" if key in known else "" for key in self.columns]
             with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 

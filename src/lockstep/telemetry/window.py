@@ -22,6 +22,7 @@ class TallyState(TypedDict):
     examples: list[int]
     hits: int
     broken: NotRequired[int]  # older checkpoints lack it
+    logged: NotRequired[list[float]]
 
 
 class EpochState(TypedDict):
@@ -48,11 +49,12 @@ class Tally:
     resume in the window then gives the same bits.
     """
 
-    def __init__(self, epoch: int, device: torch.device) -> None:
+    def __init__(self, epoch: int, device: torch.device, logged: int = 0) -> None:
         self.epoch = epoch
         self.steps: list[int] = []
         self.counts: list[int] = []  # of examples, also broken ones
         self.losses = torch.zeros(0, dtype=torch.float64, device=device)
+        self.logged = self.losses if logged == 0 else self.losses.new_zeros(logged)  # the sums of the task's figures
         self.hits, self.broken = torch.zeros((2,), dtype=torch.int64, device=device)
 
     def restore(self, state: TallyState) -> None:
@@ -61,6 +63,7 @@ class Tally:
         self.losses = self.losses.new_tensor(state["losses"])
         self.hits += state["hits"]
         self.broken += state.get("broken", 0)
+        self.logged += self.logged.new_tensor(state.get("logged", [0.0] * len(self.logged)))
 
     def state(self) -> TallyState:
         """The tally for a checkpoint. Waits for the device."""
@@ -70,13 +73,15 @@ class Tally:
             "examples": self.counts[:],
             "hits": int(self.hits),
             "broken": int(self.broken),
+            "logged": self.logged.tolist(),
         }
 
     def sums(self) -> Tensor:
-        """The summed loss, the hits and the examples that are not broken, float64 (3,)."""
+        """The summed loss, the hits and the unbroken examples, then the task's figures, float64 (3 + n,)."""
         # `torch.tensor` would wait for the device.
         examples = torch.full((), sum(self.counts), dtype=torch.float64, device=self.hits.device)
-        return torch.stack([self.losses.sum(), self.hits.double(), examples - self.broken])
+        own = torch.stack([self.losses.sum(), self.hits.double(), examples - self.broken])
+        return torch.cat([own, self.logged]) if len(self.logged) else own
 
     def bad_steps(self, limit: float) -> list[int]:
         """The steps whose loss is not finite or above `limit`. Waits for the device."""
@@ -91,7 +96,7 @@ class Window:
     Fields:
         first, last: the first and the last step.
         loss: the mean over examples; NaN if all of them are broken images, which do not count.
-        top1: the training accuracy in percent; NaN as `loss` is.
+        top1: the training accuracy in percent; NaN as `loss` is; None if the task has none.
         examples: the number of examples of this process; after a resume inside a window, only those since the resume.
         seconds: the time without evaluations and saves.
         waited: the part of `seconds` in which main's loop waited for data.
@@ -104,7 +109,7 @@ class Window:
     first: int
     last: int
     loss: float
-    top1: float
+    top1: float | None
     examples: int
     seconds: float
     waited: float
@@ -126,7 +131,7 @@ class Window:
         """The figures by tag; `steps` is the number of steps in `seconds`."""
         return {
             "loss/train": self.loss,
-            "acc/train_top1": self.top1,
+            **({} if self.top1 is None else {"acc/train_top1": self.top1}),
             **self.scalars,
             "perf/img_per_s": self.rate,
             "perf/data_wait_pct": self.wait_share,
@@ -144,6 +149,7 @@ class Span:
         first: the first step.
         began: the seconds of this process before that step.
         carried: the examples that an earlier process trained on.
+        has_hits: whether examples are right or wrong.
     """
 
     first: int
@@ -152,6 +158,7 @@ class Span:
     loss: float = 0.0
     hits: int = 0
     examples: int = 0
+    has_hits: bool = True
 
     def add(self, loss: float, hits: float, examples: float) -> None:
         self.loss += loss
@@ -164,7 +171,7 @@ class Span:
             first=self.first,
             last=last,
             loss=self.loss / (self.examples or math.nan),
-            top1=100 * self.hits / (self.examples or math.nan),
+            top1=100 * self.hits / (self.examples or math.nan) if self.has_hits else None,
             examples=self.examples - self.carried,
             seconds=max(now.busy - self.began.busy, 1e-9),
             waited=now.waited - self.began.waited,
@@ -200,8 +207,8 @@ class EndedWindow(NamedTuple):
         epoch: the epoch of its last step, which adds the sums of the window to its own.
         last: its last step.
         now: the clock at its end.
-        sums: over all ranks, the summed loss, hits and examples of the window, and the same three of its steps in
-            `epoch`; then the further figures of the last step, which have these `names`.
+        sums: over all ranks, the summed loss, hits and examples of the window, then the figures of the task; the same
+            of its steps in `epoch`; then the further figures of the last step, which have these `names`.
         checksums: the checksum of each rank's weights; None if there is nothing to compare.
         tallies: what this rank has counted.
     """

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
+from lockstep.core.monitor import figure_text
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -24,6 +25,7 @@ from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
 from lockstep.training.resolved_job import ResolvedJob, named, train_longer
 from lockstep.training.train_state import Progress, TrainState
+from lockstep.training.trainer import Trainer
 
 # The most bytes that a checkpoint's files take besides their numbers: in a file, and for a tensor or a class. And a
 # factor, because `amount` may round down.
@@ -222,7 +224,7 @@ def say_start(
         "ranks": _ranks(job, world),
         "optimizer": f"{named(job.optimizer, frozenset({'lr'}))}, lr {job.optimizer.lr:.3g}"
         f"{_rate_reason(job, composed)}, {named(job.schedule)}",
-        "loss": named(job.loss),
+        "loss": ", ".join([named(job.loss), *([task] if (task := named(job.task)) != "Multiclass" else [])]),
         "steps": f"{plan.total_steps:,} of global batch {plan.batch}{micro}: {epochs_shown} of "
         f"{plan.steps_per_epoch:,}, seed {job.seed}",
         "keeps": _keeps(job, state),
@@ -245,19 +247,19 @@ def _classes(job: ResolvedJob, data: TrainingData) -> str:
 def say_ending(
     job: ResolvedJob,
     run_dir: RunDir,
-    progress: Progress,
+    trainer: Trainer,
     seconds: float,
     figures: Mapping[str, Any],
     shares: Mapping[str, float],
     learning: str,
     speed: str,
-    raw_top1: float,
 ) -> None:
-    """Show how the run went (`raw_top1`: the last of the raw weights), where its time went, and what to type next."""
+    """Show how the run went, where its time went, and what to type next."""
+    progress, name = trainer.progress, trainer.monitor.name
     average = " of the averaged weights" if job.train.ema is not None else ""
-    best = (
-        f"{progress.best:.2f} % top-1{average} at step {progress.best_step}" if progress.best is not None else "none"
-    )
+    best = "none"
+    if progress.best is not None:
+        best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step}"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     log.say_row(
         "",
@@ -270,9 +272,13 @@ def say_ending(
     if learning:
         log.say_row("learning", learning, indent=16)
     log.say_row("speed", speed, indent=16)
-    if progress.score is not None and raw_top1 > progress.score:
+    if trainer.ended_early:
+        log.say_row("ended", trainer.ended_early, indent=16)
+    raw, gain = trainer.raw_score, trainer.monitor.gain
+    if progress.score is not None and raw is not None and (gain(raw) or 0.0) > (gain(progress.score) or 0.0):
         remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"
-        scores = f"{progress.score:.2f} % top-1 at the last step, and the raw weights {raw_top1:.2f} %"
+        raw_text = figure_text(name, raw)
+        scores = f"{figure_text(name, progress.score)} at the last step, and the raw weights {raw_text}"
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say_command("look at it", shell_command(["tensorboard", "--logdir", relative(run_dir.path)]))

@@ -1,8 +1,9 @@
-"""Builds everything that records a run: the telemetry of each rank, main's observers, and main's GPU monitor."""
+"""Builds everything that records a run: telemetry of each rank, main's observers and its watch on the hardware."""
 
 import itertools
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,8 @@ from lockstep.config import components
 from lockstep.core.figures import read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model import has_stages
+from lockstep.core.model_card import VALUES
+from lockstep.core.monitor import METRIC, TOP1, Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -20,8 +23,8 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.display import TimeLeft, display
 from lockstep.telemetry.hardware import parts_of, watched_gpus
+from lockstep.telemetry.hardware_watch import HardwareWatch, Spending
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.monitor import Monitor, Spending
 from lockstep.telemetry.profile import profiled
 from lockstep.telemetry.sinks import NullSamples, Samples
 from lockstep.telemetry.time_spent import TimeSpent
@@ -67,8 +70,8 @@ def build_observers(
     state: TrainState,
     progress: Progress,
     stop: StopRequest,
-) -> tuple[Telemetry, Monitor | None]:
-    """The telemetry of this rank, and on main the monitor of the hardware. Collective."""
+) -> tuple[Telemetry, HardwareWatch | None]:
+    """The telemetry of this rank, and on main the watch on the hardware. Collective."""
     plan, times = data.plan, _times(job, world, data.plan, state, progress)
     left = TimeLeft(plan, times.clock, progress.step, len(data.val))
     gpus = watched_gpus(state.replica, world)
@@ -77,14 +80,16 @@ def build_observers(
         world=world,
         plan=plan,
         observer=observer,
-        display=display(plan, left, is_main=world.is_main),
+        display=display(plan, left, Monitor.parse(job.monitor), is_main=world.is_main),
         samples=_samples(job, run_dir, world, progress),
         times=times,
         step=progress.step,
         window=progress.window,
         flops=state.flops,
         peak=state.peak,
-        loss_limit=MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes)),
+        loss_limit=_loss_limit(job),
+        hits=job.task.hits if TOP1 in job.task.counted else None,
+        names=job.task.figures,
         comparable=not has_stages(state.model),
     )
     if not world.is_main:
@@ -94,7 +99,7 @@ def build_observers(
         folder, steps = run_dir.logs / "profile", plan.total_steps - progress.step
         telemetry.profile = partial(profiled, folder=folder, total=steps, on_gpu=on_gpu)
     processes = [os.getpid(), *world.local_peer_pids.values()]
-    monitor = Monitor(
+    watch = HardwareWatch(
         parts=parts_of(gpus=gpus if job.telemetry.gpu else [], path=run_dir.gpu, processes=processes),
         observer=observer,
         step=lambda: telemetry.step,
@@ -105,14 +110,21 @@ def build_observers(
         batch=plan.batch,
         usd_per_gpu_hour=job.cost.usd_per_gpu_hour,
         budget=job.budget,
-        monitor=monitor,
+        watch=watch,
         counts_energy=world.local_size == world.size,
         stop=stop,
         trained=telemetry.trained,
     )
-    monitor.sampled = spending.check
+    watch.sampled = spending.check
     observer.observers = (*observer.observers, spending)
-    return telemetry, monitor
+    return telemetry, watch
+
+
+def _loss_limit(job: ResolvedJob) -> float:
+    """The mean loss above which a run counts as diverged. Nothing is known of the size of values."""
+    return (
+        sys.float_info.max if job.task.targets == VALUES else MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes))
+    )
 
 
 def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progress: Progress) -> TimeSpent:
@@ -142,7 +154,7 @@ def _observer(
     loggers = [logger.build(run) for logger in job.logger.values()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
-    table = sinks.CsvTable(run_dir.table, plan, progress.after, latest)
+    table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, [f"{METRIC}{name}" for name in job.metric])
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 

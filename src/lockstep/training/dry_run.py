@@ -25,8 +25,8 @@ from lockstep.data.loading.shards import Shard
 from lockstep.runtime.host import GB, available_memory
 from lockstep.strategy import Single
 from lockstep.training.evaluate import evaluate
-from lockstep.training.resolved_job import ResolvedJob
-from lockstep.training.train_state import build_loss, build_state, without_start
+from lockstep.training.resolved_job import ResolvedJob, card_of
+from lockstep.training.train_state import blank_labels, build_loss, build_state, without_start
 from lockstep.training.train_step import TrainStep
 
 T = TypeVar("T")
@@ -60,12 +60,16 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     blank = partial(torch.zeros, device=world.device, dtype=job.precision.dtype)
     state = build_state(job, world, plan, lambda number: blank((number, *shape)))
     images = blank((examples, *shape)).to(memory_format=job.model.memory_format)
-    labels, indices = torch.zeros((2, examples), dtype=torch.int64, device=world.device)
+    labels, indices = (
+        blank_labels(job, examples, world),
+        torch.zeros(examples, dtype=torch.int64, device=world.device),
+    )
     step = TrainStep(
         job=job,
         world=world,
         plan=plan,
         state=state,
+        task=job.task.ready(card_of(job), world.device),
         loss=build_loss(job, labels, world, skip=0),
         inputs=lambda micro: [*state.draws.inputs(images, micro), labels, labels],
     )

@@ -1,26 +1,28 @@
 """Exact evaluation: every example of the split once, on any number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
-from lockstep.core.model import has_shards
+from lockstep.core.model import has_shards, is_broken
 from lockstep.core.model_card import VIEWS
-from lockstep.core.protocols import Precision
+from lockstep.core.protocols import Precision, Task
 from lockstep.core.world import World
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import reflected
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
-from lockstep.metrics import Block, EvaluationObserver
+from lockstep.scores import Block, EvaluationObserver
 
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
     *,
+    task: Task,
     loss: MaskedLoss,
     loader: EvalLoader,
     transforms: DeviceTransforms,
@@ -30,12 +32,12 @@ def evaluate(
     observers: Sequence[EvaluationObserver] = (),
     between: Callable[[int, int], None] = lambda done, blocks: None,
 ) -> Mapping[str, float]:
-    """The mean of the loss in evaluation mode (`loss`) and accuracies in percent (`top1`, `top5`).
+    """The mean of the loss in evaluation mode (`loss`), and the scores of the task, by name.
 
     The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    With fewer than five classes, `top5` counts all of them. Broken images do not count. The logits, averaged over
-    `views` of an image (see `weighted_views`), go to `observers`. `between` gets the numbers of finished blocks and
-    of all, after each block and equally often on every rank: it may contain a collective, and may raise.
+    Broken images do not count. The logits, averaged over `views` of an image (see `weighted_views`), go to
+    `observers`. `between` gets the numbers of finished blocks and of all, after each block and equally often on every
+    rank: it may contain a collective, and may raise.
 
     Raises:
         InputError: more images are broken than `dataset.skip` allows, or all of them.
@@ -47,19 +49,19 @@ def evaluate(
     for observer in observers:
         observer.start()
     summed = torch.zeros(1, dtype=torch.float64, device=world.device)
-    counts = torch.zeros(4, dtype=torch.int64, device=world.device)
+    counts = torch.zeros(2 + len(task.counted), dtype=torch.int64, device=world.device)
     rounds = loader.eval_rounds
     done = 0
+    batch = EvaluationBatch(model, loss, precision, transforms.memory_format, views)
     for done, (images, labels) in enumerate(loader.eval(), start=1):
-        logits = logits_of(model, images, transforms=transforms, precision=precision, views=views)
+        batch.images, batch.targets = transforms.eval(images), labels
+        losses, logits = task.evaluate(batch)
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
-        losses = loss(logits, labels, labels)
+        losses, predicted, broken = loss.counted(losses, labels), task.predict(logits), is_broken(labels).sum()
         summed += losses.sum()
-        best = best_classes(logits)
-        hit = best == labels[:, None]
-        counts += torch.stack([hit[:, 0].sum(), hit.sum(), (labels >= 0).sum(), (labels < 0).sum()])
+        counts += torch.cat([torch.stack([broken, len(labels) - broken]), task.counts(predicted, labels)])
         first = ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
-        block = Block(images[: len(logits)], logits, best[:, 0], labels, losses, first)
+        block = Block(images[: len(logits)], logits, predicted, labels, losses, first)
         for observer in observers:
             observer.update(block)
         between(done, rounds)
@@ -72,12 +74,32 @@ def evaluate(
     model.train(training)
     loss.loss.train()
     world.sum(summed)
-    top1, top5, count, broken = world.sum(counts).tolist()
-    assert count + broken == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
+    skipped, count, *shares = world.sum(counts).tolist()
+    assert count + skipped == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
     loader.count_skipped()
     if count == 0:
         raise InputError("dataset: no image of the split can be decoded; see the warnings")
-    return {"loss": summed.item() / count, "top1": 100 * top1 / count, "top5": 100 * top5 / count}
+    scores = {name: 100 * share / count for name, share in zip(task.counted, shares, strict=True)}
+    return {"loss": summed.item() / count, **scores}
+
+
+@dataclass
+class EvaluationBatch:
+    """What a task sees of a block of an evaluation, see `protocols.Batch`."""
+
+    model: nn.Module
+    loss: MaskedLoss
+    precision: Precision
+    memory_format: torch.memory_format
+    views: int
+    images: Tensor = field(init=False)
+    targets: Tensor = field(init=False)
+
+    def network(self, images: Tensor) -> Tensor:
+        return outputs_of(self.model, images, self.precision, self.memory_format, self.views)
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Ignore the figures of a task: it logs those of training."""
 
 
 def logits_of(
@@ -87,20 +109,19 @@ def logits_of(
 
     `model` is in evaluation mode. Everything that runs a trained model calls this: equal images give equal bits.
     """
+    return outputs_of(model, transforms.eval(images), precision, transforms.memory_format, views)
+
+
+def outputs_of(
+    model: nn.Module, images: Tensor, precision: Precision, memory_format: torch.memory_format, views: int
+) -> Tensor:
+    """The outputs for normalised images (B, C, H, W), averaged over `views`, in `precision.sums`."""
     with precision.autocast(images.device):
-        logits = [
-            weight * model(view.to(precision.dtype, memory_format=transforms.memory_format)).to(precision.sums)
-            for weight, view in weighted_views(transforms.eval(images), views)
+        outputs = [
+            weight * model(view.to(precision.dtype, memory_format=memory_format)).to(precision.sums)
+            for weight, view in weighted_views(images, views)
         ]
-    return torch.stack(logits).sum(0)
-
-
-def best_classes(logits: Tensor) -> Tensor:
-    """The five classes with the highest logits (or all, if there are fewer), int64 (B, 5), the prediction first.
-
-    Logits may be equal, often in 16-bit formats; of these `argmax` may choose another class.
-    """
-    return logits.topk(min(5, logits.shape[1])).indices
+    return torch.stack(outputs).sum(0)
 
 
 def weighted_views(images: Tensor, views: int) -> list[tuple[float, Tensor]]:

@@ -12,20 +12,22 @@ from torch import Tensor
 from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
+from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import probabilities_of
-from lockstep.metrics import Scores
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry.monitor import Monitor
+from lockstep.scores import Scores
+from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
+from lockstep.training.patience import Patience
 from lockstep.training.predictions import CollectedPredictions
 from lockstep.training.resolved_job import ResolvedJob, card_of
 from lockstep.training.run_record import RunRecord
@@ -64,6 +66,7 @@ def run(
 
     job, data = build_data(job, world)
     loss = build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip))
+    task = job.task.ready(card_of(job), world.device)
     images = partial(data.normalised, world=world)
     state, loaded = build_and_load_state(job, run_dir, world, data.plan, images)
     compile_model(state.model, job, world, stop)
@@ -74,16 +77,18 @@ def run(
     record.announce(job, data, state, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
     record.write_start(job, data.plan, progress, run=checkpointer.run)
-    telemetry, monitor = build_observers(job, run_dir, world, data, state, progress, stop)
+    telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
-    kind, names, classes = probabilities_of(job.loss), job.dataset.class_names, job.dataset.classes
+    kind, names, classes = probabilities_of(job.task, job.loss), job.dataset.class_names, job.dataset.classes
     inputs = partial(inputs_of, data.transforms, state.draws)
-    step = step_class(job, world)(job=job, world=world, plan=data.plan, state=state, loss=loss, inputs=inputs)
+    step = step_class(job, world)(
+        job=job, world=world, plan=data.plan, state=state, task=task, loss=loss, inputs=inputs
+    )
     trainer = Trainer(
         step=step,
         loader=loader,
         transforms=data.transforms,
-        scores=Scores(job.metric, classes, names, world, kind),
+        scores=Scores(job.metric, classes, names, world, kind, task.targets),
         predictions=CollectedPredictions(
             names, classes, world, kind=kind, sample_name=data.val.name, observer=telemetry.observer
         ),
@@ -93,8 +98,10 @@ def run(
         heartbeat=heartbeat,
         cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
         progress=progress,
+        monitor=Monitor.parse(job.monitor),
+        patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
     )
-    hardware = train(trainer, monitor, explaining(job, run_dir, world, trainer, record))
+    hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
     record.complete(job, trainer, hardware, skipped=loader.count_skipped())
 
 
@@ -120,13 +127,15 @@ def build_checkpointer(
     )
 
 
-def train(trainer: Trainer, monitor: Monitor | None, explaining: AbstractContextManager[None]) -> dict[str, float]:
+def train(
+    trainer: Trainer, watch: HardwareWatch | None, explaining: AbstractContextManager[None]
+) -> dict[str, float]:
     """Train to the end, and close everything that was open; returns the mean figures of the hardware, on main."""
     hardware: dict[str, float] = {}
     closes = [trainer.checkpointer.close, trainer.telemetry.close]
-    if monitor is not None:
-        monitor.start()
-        closes.insert(0, lambda: hardware.update(monitor.close()))
+    if watch is not None:
+        watch.start()
+        closes.insert(0, lambda: hardware.update(watch.close()))
     with close_all(*closes), explaining:
         trainer.fit()
         trainer.telemetry.outcome = "completed"
@@ -235,6 +244,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         world=world,
         plan=data.plan,
         state=state,
+        task=job.task.ready(card_of(job), world.device),
         loss=build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip)),
         inputs=partial(inputs_of, data.transforms, state.draws),
         loader=build_loader(job, data, world),

@@ -121,6 +121,7 @@ class GraphStep(TrainStep):
             world=self.world,
             plan=self.plan,
             state=self.state,
+            task=self.task,
             loss=self.loss,
             inputs=lambda micro: recording.inputs[micro.number % self.plan.micro_batches],
             record=lambda loss, logits, *_: recording.outputs.append((loss, logits)),

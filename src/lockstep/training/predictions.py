@@ -12,7 +12,7 @@ from lockstep.core.figures import BINS, Predictions
 from lockstep.core.model import probabilities
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.metrics import Block, EvaluationObserver
+from lockstep.scores import Block, EvaluationObserver
 from lockstep.telemetry import pictures
 
 WORST = 12
@@ -52,7 +52,7 @@ class CollectedPredictions(EvaluationObserver):
         self.worst: tuple[Tensor, ...] = ()
 
     def update(self, block: Block) -> None:
-        logits, predicted, labels = block.logits, block.predicted, block.labels
+        logits, predicted, labels = block.logits, block.predicted[:, 0], block.labels
         few = len(self.names) <= CURVE_CLASSES
         self.blocks.append((labels, predicted, probabilities(logits, self.kind) if few else logits[:0]))
         losses = block.losses.masked_fill(labels < 0, -math.inf)

@@ -172,9 +172,18 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "loss": type(job.loss).__name__,
+        "task": describe_task(job),
+        "monitor": job.monitor,
         "average": job.train.ema is not None,
         "repro": describe(job.strategy) if job.strategy.fixed_order else "exact",
     }
+
+
+def describe_task(job: ResolvedJob) -> str:
+    """The task in one line, with what identifies its files in place of their paths."""
+    return describe(job.task, _paths(job.task)) + "".join(
+        f" {key} {value}" for key, value in job.task.identity().items()
+    )
 
 
 def check_same_data(facts: dict[str, Any], world: World) -> None:
@@ -211,7 +220,9 @@ def card_of(job: ResolvedJob) -> ModelCard:
         mean=tuple(job.input.mean),
         std=tuple(job.input.std),
         interpolation=job.input.interpolation,
-        probabilities=probabilities_of(job.loss),
+        probabilities=probabilities_of(job.task, job.loss),
+        targets=job.task.targets,
+        monitor=job.monitor,
         eval_views=job.train.eval_views,
         eval_batch=job.train.eval_batch,
         trained_on={**_node(data, _paths(data)), "sha256": hashlib.sha256(examples.encode()).hexdigest()},

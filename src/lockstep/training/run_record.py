@@ -20,13 +20,14 @@ from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
+from lockstep.core.monitor import TOP1
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
-from lockstep.telemetry.monitor import rates
+from lockstep.telemetry.hardware_watch import rates
 from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
@@ -88,6 +89,7 @@ class RunRecord:
         spent["hours"] = spent.get("hours", 0.0) + (time.monotonic() - self.began) / 3600  # of the start
         self.run_dir.start_summary(
             run=run,
+            monitor=job.monitor,
             started=self.started,
             step=progress.step,
             steps=plan.total_steps,
@@ -100,7 +102,9 @@ class RunRecord:
         if not self.world.is_main:
             return
         with suppress(StorageError):  # the error that ends the run is more important
-            self.run_dir.write_summary(step=progress.step, best=progress.best, best_step=progress.best_step)
+            self.run_dir.write_summary(
+                step=progress.step, best=progress.best, best_step=progress.best_step, scores=progress.best_figures
+            )
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
@@ -144,6 +148,8 @@ class RunRecord:
             status="completed",
             exit_code=0,
             objective=progress.best,
+            scores=progress.best_figures,
+            stopped_early=trainer.ended_early,
             step=progress.step,
             best=progress.best,
             best_step=progress.best_step,
@@ -156,7 +162,7 @@ class RunRecord:
             **of_gpu,
         )
         lines = ("" if learnt is None else str(learnt), str(best))
-        banner.say_ending(job, self.run_dir, progress, seconds, figures, shares, *lines, trainer.raw_top1)
+        banner.say_ending(job, self.run_dir, trainer, seconds, figures, shares, *lines)
         append_verdict(self.run_dir, progress.step)
         report = shell_command(["lockstep", "report", relative(self.run_dir.path)])
         if is_due(job.telemetry.report, seconds):
@@ -167,13 +173,14 @@ class RunRecord:
         log.say_command("report", report)
 
     def _learning(self, job: ResolvedJob, trainer: Trainer) -> Advice | None:
-        """What the scores say, also those of earlier parts of the run; None without an evaluation."""
-        if trainer.progress.best is None:
+        """What the scores say, also those of earlier parts of the run; None without a top-1."""
+        top1 = trainer.progress.best_figures.get(TOP1)
+        if top1 is None:
             return None
         run, labels = Run(self.run_dir.path), trainer.loader.eval_labels
         trained = run.series("acc/train_epoch_top1", "acc/train_top1")
         scores = Scores(
-            top1=trainer.progress.best,
+            top1=top1,
             images=labels[labels >= 0].bincount().tolist(),
             trained=trained[-1][1] if trained else None,
             losses=run.series("loss/val"),

@@ -1,14 +1,15 @@
 """The state that a run trains: how it is built, loaded and compiled, and how far it has come."""
 
 import copy
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, own_parts
+from lockstep.core.model_card import CLASSES
+from lockstep.core.monitor import TOP1
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.world import World
@@ -113,21 +116,52 @@ class Progress:
     """How far a run has come.
 
     Fields:
-        score: top-1 in percent of the evaluation after that step; None if there was no evaluation.
+        scores: the step and the monitored figure of each evaluation so far; None if it had no value.
+        figures: those of the evaluation after that step, by name; empty if there was none.
         best, best_step: the best score so far, and its step.
+        best_figures: the figures of the evaluation after that step.
         window: the counts since the last log point, of the step that was saved last.
     """
 
     step: int = 0
-    score: float | None = None
+    scores: list[tuple[int, float | None]] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
     best: float | None = None
     best_step: int = 0
+    best_figures: dict[str, float] = field(default_factory=dict)
     window: WindowState | None = None
+
+    @classmethod
+    def saved(cls, facts: Mapping[str, Any]) -> Self:
+        """The progress in a checkpoint. Older ones have `score`, and no scores of earlier evaluations."""
+        known = {field.name for field in fields(cls)}
+        progress = cls(**{key: value for key, value in facts.items() if key in known})
+        progress.scores = [(step, score) for step, score in progress.scores]
+        if "score" in facts and facts["score"] is not None:
+            progress.evaluated(facts["score"], {TOP1: facts["score"]}, better=False)
+        return progress
+
+    def evaluated(self, score: float | None, figures: Mapping[str, float], *, better: bool) -> None:
+        """Note an evaluation after the present step, and whether it is the best so far."""
+        self.scores.append((self.step, score))
+        self.figures = {name: value for name, value in figures.items() if math.isfinite(value)}
+        if better:
+            self.best, self.best_step, self.best_figures = score, self.step, self.figures
+
+    @property
+    def is_evaluated(self) -> bool:
+        """Whether the present step was evaluated."""
+        return bool(self.scores) and self.scores[-1][0] == self.step
+
+    @property
+    def score(self) -> float | None:
+        """The monitored figure after the present step; None without one."""
+        return self.scores[-1][1] if self.is_evaluated else None
 
     @property
     def after(self) -> float:
         """`RunInfo.after`, which is behind the figures of this progress."""
-        return self.step if self.score is None else self.step + 0.5
+        return self.step + 0.5 if self.is_evaluated else self.step
 
 
 def without_start(job: ResolvedJob) -> ResolvedJob:
@@ -215,8 +249,8 @@ def restore(
         scaler=state.scaler,
     )
     if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
-        progress |= {"best": None, "best_step": 0}
-    return Progress(**progress), str(relative(loaded.path))
+        progress |= {"best": None, "best_step": 0, "best_figures": {}}
+    return Progress.saved(progress), str(relative(loaded.path))
 
 
 def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:
@@ -231,8 +265,8 @@ def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> 
     if next(module.parameters(), None) is not None:
         raise InputError(f"the loss {name} has parameters, which no optimizer trains; make them buffers or constants")
     logits = torch.zeros((TRIED, classes), device=world.device, dtype=job.precision.sums)
-    targets = torch.arange(TRIED, device=world.device) % classes
-    if job.train.mixup or job.train.cutmix:
+    targets = blank_labels(job, TRIED, world)
+    if targets.ndim == 1 and (job.train.mixup or job.train.cutmix):
         targets = torch.eye(classes, device=world.device)[targets].to(logits)
     shape = tuple(module(logits, targets).shape)
     if shape != (TRIED,):
@@ -241,6 +275,13 @@ def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> 
             'for each; a loss of torch.nn does so with reduction="none"'
         )
     return MaskedLoss(module, tolerates_broken=skip > 0)
+
+
+def blank_labels(job: ResolvedJob, number: int, world: World) -> Tensor:
+    """Labels of the task, (number,) or (number, outputs), for trials that no data is read for."""
+    if job.task.targets == CLASSES:
+        return torch.zeros(number, dtype=torch.int64, device=world.device)
+    return torch.zeros((number, job.dataset.classes), device=world.device)
 
 
 def interrupts_compiling(job: ResolvedJob, world: World) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Task
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.device import DeviceTransforms
@@ -31,11 +32,15 @@ def ignore(*_: object) -> None:
 class TrainStep:
     """Updates the weights of a state. It knows no rank, no path and no device by name.
 
+    To its task it is the present micro-batch (`protocols.Batch`): `images`, `targets`, `network`, `loss` and `log`.
+
     Fields:
+        task: the task of the job, ready on this device.
         inputs: what the replica takes for a micro-batch, images first; then the targets and the labels of its loss.
         record: called after a forward pass, with its summed loss, its logits, its examples and their images.
         reduced: called when the gradients of all ranks are added up.
         between: called between two micro-batches; it may raise.
+        logged: called with the name of a figure of the task, and its value for each example, zero for broken images.
         scores: the evaluations so far, for the schedule: the step and the gain.
     """
 
@@ -43,11 +48,13 @@ class TrainStep:
     world: World
     plan: Plan
     state: TrainState
+    task: Task
     loss: MaskedLoss
     inputs: Callable[[Shard], list[Tensor]]
     record: Callable[[Tensor, Tensor, Shard, Tensor], None] = ignore
     reduced: Callable[[], None] = ignore
     between: Callable[[], None] = ignore
+    logged: Callable[[str, Tensor], None] = ignore
     scores: list[tuple[int, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -101,10 +108,21 @@ class TrainStep:
 
     def forward(self, micro: Shard) -> Tensor:
         """The summed loss of a micro-batch, a scalar."""
-        *inputs, targets, labels = self.inputs(micro)
+        self.images, *self.keys, self.targets, self.labels = self.inputs(micro)
         with self.autocast:
-            logits: Tensor = self.state.replica(*inputs).to(self.job.precision.sums)
-            loss: Tensor = self.loss(logits, targets, labels).sum()
+            losses, logits = self.task.losses(self)
+            if self.loss.tolerates_broken:
+                losses = self.loss.counted(losses, self.labels)
+            loss: Tensor = losses.sum()
         scored = micro.first(logits.shape[0])  # of a model that is cut into stages, the last one has the logits
-        self.record(loss.detach(), logits.detach(), scored, inputs[0])
+        self.record(loss.detach(), logits.detach(), scored, self.images)
         return loss
+
+    def network(self, images: Tensor) -> Tensor:
+        """The outputs of the replica for the images of the present micro-batch, in the dtype of losses."""
+        outputs: Tensor = self.state.replica(images, *self.keys).to(self.job.precision.sums)
+        return outputs
+
+    def log(self, name: str, values: Tensor) -> None:
+        """Log a figure of each example of the present micro-batch, (b,), under one of the task's `figures`."""
+        self.logged(name, self.loss.counted(values.detach(), self.labels))

@@ -9,10 +9,11 @@ from torch import nn
 
 from lockstep.checkpoint import Checkpointer
 from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.monitor import Monitor, tagged
 from lockstep.data.loading.shards import Loader, Shard
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.metrics import EvaluationObserver, Scores
 from lockstep.runtime.signals import StopNow, StopRequest
+from lockstep.scores import EvaluationObserver, Scores
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
 from lockstep.training.agreement import (
@@ -24,6 +25,7 @@ from lockstep.training.agreement import (
     compare_weights,
 )
 from lockstep.training.evaluate import evaluate
+from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import TrainStep
 
@@ -47,13 +49,18 @@ class Trainer:
     cuts_steps: bool = False
     predictions: EvaluationObserver = field(default_factory=EvaluationObserver)
     progress: Progress = field(default_factory=Progress)
-    raw_top1: float = field(init=False, default=0.0)  # of the last evaluation, of the weights that are not averaged
+    monitor: Monitor = field(default_factory=Monitor)
+    patience: Patience = field(default_factory=Patience)
+    raw_score: float | None = field(init=False, default=None)  # of the last evaluation, without averaged weights
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
         self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.reduced
+        self.step.logged = self.telemetry.log
         self.step.between = self.between_micro_batches
         self.consensus = StopConsensus(self.world)
+        gains = ((step, self.monitor.gain(score)) for step, score in self.progress.scores)
+        self.step.scores[:] = [(step, gain) for step, gain in gains if gain is not None]
 
     def fit(self) -> Progress:
         """Train to the plan's last step.
@@ -64,25 +71,29 @@ class Trainer:
         """
         try:
             self.make_up_evaluation()
+            if self.ended_early:  # a run that has ended was resumed
+                return self.progress
             groups = self.loader.train(after=self.progress.step)
             for shard in self.telemetry.watch(groups, self.transforms.train):
                 scalars = self.step_or_undo(shard) if self.cuts_steps else self.step(shard)
                 step = self.progress.step = shard.step
                 self.stop.step_done()
                 self.heartbeat()
-                self.progress.score = None
                 if scalars:
                     self.log(step, scalars)
-                improved = ends_rung = False
+                improved = ends_rung = ends = False
                 if self.plan.due("eval", step):
                     improved, ends_rung = self.evaluate(step), self.ends_rung(step)
+                    ends = bool(self.ended_early)
                 stop, overdue = self.consensus.agree(
                     self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.busy
                 )
                 if (stop or ends_rung) and step < self.plan.total_steps:
                     raise StopNow
-                if improved or overdue or self.plan.due("save", step):
+                if improved or overdue or ends or self.plan.due("save", step):
                     self.save()
+                if ends:
+                    break
         except StopNow:
             if self.stop.force or not self.stop.begun:
                 raise  # there is nothing to save, or no time to
@@ -124,27 +135,45 @@ class Trainer:
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("evaluation"):
             ema = self.state.ema
-            model = self._evaluate(self.state.model, decides=ema is None)
-            scalars = {"loss/val": model["loss"], "acc/val_top1": model["top1"], "acc/val_top5": model["top5"]}
-            top1 = self.raw_top1 = model["top1"]
+            raw = figures = self._evaluate(self.state.model, decides=ema is None)
+            scalars = tagged(raw)
             if ema is not None:
-                top1 = scalars["acc/val_ema_top1"] = self._evaluate(ema.module, decides=True)["top1"]
-            scalars |= self.scores.compute()
-            self.progress.score = top1
-            improved = self.progress.best is None or top1 > self.progress.best
-            if improved:
-                self.progress.best, self.progress.best_step = top1, step
+                figures = self._evaluate(ema.module, decides=True)
+                scalars |= tagged(figures, averaged=True)
+            further = self.world.broadcast(self.scores.compute())
+            scalars |= tagged(further)
+            figures = {**figures, **further}
+            self.raw_score = raw.get(self.monitor.name)
+            improved = self.judge(figures)
             self.telemetry.evaluated(step, scalars, best=improved)
             if improved:
                 self.predictions.finish(step)
         return improved
 
+    def judge(self, figures: Mapping[str, float]) -> bool:
+        """Note the figures of an evaluation; whether the monitored one is better than all before."""
+        value, progress = figures.get(self.monitor.name), self.progress
+        gain, best = self.monitor.gain(value), self.monitor.gain(progress.best)
+        if gain is None and best is None and not any(score is not None for _, score in progress.scores):
+            self.telemetry.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
+        improved = gain is not None and (best is None or gain > best)
+        progress.evaluated(None if gain is None else value, figures, better=improved)
+        if gain is not None:
+            self.step.scores.append((progress.step, gain))
+        return improved
+
+    @property
+    def ended_early(self) -> str:
+        """Why the run ends before its last step, in a sentence; empty if it goes on."""
+        return self.patience.ended(self.progress.scores, self.monitor, self.plan)
+
     def _evaluate(self, model: nn.Module, *, decides: bool) -> Mapping[str, float]:
-        """Loss and accuracies of a model; the one that decides which checkpoint is the best has further scores."""
+        """The figures of a model; the one that decides which checkpoint is the best has further scores."""
         # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
                 model,
+                task=self.step.task,
                 loss=self.step.loss,
                 loader=self.loader,
                 transforms=self.transforms,
@@ -158,7 +187,7 @@ class Trainer:
     def make_up_evaluation(self) -> None:
         """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
         step = self.progress.step
-        if step and self.progress.score is None and self.plan.due("eval", step):
+        if step and not self.progress.is_evaluated and self.plan.due("eval", step):
             self.step.set_learning_rate(step)  # the learning rates are saved too
             self.evaluate(step)
             self.save()

@@ -29,7 +29,7 @@ JOULES_PER_KWH = 3.6e6
 DIGITS = 9  # of what is written: small runs cost little
 
 
-class Monitor:
+class HardwareWatch:
     """A thread of main that samples the hardware. A part of it that fails is left out from then on.
 
     The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
@@ -129,7 +129,7 @@ class Spending(Observer):
         gpus: the GPUs of the job, on all machines.
         batch: the images of a step, over all ranks.
         usd_per_gpu_hour: the price of a GPU; None if it is not known.
-        monitor: counts the energy of this machine, which is the only one of the job, or else counts nothing.
+        watch: counts the energy of this machine, which is the only one of the job, or else counts nothing.
         trained: what this session has trained so far, for `rates`.
     """
 
@@ -138,7 +138,7 @@ class Spending(Observer):
     batch: int
     usd_per_gpu_hour: float | None
     budget: BudgetBlock
-    monitor: Monitor
+    watch: HardwareWatch
     counts_energy: bool
     stop: StopRequest
     trained: Callable[[], Mapping[str, float]] = dict
@@ -154,7 +154,7 @@ class Spending(Observer):
             )
 
     def _kwh(self) -> float | None:
-        joules = self.monitor.joules if self.counts_energy else None
+        joules = self.watch.joules if self.counts_energy else None
         return None if joules is None else joules / JOULES_PER_KWH
 
     def so_far(self) -> dict[str, float]:
@@ -182,8 +182,8 @@ class Spending(Observer):
         self.written = time.monotonic()
         spent = self.so_far()
         spent |= {name: round(value + self.before.get(name, 0.0), 3) for name, value in self.trained().items()}
-        if "kwh" in spent and self.monitor.step():
-            spent["joules_per_image"] = JOULES_PER_KWH * spent["kwh"] / (self.monitor.step() * self.batch)
+        if "kwh" in spent and self.watch.step():
+            spent["joules_per_image"] = JOULES_PER_KWH * spent["kwh"] / (self.watch.step() * self.batch)
         self.run_dir.write_summary(spent=spent, seconds=round(3600 * spent["hours"], 3))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,0 +1,108 @@
+"""What an evaluation gives to its observers, and the scores of its metrics, exact on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model_card import CLASSES, SOFTMAX
+from lockstep.core.protocols import Metric, Score
+from lockstep.core.world import World
+
+
+def build_score(metric: Metric, classes: int, targets: str) -> Score:
+    """The score of a metric for a task of these targets."""
+    score: Score = getattr(metric, f"build_{targets}", metric.build)(classes)
+    return score
+
+
+class Block(NamedTuple):
+    """A block of an evaluation on one rank. For broken images see `is_broken`.
+
+    Fields:
+        images: uint8 (b, C, H, W).
+        logits: (b, classes), with what the task has `predicted`, the `labels` of the split, and the losses (b,).
+        first: the number of the first example in the split.
+    """
+
+    images: Tensor
+    logits: Tensor
+    predicted: Tensor
+    labels: Tensor
+    losses: Tensor
+    first: int
+
+
+class EvaluationObserver:
+    """Takes the blocks of an evaluation. The base class ignores them."""
+
+    def start(self) -> None:
+        """Forget the evaluation before."""
+
+    def update(self, block: Block) -> None:
+        """Take a block of this rank. May be collective."""
+
+    def update_without(self) -> None:
+        """Take part in a round in which this rank has no block."""
+
+    def finish(self, step: int) -> None:
+        """The evaluation after `step` is the best one so far. Collective."""
+
+
+class Scores(EvaluationObserver):
+    """The metrics of an evaluation, by name. They do not depend on the number of ranks.
+
+    In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
+    bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
+    logits to probabilities. The name of a class without a name is its label.
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Metric],
+        classes: int,
+        class_names: Sequence[str],
+        world: World,
+        kind: str = SOFTMAX,
+        targets: str = CLASSES,
+    ) -> None:
+        self.metrics, self.world, self.kind, self.targets = metrics, world, kind, targets
+        self.class_names = class_names or [str(label) for label in range(classes)]
+        own = metrics.items() if world.is_main else ()
+        self.scores = {name: build_score(metric, classes, targets) for name, metric in own}
+        for score in self.scores.values():
+            # torchmetrics would wait for the other ranks, which have no metrics.
+            score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
+
+    def update(self, block: Block) -> None:
+        if self.metrics:
+            valid = ~is_broken(block.labels)
+            self._count(probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu())
+
+    def update_without(self) -> None:
+        if self.metrics:
+            none = torch.empty(0, len(self.class_names))
+            self._count(none, none[:, 0].long() if self.targets == CLASSES else none)
+
+    def _count(self, probabilities: Tensor, labels: Tensor) -> None:
+        for block in self.world.gather_to_main((probabilities, labels)):
+            if len(block[1]):
+                for score in self.scores.values():
+                    score.update(*block)
+
+    def compute(self) -> dict[str, float]:
+        """The scores by name, `NAME` or `NAME/CLASS`, on main; then resets them."""
+        figures: dict[str, float] = {}
+        for name, score in self.scores.items():
+            value = torch.as_tensor(score.compute())
+            score.reset()
+            if value.ndim == 0:
+                figures[name] = value.item()
+            else:
+                pairs = zip(self.class_names, value.tolist(), strict=True)
+                figures |= {f"{name}/{class_name}": figure for class_name, figure in pairs}
+        return figures

@@ -1,0 +1,126 @@
+"""The tasks (`task=`): what a target, a prediction and a score are. The loop and the step do not know which it is.
+
+A task sees the network, the images and the targets of a micro-batch, and gives one loss for each example. What mixes
+examples (a contrastive loss) is no task: the loss of an example would depend on its micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.checkpoint.files import sha256
+from lockstep.config.options import option
+from lockstep.core.errors import InputError
+from lockstep.core.fields import pathname, ranged
+from lockstep.core.model import best_classes
+from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, VALUES, ModelCard
+from lockstep.core.protocols import Batch, Task
+
+
+@option("task")
+class Multiclass(Task):
+    """Each image is of one class. With fewer than five classes, `top5` counts all of them."""
+
+    targets: ClassVar[str] = CLASSES
+    counted: ClassVar[tuple[str, ...]] = ("top1", "top5")
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return best_classes(outputs)
+
+    def counts(self, predicted: Tensor, labels: Tensor) -> Tensor:
+        right = predicted == labels[:, None]
+        return torch.stack([right[:, 0].sum(), right.sum()])
+
+
+@option("task")
+class Multilabel(Task):
+    """Each image has any number of labels, and the network judges each label by itself."""
+
+    targets: ClassVar[str] = LABELS
+    probabilities: ClassVar[str | None] = SIGMOID
+    metrics: ClassVar[tuple[str, ...]] = ("map", "f1", "subset_accuracy")
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs > 0  # a probability above a half
+
+
+@option("task")
+class Regression(Task):
+    """Each image has one or several numbers."""
+
+    targets: ClassVar[str] = "values"
+    probabilities: ClassVar[str | None] = VALUES
+    metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse", "r2")
+
+    def predict(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+@option("task")
+class Distill(Multiclass):
+    """The classes, learnt from the targets and from the probabilities of a trained network (Hinton et al. 2015).
+
+    The loss of an example is (1 - share) * loss + share * T^2 * KL(teacher || student), with the outputs of both
+    divided by the temperature T. The teacher sees the pixels of the student, also when they are augmented and mixed.
+    """
+
+    teacher: str = pathname("???")
+    temperature: float = ranged(4.0, above=0.0, most=1000)
+    share: float = ranged(0.9, least=0, most=1)
+
+    figures: ClassVar[tuple[str, ...]] = ("distill/kl",)
+
+    def absolute(self) -> Self:
+        from lockstep.inference.predictor import find_weights  # the other tasks need no predictor
+
+        return replace(self, teacher=str(find_weights(self.teacher).absolute()))
+
+    def identity(self) -> Mapping[str, str]:
+        return {"teacher": sha256(Path(self.teacher))[:16]}
+
+    def ready(self, card: ModelCard, device: torch.device) -> Self:
+        from lockstep.inference.predictor import load
+
+        predictor = load(self.teacher, device=str(device))
+        for key in ("classes", "class_names", "input_shape"):
+            own, other = getattr(card, key), getattr(predictor.card, key)
+            if own != other:
+                raise InputError(
+                    f"task.teacher: the {key} of {self.teacher} are {other}, expected those of this job, {own}; "
+                    "train the teacher on the same data set, or name another one with task.teacher=RUN"
+                )
+        return _Distilling(**vars(self)).of(predictor, card)  # type: ignore[return-value]
+
+
+class _Distilling(Distill):
+    """A distillation with its teacher in memory."""
+
+    def of(self, predictor: Any, card: ModelCard) -> _Distilling:
+        """The task for a student whose inputs are normalised as `card` says."""
+        own, other = predictor.transforms, predictor.card
+        mean, std, own_mean, own_std = (
+            torch.tensor(values, device=own.scale.device, dtype=own.scale.dtype).view(1, -1, 1, 1)
+            for values in (card.mean, card.std, other.mean, other.std)
+        )
+        # From the student's pixels to the teacher's.
+        vars(self).update(predictor=predictor, scale=std / own_std, shift=(mean - own_mean) / own_std)
+        return self
+
+    def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        outputs = batch.network(batch.images)
+        predictor, values = vars(self)["predictor"], vars(self)
+        with torch.no_grad():
+            pixels = batch.images.to(values["scale"].dtype) * values["scale"] + values["shift"]
+            taught = predictor.model(pixels.to(predictor.precision.dtype)).to(outputs.dtype)[: len(outputs)]
+        own, soft = (F.log_softmax(logits / self.temperature, 1) for logits in (outputs, taught))
+        distance = F.kl_div(own, soft, reduction="none", log_target=True).sum(1)
+        batch.log("distill/kl", distance)
+        hard = batch.loss(outputs, batch.targets)
+        return (1 - self.share) * hard + self.share * self.temperature**2 * distance, outputs
