@@ -73,6 +73,12 @@ training/trainer.py: a resume takes the last step again [trainer]
 training/train_step.py: the schedule is a step behind [trainer]
 - self.job.schedule.factor(step, self.plan, self.scores)
 + self.job.schedule.factor(step - 1, self.plan, self.scores)
+optim/schedule.py: an evaluation changes the rate of its own step, which a resume would not [schedule]
+- warmup < item[0] < step
++ warmup < item[0] <= step
+optim/schedule.py: a loss that is slightly larger counts as better on a plateau [schedule]
+- math.copysign(threshold, best)
++ threshold
 training/resolved_job.py: a resume may change how often each class is drawn [fingerprint]
 -         "sampling": job.train.sampling,
 -         "seed"

@@ -19,7 +19,7 @@ from lockstep.optim import AdamW
 from lockstep.optim.schedule import Step
 from lockstep.strategy import DDP
 
-PLATEAU = """\
+RAMP = """\
 # A line that ends at a tenth.
 _target_: lockstep.optim.schedule.Linear
 warmup: 5%               # length of the linear warm-up, which reaches the base rate at its last step
@@ -43,34 +43,34 @@ def test_the_lists_are_up_to_date() -> None:
 
 
 def test_a_new_yaml_is_put_into_the_reference_the_readme_and_the_help(checkout: Path) -> None:
-    (checkout / "conf" / "schedule" / "plateau.yaml").write_text(PLATEAU)
+    (checkout / "conf" / "schedule" / "ramp.yaml").write_text(RAMP)
     with pytest.raises(SystemExit, match=r"out of date: docs/configuration\.md, README\.md, conf/config\.yaml;"):
         reference.main(["--check"], checkout)
     reference.main([], checkout)
     reference.main(["--check"], checkout)
     text = (checkout / "docs" / "configuration.md").read_text()
-    assert "| `plateau` | A line that ends at a tenth. |" in text
-    assert "| `schedule.warmup` | `cosine` `linear` `plateau` | a duration | `5%` |" in text
-    row = "| `schedule.final` | `plateau` | a number from 0 to 1,000 | `0.1` | share of the rate that stays |"
+    assert "| `ramp` | A line that ends at a tenth. |" in text
+    assert "| `schedule.warmup` | `cosine` `linear` `polynomial` `ramp` | a duration | `5%` |" in text
+    row = "| `schedule.final` | `ramp` | a number from 0 to 1,000 | `0.1` | share of the rate that stays |"
     assert row in text
-    assert "`cosine` `constant` `linear` `plateau` `step`" in (checkout / "README.md").read_text()
-    assert "  schedule    cosine constant linear plateau step\n" in (checkout / "conf" / "config.yaml").read_text()
+    assert "`plateau` `polynomial` `ramp` `step`" in (checkout / "README.md").read_text()
+    assert " linear plateau polynomial ramp step\n" in (checkout / "conf" / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("line", "instead", "says"),
     [
-        ("# A line that ends at a tenth.\n", "", "plateau.yaml: there is no comment at the top"),
-        ("# share of the rate\n# that stays\n", "", "plateau.yaml: final has no comment"),
-        ("final: 0.1", "last: 0.1", "plateau.yaml: last is not a field of Linear"),
-        ("final: 0.1\n", "", "plateau.yaml: there is no final, which Linear has"),
+        ("# A line that ends at a tenth.\n", "", "ramp.yaml: there is no comment at the top"),
+        ("# share of the rate\n# that stays\n", "", "ramp.yaml: final has no comment"),
+        ("final: 0.1", "last: 0.1", "ramp.yaml: last is not a field of Linear"),
+        ("final: 0.1\n", "", "ramp.yaml: there is no final, which Linear has"),
     ],
 )
 def test_an_option_or_a_key_without_its_meaning_is_refused(
     line: str, instead: str, says: str, checkout: Path
 ) -> None:
-    assert line in PLATEAU
-    (checkout / "conf" / "schedule" / "plateau.yaml").write_text(PLATEAU.replace(line, instead))
+    assert line in RAMP
+    (checkout / "conf" / "schedule" / "ramp.yaml").write_text(RAMP.replace(line, instead))
     with pytest.raises(SystemExit, match=says):
         reference.main([], checkout)
 

@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+import math
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
 
+from helpers import built
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job.create import check_schedule
-from lockstep.optim.schedule import Constant, Cosine, Linear, Step
+from lockstep.optim.schedule import Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step
 
 PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=1, eval_every=1, save_every=1)
-ALL: list[type[Constant]] = [Constant, Cosine, Linear, Step]
+ALL: list[type[Constant]] = [Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step]
 
 
 def at(schedule: Constant, *steps: int) -> list[float]:
     return [schedule.factor(step, PLAN, ()) for step in steps]
+
+
+def of_torch(scheduler: Callable[[torch.optim.Optimizer], LRScheduler], steps: int = 100) -> list[float]:
+    """The rates of a scheduler of torch that is stepped after each step, for a base rate of 1."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the constructors step, and the optimizer does not
+        schedule = scheduler(optimizer)
+        rates = []
+        for _ in range(steps):
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            schedule.step()
+    return rates
 
 
 def test_a_constant_rate_is_one() -> None:
@@ -53,7 +78,7 @@ def test_milestones_are_counted_from_the_start_of_the_run_and_not_from_the_warm_
     assert at(Step(warmup=10, milestones=["30"]), 10, 11, 30, 31) == pytest.approx([1, 1, 1, 0.1])
 
 
-@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("schedule", [schedule for schedule in ALL if schedule is not Chain])
 def test_a_run_may_be_shorter_than_its_warm_up(schedule: type[Constant]) -> None:
     assert at(schedule(warmup=200), 1, 100) == pytest.approx([0.005, 0.5])
 
@@ -84,3 +109,163 @@ def test_a_schedule_that_takes_no_scores_is_refused_before_the_run() -> None:
     says = r"schedule: Old\.factor takes \(step, plan\), expected \(step, plan, scores\): add `scores`"
     with pytest.raises(InputError, match=says):
         check_schedule(Old(), PLAN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "scheduler"),
+    [
+        (Cosine(restarts=3, final=0.1), 100, lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, 25, 1, 0.1)),
+        (Cosine(restarts=2, restart_mult=2), 70, lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, 10, 2)),
+        (Polynomial(), 100, lambda sgd: lr_scheduler.PolynomialLR(sgd, 100, 0.9)),
+        (Polynomial(power=3), 100, lambda sgd: lr_scheduler.PolynomialLR(sgd, 100, 3)),
+    ],
+)
+def test_restarts_and_powers_are_those_of_torch(
+    schedule: Constant, steps: int, scheduler: Callable[[torch.optim.Optimizer], LRScheduler]
+) -> None:
+    plan = replace(PLAN, total_steps=steps)
+    rates = [schedule.factor(step, plan, ()) for step in range(1, steps + 1)]
+    assert rates == pytest.approx(of_torch(scheduler, steps), rel=1e-9, abs=1e-12)
+
+
+def test_an_exponential_is_that_of_torch_in_a_loop_of_epochs() -> None:
+    epochs = of_torch(lambda sgd: lr_scheduler.ExponentialLR(sgd, 0.8), 10)
+    assert at(Exponential(gamma=0.8), *range(1, 101)) == pytest.approx([rate for rate in epochs for _ in range(10)])
+    assert at(Exponential(gamma=0.8, warmup=5), 5, 15, 16) == pytest.approx([1, 1, 0.8])
+
+
+@given(restarts=st.integers(0, 6), mult=st.integers(1, 3), steps=st.integers(1, 400))
+def test_a_cosine_begins_again_as_often_as_restarts_says(restarts: int, mult: int, steps: int) -> None:
+    schedule, plan = Cosine(restarts=restarts, restart_mult=mult), replace(PLAN, total_steps=steps)
+    rates = [schedule.factor(step, plan, ()) for step in range(1, steps + 1)]
+    rises = sum(later > rate for rate, later in pairwise(rates))
+    shortest = steps / sum(mult**period for period in range(restarts + 1))
+    assert rises == restarts if shortest >= 2 else rises <= restarts
+    assert all(0 <= rate <= 1 for rate in rates)
+
+
+def test_a_chain_has_the_rates_of_a_sequence_of_torch() -> None:
+    def sequence(sgd: torch.optim.Optimizer) -> LRScheduler:
+        parts: list[LRScheduler] = [
+            lr_scheduler.LinearLR(sgd, 1, 0.5, 30),
+            lr_scheduler.ConstantLR(sgd, 1, 30),
+            lr_scheduler.PolynomialLR(sgd, 40, 2),
+        ]
+        return lr_scheduler.SequentialLR(sgd, parts, [30, 60])
+
+    words = ("schedule=chain", "schedule.parts=[linear:30%:final:0.5,constant:3ep,polynomial:power:2]")
+    assert at(built(*words).schedule, *range(1, 101)) == pytest.approx(of_torch(sequence), rel=1e-9)
+
+
+def test_the_parts_of_a_chain_see_their_own_part_of_the_run() -> None:
+    chain = Chain(parts=["constant:40:warmup:50%", "plateau:40:patience:0", "step"], warmup=10)
+    assert at(chain, 5, 10, 20, 21) == pytest.approx([0.5 * 0.25, 0.5, 1, 1])
+    assert at(chain, 80, 86, 87, 88, 93, 94) == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01])
+    scores = [(40, 9.0), (50, 1.0), (60, 1.0), (70, 2.0)]  # the one of step 40 is of the part before
+    assert [chain.factor(step, PLAN, scores) for step in (51, 60, 61, 80)] == pytest.approx([1, 1, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_chain_takes_every_step_of_a_run_of_a_few_steps(steps: int) -> None:
+    plan, chain = (
+        replace(PLAN, total_steps=steps),
+        Chain(parts=["constant:30%", "linear:30%", "step:30%", "cosine:10%"]),
+    )
+    assert all(0 < chain.factor(step, plan, ()) <= 1 for step in range(1, steps + 1))
+
+
+@pytest.mark.parametrize(
+    ("parts", "says"),
+    [
+        ([], r"schedule\.parts is \[\], expected a length for each part but the last"),
+        (["constant", "linear"], "expected a length for each part but the last"),
+        (["constant:50%", "linear:40%"], "expected a length for each part but the last"),
+        (["constant:50", "linear:50"], "expected a length for each part but the last"),
+        (["constnt:50%", "linear"], "'constnt:50%', expected a schedule before the colon.* Did you mean 'constant'"),
+        (["linear:half", "cosine"], "schedule.parts is 'half', expected steps"),
+        (["linear:9%:finl:1", "cosine"], "'linear:9%:finl:1': linear.finl is not a key .* Did you mean 'final'"),
+        (["linear:9%:final:-1", "cosine"], "linear.final is -1.0, expected a number from 0"),
+        (["constant:90%", "linear:20%", "cosine"], "has 110 steps before 'cosine', but the run has 100; shorten"),
+    ],
+)
+def test_parts_that_make_no_run_are_refused(parts: list[str], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        at(Chain(parts=parts), 1)
+
+
+VALUES = st.lists(
+    st.sampled_from([0.0, 0.5, 0.5 * 1.25, 0.5 * 0.75, 0.5 + 0.25, 0.25, 1.0, math.nan, math.inf])
+    | st.floats(0, 1e6),
+    min_size=3,
+    max_size=20,
+)
+
+
+@settings(max_examples=300)
+@given(
+    values=VALUES,
+    mode=st.sampled_from(["min", "max"]),
+    threshold=st.sampled_from([0.0, 1e-4, 0.25]),
+    threshold_mode=st.sampled_from(["rel", "abs"]),
+    patience=st.integers(0, 3),
+    cooldown=st.integers(0, 3),
+    least=st.sampled_from([0.0, 0.03]),
+)
+def test_a_plateau_is_that_of_torch_after_each_evaluation(
+    values: list[float],
+    mode: Any,
+    threshold: float,
+    threshold_mode: Any,
+    patience: int,
+    cooldown: int,
+    least: float,
+) -> None:
+    words: dict[str, Any] = {
+        "patience": patience,
+        "threshold": threshold,
+        "threshold_mode": threshold_mode,
+        "cooldown": cooldown,
+    }
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    reference = lr_scheduler.ReduceLROnPlateau(optimizer, mode, 0.3, min_lr=least, eps=0, **words)
+    schedule = Plateau(gamma=0.3, min_factor=least, **words)
+    scores = [(10 * number, value if mode == "max" else -value) for number, value in enumerate(values, 1)]
+    for step, gain in scores:
+        assert schedule.factor(step, PLAN, scores) == optimizer.param_groups[0]["lr"]
+        reference.step(gain if mode == "max" else -gain)
+        assert schedule.factor(step + 1, PLAN, scores) == optimizer.param_groups[0]["lr"]
+
+
+def test_a_score_below_zero_that_is_worse_is_no_improvement() -> None:
+    schedule = Plateau(patience=0, threshold=0.1)
+    assert schedule.factor(21, PLAN, [(10, -1.0), (20, -1.05)]) == 0.1  # such as R2
+    assert schedule.factor(21, PLAN, [(10, -1.0), (20, -0.95)]) == 0.1
+    assert schedule.factor(21, PLAN, [(10, -1.0), (20, -0.85)]) == 1
+
+
+def test_an_evaluation_in_the_warm_up_of_a_plateau_does_not_count() -> None:
+    schedule, scores = Plateau(patience=0, warmup=20), [(10, 9.0), (20, 8.0), (30, 1.0), (40, 1.0)]
+    assert [schedule.factor(step, PLAN, scores) for step in (10, 20, 31, 41)] == pytest.approx([0.5, 1, 1, 0.1])
+
+
+def test_a_threshold_that_no_value_reaches_is_refused() -> None:
+    with pytest.raises(InputError, match=r"threshold is 1, expected a share .* use schedule.threshold_mode=abs"):
+        Plateau(threshold=1)
+    assert Plateau(threshold=1, threshold_mode="abs", patience=0).factor(9, PLAN, [(1, 1.0), (2, 2.0)]) == 0.1
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        *(schedule(warmup=7) for schedule in ALL),
+        Plateau(patience=0, cooldown=1),
+        Cosine(restarts=4, restart_mult=2),
+        Chain(parts=["plateau:50%:patience:1", "cosine:30%:restarts:2", "polynomial"]),
+    ],
+)
+def test_the_order_of_calls_and_later_evaluations_change_no_rate(schedule: Constant) -> None:
+    order = random.Random(0)
+    scores = [(step, order.choice([0.1, 0.2, 0.3])) for step in range(4, 101, 4)]
+    straight = [schedule.factor(step, PLAN, [item for item in scores if item[0] < step]) for step in range(1, 101)]
+    steps = order.sample(range(1, 101), 100)
+    assert {step: schedule.factor(step, PLAN, scores) for step in steps} == dict(enumerate(straight, 1))

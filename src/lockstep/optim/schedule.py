@@ -1,12 +1,17 @@
 """The learning rate as a pure function of the step and of the scores so far: a checkpoint need not save it."""
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from lockstep.config.options import option
-from lockstep.core.errors import InputError
-from lockstep.core.fields import duration, ranged
+from lockstep.config import components
+from lockstep.config.options import declared, option, target_of
+from lockstep.core.errors import InputError, did_you_mean, shown
+from lockstep.core.fields import TEXT, choice, duration, parse_duration, ranged, ruled
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Schedule
 
 Evaluations = Sequence[tuple[int, float]]  # step and gain, as `Schedule` in core/protocols.py describes them
 
@@ -36,12 +41,28 @@ class Constant:
 
 @option("schedule")
 class Cosine(Constant):
-    """Half a cosine from the base rate to `final` times it (Loshchilov and Hutter 2017, without restarts)."""
+    """Half a cosine from the base rate to `final` times it, `restarts` times anew (Loshchilov and Hutter 2017)."""
 
     final: float = ranged(0.0, least=0, most=1e3)
+    restarts: int = ranged(0, least=0, most=100)
+    restart_mult: int = ranged(1, least=1, most=10)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
-        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * (step - 1) / total))
+        position, length = self.in_period(step - 1, total)
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * position / length))
+
+    def in_period(self, passed: int, total: int) -> tuple[int, int]:
+        """The position in its period, and the length of that, after `passed` of `total` steps.
+
+        Both are whole numbers of equal parts of a step, because a period need not end with a step.
+        """
+        lengths = [self.restart_mult**period * total for period in range(self.restarts + 1)]
+        position = passed * sum(lengths) // total
+        for length in lengths:
+            if position < length:
+                break
+            position -= length
+        return position, length
 
 
 @option("schedule")
@@ -52,6 +73,26 @@ class Linear(Constant):
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * (1 - (step - 1) / total)
+
+
+@option("schedule")
+class Polynomial(Linear):
+    """From the base rate to `final` times it, with a power of the share that is left, as torch's `PolynomialLR`."""
+
+    power: float = ranged(0.9, above=0, most=100)
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        return float(self.final + (1 - self.final) * (1 - (step - 1) / total) ** self.power)
+
+
+@option("schedule")
+class Exponential(Constant):
+    """Multiplied by `gamma` after each epoch that follows the warm-up, as torch's `ExponentialLR`."""
+
+    gamma: float = ranged(0.9, above=0, most=1)
+
+    def after(self, step: int, total: int, plan: Plan) -> float:
+        return float(self.gamma ** plan.epoch(step))
 
 
 @option("schedule")
@@ -73,3 +114,106 @@ class Step(Constant):
         run_step = plan.total_steps - total + step
         passed = sum(run_step > plan.in_steps("schedule.milestones", milestone) for milestone in self.milestones)
         return float(self.gamma**passed)
+
+
+@option("schedule")
+class Plateau(Constant):
+    """Multiplied by `gamma` when more than `patience` evaluations in a row were no better than the best one.
+
+    On values from 0 on, this is torch's `ReduceLROnPlateau` without its `eps`, with the mode `min` if less is better,
+    and else `max`. Of values below 0, torch's relative threshold also takes slightly worse ones for better; this one
+    does not. An evaluation acts from the next step on; one in the warm-up does not count.
+    """
+
+    gamma: float = ranged(0.1, above=0, below=1)
+    patience: int = ranged(10, least=0, most=1_000_000)
+    threshold: float = ranged(1e-4, least=0, most=1e12)
+    threshold_mode: str = choice("rel", "rel", "abs")
+    cooldown: int = ranged(0, least=0, most=1_000_000)
+    min_factor: float = ranged(0.0, least=0, most=1)
+
+    def __post_init__(self) -> None:
+        if self.threshold_mode == "rel" and self.threshold >= 1:
+            raise InputError(
+                f"schedule.threshold is {self.threshold:g}, expected a share of the best value, below 1; for a "
+                "difference use schedule.threshold_mode=abs"
+            )
+
+    def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
+        warmup = plan.in_steps("schedule.warmup", self.warmup)
+        factor, best, bad, cooling = 1.0, -math.inf, 0, 0
+        absolute, threshold = self.threshold_mode == "abs", self.threshold
+        for _, gain in (item for item in scores if warmup < item[0] < step):
+            # the gain of a loss is below 0, so its relative threshold is a smaller distance from 0
+            if gain > (best + threshold if absolute else best * (1 + math.copysign(threshold, best))):
+                best, bad = gain, 0
+            else:
+                bad += 1
+            if cooling > 0:
+                cooling, bad = cooling - 1, 0
+            if bad > self.patience:
+                factor, cooling, bad = max(factor * self.gamma, self.min_factor), self.cooldown, 0
+        return factor * super().factor(step, plan, scores)
+
+
+@option("schedule")
+class Chain(Constant):
+    """Schedules one after the other, as torch's `SequentialLR`: each begins anew, and takes its part for the run.
+
+    A part is `NAME:LENGTH`, then keys and values: `linear:20%:final:0.5`. The last part takes the rest; it may have a
+    length if all have percentages, which add up to 100. The warm-up multiplies the first part.
+    """
+
+    parts: list[str] = ruled(["constant:80%", "linear"], TEXT)
+
+    def __post_init__(self) -> None:
+        lengths = [part_of(text)[0] for text in self.parts]
+        amounts = [parse_duration(length) or (0.0, "") for length in lengths]
+        whole = {unit for _, unit in amounts} == {"%"} and math.isclose(sum(amount for amount, _ in amounts), 100)
+        if "" in lengths[:-1] or not (lengths and (whole or lengths[-1] == "")):
+            raise InputError(
+                f"schedule.parts is {shown(self.parts)}, expected a length for each part but the last, which takes "
+                "the rest of the run: schedule.parts=[linear:10%,constant:60%,cosine]"
+            )
+
+    def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
+        laid_out = layout(tuple(self.parts), plan)
+        begin, schedule, part = next(item for item in reversed(laid_out) if step > item[0])
+        later = [(at - begin, gain) for at, gain in scores if at > begin]
+        return super().factor(step, plan, scores) * schedule.factor(step - begin, part, later)
+
+
+@functools.lru_cache(maxsize=64)  # called at every step, as `part_of`
+def layout(parts: tuple[str, ...], plan: Plan) -> list[tuple[int, Schedule, Plan]]:
+    """For each part of a `Chain`, the step before it, its schedule, and the plan that it sees. Raises InputError."""
+    total = plan.total_steps
+    steps = [plan.in_steps("schedule.parts", part_of(text)[0]) for text in parts[:-1]]
+    if sum(steps) > total + len(parts):  # percentages of few steps are rounded
+        raise InputError(
+            f"schedule.parts has {sum(steps):,} steps before {parts[-1]!r}, but the run has {total:,}; shorten the "
+            "parts, or leave one out"
+        )
+    ends = [*(min(end, total) for end in itertools.accumulate(steps)), total]
+    begins = [0, *ends[:-1]]
+    return [
+        (begin, part_of(text)[1], replace(plan, total_steps=end - begin))
+        for text, begin, end in zip(parts, begins, ends, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def part_of(text: str) -> tuple[str, Schedule]:
+    """The length of a part of a `Chain`, empty without one, and its schedule. Raises InputError."""
+    name, *words = text.split(":")
+    length = words.pop(0) if len(words) % 2 else ""
+    if (cls := declared("schedule").get(name)) is None:
+        raise InputError(
+            f"schedule.parts has {text!r}, expected a schedule before the colon: linear:10%"
+            f"{did_you_mean(name, declared('schedule'))}"
+        )
+    values = dict(zip(words[::2], words[1::2], strict=True))
+    try:
+        schedule: Schedule = components.build("schedule", {"_target_": target_of(cls), **values}, name)
+    except InputError as error:
+        raise InputError(f"schedule.parts has {text!r}: {error}") from error
+    return length, schedule
