@@ -80,7 +80,7 @@ class Distill(Multiclass):
     def absolute(self) -> Self:
         from lockstep.inference.predictor import find_weights  # the other tasks need no predictor
 
-        return replace(self, teacher=str(find_weights(self.teacher).absolute()))
+        return replace(self, teacher=str(find_weights(self.teacher, "task.teacher").absolute()))
 
     def identity(self) -> Mapping[str, str]:
         return {"teacher": sha256(Path(self.teacher))[:16]}

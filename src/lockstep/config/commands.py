@@ -16,7 +16,8 @@ from lockstep.core.named_paths import pointed
 from lockstep.core.run_dir import LATEST
 
 # The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
-RUNS = ("resume", "init_from")
+RUNS = ("resume", "init_from", "task.teacher")
+STARTS = ("init_from", "task.teacher")  # of these, `latest` means the run that is the newest now
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
 RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of runs begin
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
@@ -55,7 +56,7 @@ def quoted_path(word: str) -> str:
     key, _, path = word.partition("=")
     if key not in (*RUNS, *FOLDERS) or not path:
         return word
-    if (key in RUNS and Path(path).is_file()) or (key, path) == ("init_from", LATEST):
+    if (key in RUNS and Path(path).is_file()) or (key in STARTS and path == LATEST):
         path = str(pointed(Path(path), Path("outputs"), key))
         word = f"{key}={path}"
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word

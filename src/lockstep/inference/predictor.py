@@ -182,21 +182,20 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     )
 
 
-def find_weights(path: str | Path) -> Path:
+def find_weights(path: str | Path, key: str = KEY) -> Path:
     """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
 
     For `latest` it is that of the newest run, or, if this one has none, the newest file of a run or a sweep's job.
 
-    Raises:
-        InputError: there are no weights.
+    `key` begins the error: an InputError if there are no weights.
     """
     path = Path(path)
-    folder = pointed(path, Path("outputs"), KEY)
+    folder = pointed(path, Path("outputs"), key)
     if path.name == LATEST and not path.is_dir() and not (folder / checkpoint.MODEL).is_file():
         root = Path("outputs") if path == Path(LATEST) else path.parent
         files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{checkpoint.MODEL}"))
         folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / checkpoint.MODEL).parent
-    return checkpoint.weights_file(folder, KEY)
+    return checkpoint.weights_file(folder, key)
 
 
 def say_which(file: Path, card: ModelCard) -> None:

@@ -282,7 +282,8 @@ def say_ending(
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say_command("look at it", shell_command(["tensorboard", "--logdir", relative(run_dir.path)]))
-    log.say_command("train longer", resume_command(run_dir, train_longer(job)))
+    longer = "train.patience=null" if trainer.ended_early else train_longer(job)
+    log.say_command("train longer", resume_command(run_dir, longer))
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lockstep.core.errors import InputError
 from lockstep.core.fields import parse_duration
-from lockstep.core.monitor import Monitor, figure_name, figure_text
+from lockstep.core.monitor import Monitor, figure_name, figure_parts
 from lockstep.core.plan import Plan
 
 
@@ -42,7 +42,8 @@ class Patience:
         last, since = scores[-1][0], len(scores) - 1 - number
         if self._left(since, last - step, plan) > 0:
             return ""
-        best = "has had no value" if value is None else f"has not been better than {figure_text(monitor.name, value)}"
+        number_text, unit = ("", "") if value is None else figure_parts(monitor.name, value)
+        best = f"has not been better than {number_text}{unit}" if number_text else "has had no value"
         name = figure_name(monitor.name)
         return f"{name} {best} (step {step:,}) for {since} evaluations; train.patience={self.limit} ends the run"
 

@@ -157,6 +157,8 @@ class Trainer:
         if gain is None and best is None and not any(score is not None for _, score in progress.scores):
             self.telemetry.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
         improved = gain is not None and (best is None or gain > best)
+        if progress.best_step == 0 and progress.step == self.plan.total_steps:
+            improved = True  # a run has weights, also if no evaluation had a score
         progress.evaluated(None if gain is None else value, figures, better=improved)
         if gain is not None:
             self.step.scores.append((progress.step, gain))
@@ -252,6 +254,6 @@ class Trainer:
                 ema=self.state.ema,
                 optimizer=self.state.optimizer,
                 scaler=self.state.scaler,
-                progress=vars(self.progress),
+                progress={**vars(self.progress), "scores": [*self.progress.scores]},  # it is written while these grow
             )
         self.heartbeat()

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from lockstep.config.options import option
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import pathname, ranged
+from lockstep.core.fields import choice, pathname, ranged
+from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
 
@@ -104,12 +105,13 @@ class Digits(ArraySource):
 
 @option("dataset")
 class Fake(Source):
-    """Random images and labels in memory, to time the model without reading files."""
+    """Random images and targets in memory, to time the model without reading files."""
 
     examples: int = ranged(1024, least=1, most=1_000_000_000)
     classes: int = ranged(1000, least=1, most=1_000_000)
     channels: int = ranged(3, least=1, most=1024)
     size: int = ranged(224, least=1, most=LARGEST_SIDE)
+    targets: str = choice("auto", "auto", *TARGETS)
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -142,7 +144,12 @@ class Fake(Source):
 def _random(source: Fake, n: int, seed: int) -> ArraySplit:
     generator = torch.Generator().manual_seed(seed)
     images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
-    return ArraySplit(images, torch.randint(source.classes, (n,), generator=generator))
+    shape = (n, source.classes)
+    labels = {
+        LABELS: lambda: torch.rand(shape, generator=generator).lt(0.3).float(),
+        VALUES: lambda: torch.randn(shape, generator=generator),
+    }.get(source.targets, lambda: torch.randint(source.classes, (n,), generator=generator))
+    return ArraySplit(images, labels())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,220 @@
+"""Which figure decides, in which direction, and when a run that does not become better ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers import built, records, resolved, train_here
+from lockstep import metrics, tasks
+from lockstep.config.options import declared
+from lockstep.core.errors import InputError
+from lockstep.core.model_card import CLASSES
+from lockstep.core.monitor import (
+    LESS_IS_BETTER,
+    USUAL,
+    Direction,
+    Monitor,
+    chosen_monitor,
+    figure_text,
+    tagged,
+)
+from lockstep.core.plan import Plan, make_plan
+from lockstep.core.run import Run
+from lockstep.inference.predictor import load
+from lockstep.job.validate import check_monitor
+from lockstep.training.patience import Patience
+
+SHORT = ("steps=8", "batch=256", "train.eval_every=1", "device=cpu", "model=linear")
+
+
+def plan(steps: int = 100, every: int = 10) -> Plan:
+    return make_plan(
+        examples=64 * steps,
+        batch=64,
+        epochs=1,
+        total_steps=steps,
+        micro_batches=1,
+        log_every=steps,
+        eval_every=every,
+        save_every=steps,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "task", "chosen"),
+    [
+        *(("auto", task, monitor) for task, monitor in USUAL.items()),
+        ("auto", "one_of_the_user", "-loss"),
+        ("loss", "multiclass", "-loss"),
+        ("-loss", "multiclass", "-loss"),
+        ("top5", "multiclass", "top5"),
+        ("-top1", "multiclass", "-top1"),
+        ("error", "multiclass", "-error"),
+        ("error/cat", "multiclass", "-error/cat"),
+        ("own", "multiclass", "-own"),
+        ("f1", "multiclass", "f1"),
+    ],
+)
+def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str) -> None:
+    classes = {"error": "Calibration", "own": "Mine", "f1": "F1", "mae": "MAE"}
+    monitor = chosen_monitor(text, task=task, metrics=classes, less_is_better=["Mine"])
+    assert str(monitor) == chosen
+    assert Monitor.parse(chosen) == monitor
+
+
+def test_the_metrics_of_which_less_is_better_are_those_of_torchmetrics() -> None:
+    import torchmetrics
+
+    assert metrics.F1  # the module declares them
+    ours = {cls.__name__ for cls in declared("metric").values() if not getattr(cls, "higher_is_better", True)}
+    assert ours == LESS_IS_BETTER
+    names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score"}
+    for cls in declared("metric").values():
+        name = names.get(cls.__name__, {"F1": "F1Score"}.get(cls.__name__, cls.__name__))
+        theirs = getattr(torchmetrics, name, None) or getattr(torchmetrics.classification, name, None)
+        if theirs is not None and theirs.__dict__.get("higher_is_better") is not None:
+            assert theirs.higher_is_better is (cls.__name__ not in LESS_IS_BETTER), name
+
+
+def test_the_usual_monitors_are_figures_of_their_tasks() -> None:
+    assert tasks.Multiclass  # the module declares them
+    for name, text in USUAL.items():
+        task = declared("task")[name]
+        assert Monitor.parse(text).name in (*task.counted, *task.metrics)
+
+
+def test_every_figure_has_its_tag() -> None:
+    figures = {"loss": 0.5, "top1": 90.0, "f1/cat": 0.3}
+    assert tagged(figures) == {"loss/val": 0.5, "acc/val_top1": 90.0, "metric/f1/cat": 0.3}
+    assert tagged(figures, averaged=True) == {"loss/val_ema": 0.5, "acc/val_ema_top1": 90.0, "metric/f1/cat": 0.3}
+    assert Monitor("loss").tags == ("loss/val_ema", "loss/val")
+    assert Monitor("f1/cat").tags == ("metric/f1/cat",)
+    assert [figure_text("top1", 98.611), figure_text("loss", 0.04213)] == ["98.61 % top-1", "loss 0.04213"]
+
+
+@pytest.mark.parametrize("words", [("monitor=loss",), ("monitor=loss", "train.ema=0.5"), ("monitor=-top1",)])
+def test_the_monitor_decides_which_weights_are_the_best(words: tuple[str, ...], tmp_path: Any) -> None:
+    rates = ("optimizer=sgd", "optimizer.lr=8", "schedule=constant")
+    keeps = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_best=2")
+    run = train_here(tmp_path, *SHORT, *rates, *keeps, *words)
+    monitor, summary = Monitor.parse(str(Run(run.path).summary["monitor"])), run.read_summary()
+    values = {line["step"]: line[tag] for line in records(run) for tag in monitor.tags[:1] if tag in line}
+    values = values or {line["step"]: line[monitor.tags[-1]] for line in records(run) if monitor.tags[-1] in line}
+    best = min(values, key=lambda step: values[step])
+    assert monitor.direction is Direction.minimize
+    assert len({*values.values()}) > 3
+    assert best != 8, "the last one is kept anyway"
+    assert (summary["best_step"], summary["best"], summary["objective"]) == (best, values[best], values[best])
+    assert summary["scores"][monitor.name] == values[best]
+    card = load(run.path).card
+    assert (card.step, card.scores, card.monitor) == (best, summary["scores"], str(monitor))
+    second = sorted(values, key=lambda step: values[step])[1]
+    names = {int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*")}
+    assert names == {8, best, second}
+
+
+def test_a_monitor_without_a_value_has_no_best_and_is_told_once(
+    tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class_of_no_image = ("metric=recall", "metric.recall.average=none", "monitor=recall/9")
+    words = ("dataset=fake", "dataset.classes=10", "dataset.examples=16", "dataset.channels=1", "dataset.size=8")
+    run = train_here(tmp_path, *words, *class_of_no_image, "model=linear", "batch=8", "steps=4", "device=cpu")
+    summary, shown = run.read_summary(), capsys.readouterr()
+    assert [line["metric/recall/9"] for line in records(run) if "metric/recall/9" in line] == [None, None]
+    assert (summary["status"], summary["best"], summary["objective"]) == ("completed", None, None)
+    assert (shown.out + shown.err).count("recall/9 has no value after step 2: no best yet") == 1
+    assert load(run.path).card.step == 4, "the run has weights all the same"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("monitor=f1",), r"monitor is f1, .*expected one of loss, top1, top5; add a metric"),
+        (("monitor=f1/cat", "metric=f1"), "expected one of loss, top1, top5, f1;"),
+        (("monitor=f1", "metric=f1", "metric.f1.average=none"), "f1/0, f1/1, f1/2 and so on for each class"),
+    ],
+)
+def test_a_monitor_that_no_evaluation_logs_is_refused(words: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(InputError, match=expected):
+        check_monitor(resolved(*words))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("loss=mse",),
+            "loss: MSE is for values, and the targets of this task are classes; use loss=NAME with one of",
+        ),
+        (("metric=mae",), "metric: MAE is for values, and the targets of this task are classes"),
+        (("train.min_delta=0.1",), "train.patience is null, so no run ends early"),
+    ],
+)
+def test_what_does_not_fit_the_task_is_refused(words: tuple[str, ...], expected: str) -> None:
+    from lockstep.job.validate import check_job
+
+    assert built().task.targets == CLASSES
+    with pytest.raises(InputError, match=expected):
+        check_job(resolved(*words))
+
+
+def ends_at(values: list[float | None], limit: int, min_delta: float, direction: Direction) -> int | None:
+    """The evaluation, from 1, after which early stopping ends a run, written as its definition says."""
+    best, since = None, 0
+    for number, value in enumerate(values, 1):
+        gain = None if value is None else value if direction is Direction.maximize else -value
+        if gain is not None and (best is None or gain > best + min_delta):
+            best, since = gain, 0
+        elif number > 1:
+            since += 1
+        if since >= limit:
+            return number
+    return None
+
+
+@given(
+    values=st.lists(st.none() | st.sampled_from([0.0, 0.1, 0.5, 0.55, 1.0]), max_size=12),
+    limit=st.integers(1, 5),
+    min_delta=st.sampled_from([0.0, 0.1]),
+    direction=st.sampled_from([*Direction]),
+)
+def test_patience_ends_where_its_definition_says(
+    values: list[float | None], limit: int, min_delta: float, direction: Direction
+) -> None:
+    patience, monitor = Patience(limit=limit, min_delta=min_delta), Monitor("loss", direction)
+    scores = [(10 * number, value) for number, value in enumerate(values, 1)]
+    ended = [n for n in range(1, len(values) + 1) if patience.ended(scores[:n], monitor, plan(1000))]
+    assert (ended or [None])[0] == ends_at(values, limit, min_delta, direction)
+
+
+def test_patience_can_be_a_duration() -> None:
+    scores, monitor, patience = (
+        [(10 * number, 1.0 - number) for number in range(1, 9)],
+        Monitor(),
+        Patience(limit="50%"),
+    )
+    assert [bool(patience.ended(scores[:n], monitor, plan())) for n in range(1, 9)] == [*[False] * 5, *[True] * 3]
+    for limit in (10, "95%"):
+        with pytest.raises(InputError, match="so it never ends early"):
+            Patience(limit=limit).check(plan())
+    for limit in (9, "90%"):
+        Patience(limit=limit).check(plan())
+
+
+@pytest.mark.parametrize("stop", [None, 1, 2, 3])
+def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(stop: int | None, tmp_path: Any) -> None:
+    words = (*SHORT, "optimizer.lr=1e-9", "train.patience=3", "checkpoint.every=1")
+    if stop is not None:
+        train_here(tmp_path, *words, stop_at=stop)
+    for _ in range(2):  # the second time it has ended already
+        run = train_here(tmp_path, *words)
+        summary = run.read_summary()
+        assert (summary["status"], summary["step"], summary["best_step"]) == ("completed", 4, 1)
+        assert summary["stopped_early"].startswith("val top-1 has not been better than")
+        assert [line["step"] for line in records(run) if "loss/val" in line] == [1, 2, 3, 4]
+    train_here(tmp_path, *words, "train.patience=null")
+    assert (run.read_summary()["step"], run.read_summary()["stopped_early"]) == (8, "")
