@@ -19,12 +19,13 @@ from torch import Tensor
 from helpers import records, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
-from lockstep.core.model import best_classes
 from lockstep.core.observer import Observer
+from lockstep.core.protocols import Task
 from lockstep.core.world import World
 from lockstep.scores import Block
+from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry import pictures
-from lockstep.training.predictions import SIDE, WORST, CollectedPredictions
+from lockstep.training.predictions import COLLECTED, POINTS, SIDE, WORST
 from thread_ranks import ThreadRanks
 
 CLASSES, BLOCK = 4, 16
@@ -54,15 +55,17 @@ def collected(
     losses: Tensor = LOSSES,
     names: tuple[str, ...] = (),
     kind: str = "softmax",
+    task: Task = Multiclass(),  # noqa: B008  # it is frozen
 ) -> Any:
     """The predictions of this rank's blocks, as `evaluate` passes them on; after an evaluation that was cut short."""
     world, witness = world or World.solo(), Witness()
-    collector = CollectedPredictions(names, logits.shape[1], world, kind=kind, sample_name=str, observer=witness)
+    facts: Any = {"kind": kind, "examples": len(labels), "sample_name": str, "observer": witness}
+    collector = COLLECTED[task.targets](names, logits.shape[1], world, **facts)
     for end in (BLOCK, len(labels)):
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):
             of = slice(first, first + BLOCK)
-            collector.update(Block(images[of], logits[of], best_classes(logits[of]), labels[of], losses[of], first))
+            collector.update(Block(images[of], logits[of], task.predict(logits[of]), labels[of], losses[of], first))
     collector.finish(7)
     return vars(witness).get("predictions")
 
@@ -114,6 +117,100 @@ def test_broken_images_do_not_count_and_losses_that_are_no_numbers_come_first() 
     assert (predictions.worst[0]["sample"], predictions.worst[0]["loss"]) == ("3", None)
     few = collected(labels=torch.where(torch.arange(203) < 2, LABELS, -1))
     assert len(few.worst) == 2
+
+
+TRUE = (torch.rand(203, CLASSES, generator=GENERATOR) < 0.3).float()
+TRUE[7], TRUE[:, 3] = math.nan, TRUE[:, 3] * 0  # a broken image, and a label that no image has
+WHOLE = torch.arange(203) != 7
+OF_LABELS: dict[str, Any] = {"labels": TRUE, "kind": "sigmoid", "task": Multilabel(), "losses": LOSSES.flip(0)}
+OF_VALUES: dict[str, Any] = {"labels": TRUE + LOGITS / 2, "kind": "values", "task": Regression(), "losses": LOSSES}
+
+
+def test_labels_are_counted_as_by_scikit_learn() -> None:
+    predictions, true, decisions = collected(**OF_LABELS), TRUE[WHOLE].numpy(), (LOGITS[WHOLE] > 0).numpy()
+    counts = reference.multilabel_confusion_matrix(true, decisions)
+    assert predictions.hits == counts[:, 1, 1].tolist()
+    assert predictions.examples == counts[:, 1].sum(1).tolist()
+    assert predictions.predicted == counts[:, :, 1].sum(1).tolist()
+    shares = LOGITS.sigmoid()[WHOLE].numpy()
+    expected = [reference.average_precision_score(true[:, label], shares[:, label]) for label in range(3)]
+    assert predictions.average_precision == [*map(pytest.approx, expected), None]
+    assert predictions.confusion == []
+    for label, counts in enumerate(predictions.curves):
+        hits, false, precision, recall = pictures.precision_recall(counts)
+        decided = shares[:, label] >= 63 / (BINS - 1)
+        assert (hits[63], false[63]) == ((decided * true[:, label]).sum(), (decided * (1 - true[:, label])).sum())
+        assert precision[63] == pytest.approx(reference.precision_score(true[:, label], decided))
+        assert recall[63] == pytest.approx(reference.recall_score(true[:, label], decided, zero_division=0.0))
+
+
+def test_the_worst_examples_have_their_true_and_their_predicted_labels() -> None:
+    predictions = collected(**OF_LABELS, names=("bus", "cat", "dog", "elk"))
+    order = [number for number in LOSSES.flip(0).argsort(descending=True).tolist() if number != 7]
+    assert [int(example["sample"]) for example in predictions.worst] == order[:WORST]
+    for example in predictions.worst:
+        number = int(example["sample"])
+        assert example["label"] == TRUE[number].nonzero()[:, 0].tolist()
+        assert example["predicted"] == (LOGITS[number] > 0).nonzero()[:, 0].tolist()
+    assert [predictions.in_words(labels) for labels in ([], [1], [0, 3])] == ["none", "cat", "bus, elk"]
+    assert pictures.worst(predictions).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("factor", [1, 10])
+def test_values_have_points_of_predicted_and_true_numbers(factor: int) -> None:
+    repeated = {
+        key: value.repeat(factor, *[1] * (value.ndim - 1))
+        for key, value in {
+            "labels": OF_VALUES["labels"],
+            "logits": LOGITS,
+            "losses": LOSSES,
+            "images": IMAGES,
+        }.items()
+    }
+    predictions = collected(**OF_VALUES | repeated)
+    stride = math.ceil(203 * factor / POINTS)
+    chosen = [n for n in range(0, 203 * factor, stride) if n % 203 != 7]
+    assert len(chosen) <= POINTS
+    for value, (true, predicted) in enumerate(predictions.points):
+        assert true == repeated["labels"][chosen, value].tolist()
+        assert predicted == LOGITS.repeat(factor, 1)[chosen, value].tolist()
+    worst = predictions.worst[0]
+    number = int(worst["sample"])
+    assert (worst["label"], worst["predicted"]) == (
+        repeated["labels"][number].tolist(),
+        repeated["logits"][number].tolist(),
+    )
+    assert predictions.in_words([0.51, -2.0, None, 1234567.0]) == "0 0.51, 1 -2, 2 not a number, 3 1.235e+06"
+    assert pictures.scattered(predictions, 0).startswith(b"\x89PNG")
+    assert pictures.worst(predictions).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("of", [OF_LABELS, OF_VALUES], ids=["labels", "values"])
+@pytest.mark.parametrize("size", [2, 3, 14])
+def test_labels_and_values_are_the_same_on_any_number_of_ranks(
+    size: int, of: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    main, *_ = ThreadRanks(size, monkeypatch).run(lambda world: collected(world, **of))
+    alone = collected(**of)
+    assert main == alone
+    alone.write(tmp_path / "validation.json")
+    assert Predictions.read(tmp_path / "validation.json") == alone
+
+
+def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -> None:
+    wide = {
+        "labels": torch.ones(30, 101),
+        "logits": torch.ones(30, 101),
+        "losses": torch.ones(30),
+        "images": IMAGES[:30],
+    }
+    predictions = collected(**OF_LABELS | wide)
+    assert (predictions.hits, predictions.curves, predictions.average_precision) == ([30] * 101, [], ())
+    wide["logits"] = wide["logits"] * math.inf
+    predictions = collected(**OF_VALUES | wide)
+    assert [len(pair) for pair in predictions.points] == [2] * 20
+    assert predictions.points[0] == [[1.0] * 30, [None] * 30]
+    assert pictures.scattered(predictions, 0).startswith(b"\x89PNG")
 
 
 def test_a_stage_without_logits_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,3 +268,13 @@ def test_a_run_has_the_predictions_of_its_best_evaluation(tmp_path: Path) -> Non
     assert predictions.step == best
     assert 100 * sum(predictions.hits) / sum(predictions.examples) == top1[best]
     assert json.loads(run.validation.read_text())["names"] == [str(digit) for digit in range(10)]
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_a_run_of_another_task_has_its_predictions(task: str, tmp_path: Path) -> None:
+    words = ("dataset=fake", "dataset.size=8", "dataset.classes=3", "model=linear", "logger=[jsonl,tensorboard]")
+    run = train_here(tmp_path / "run", *words, f"task={task}", "steps=3", "telemetry.report=always")
+    predictions = Predictions.read(run.validation)
+    assert predictions.targets == {"multilabel": "labels", "regression": "values"}[task]
+    assert len(predictions.worst) == WORST
+    assert "of another version" not in run.report.read_text()

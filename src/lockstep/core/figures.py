@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, parsed_json, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
 
@@ -76,18 +77,24 @@ def read_samples(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """What a model predicts for a split with C classes, in one small file. Broken images do not count.
+    """What a model predicts for a split of C classes, labels or values. Broken images do not count.
 
     Fields:
         step: the step after which the model was evaluated.
-        names: the names of the classes, by label.
-        examples, predicted, hits: by class, how many examples have it, how many are predicted to have it, and both.
+        names: the names of the classes, labels or values, by number.
+        examples, predicted, hits: by class, how many examples have it, how many are predicted to have it, and both;
+            empty for values.
         confusion: examples by label (C rows) and prediction (C columns); empty for many classes.
         curves: (C, 2, BINS): how many examples of each class, and how many others, have a probability of the class in
             each of the equal intervals from 0 to 1; empty for many classes.
         worst: the examples with the highest losses, the highest first: `sample` is the file or the number of the
-            example, `label` and `predicted` are classes, `probability` (of the predicted class) and `loss` are None
-            if they are not finite, and `png` is the image in base64, with at most 128 pixels a side.
+            example, `label` and `predicted` are classes, lists of labels, or values, `probability` (of the predicted
+            class) and `loss` are None if they are not finite, and `png` is the image in base64, with at most 128
+            pixels a side.
+        targets: what the task predicts, one of `model_card.TARGETS`.
+        average_precision: of each of a few labels, None without an image that has it.
+        points: (C, 2, n): the true and the predicted values of some examples, in the order of the split; None is a
+            value that is not finite.
     """
 
     step: int
@@ -98,10 +105,25 @@ class Predictions:
     confusion: Sequence[Sequence[int]]
     curves: Sequence[Sequence[Sequence[int]]]
     worst: Sequence[Mapping[str, Any]]
+    targets: str = CLASSES
+    average_precision: Sequence[float | None] = ()
+    points: Sequence[Sequence[Sequence[float | None]]] = ()
 
     def write(self, path: Path) -> None:
-        """Write the file. Raises StorageError."""
-        write_atomic(path, json.dumps(vars(self), allow_nan=False, separators=(",", ":")) + "\n")
+        """Write the file, without the fields that have their default. Raises StorageError."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        own = {field.name: values[field.name] for field in fields(self) if values[field.name] != field.default}
+        write_atomic(path, json.dumps(own, allow_nan=False, separators=(",", ":")) + "\n")
+
+    def in_words(self, answer: Any, names: Sequence[str] | None = None) -> str:
+        """A target or a prediction of `worst`, with other names in the place of its own."""
+        names = names or self.names
+        if self.targets == CLASSES:
+            return names[answer]
+        if self.targets == LABELS:
+            return ", ".join(names[label] for label in answer) or "none"
+        values = ["not a number" if value is None else f"{value:.4g}" for value in answer]
+        return values[0] if len(values) == 1 else ", ".join(map("{} {}".format, names, values))
 
     @classmethod
     def read(cls, path: Path) -> Predictions:

@@ -46,6 +46,12 @@ def drawn(draw: Callable[[Any], None], width: float = 4.4, height: float = 2.6) 
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
+    text = io.StringIO()
+    _save(draw, (width, height), text, format="svg", metadata={"Date": None})
+    return text.getvalue().encode(errors="backslashreplace")
+
+
+def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **options: Any) -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that cannot be written
     import matplotlib
     from matplotlib.figure import Figure
@@ -53,15 +59,13 @@ def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of letters that its font does not have; those of the browser have them
-        figure = Figure(figsize=(width, height), layout="constrained")
+        figure = Figure(figsize=size, layout="constrained")
         draw(axes := figure.subplots())
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":  # the formatter of matplotlib writes TeX, which is not parsed here
                 axis.set_major_formatter(LogFormatter())
                 axis.set_minor_formatter(LogFormatter())
-        text = io.StringIO()
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue().encode(errors="backslashreplace")
+        figure.savefig(file, **options)
 
 
 def curves(lines: Sequence[Curve]) -> str:
@@ -94,6 +98,40 @@ def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_lab
                 labelled.add(field)
                 axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
+
+    return drawn(draw)
+
+
+def against_true(predictions: Predictions, value: int) -> Callable[[Any], None]:
+    """What draws the predictions of one of the values over the true ones, with the line on which they are equal."""
+
+    def draw(axes: Any) -> None:
+        true, predicted = (np.array(values, float) for values in predictions.points[value])  # None becomes NaN
+        ends = [np.nanmin([true, predicted], initial=math.inf), np.nanmax([true, predicted], initial=-math.inf)]
+        axes.plot(ends, ends, color=COLOURS[-1], linewidth=0.8)
+        axes.scatter(true, predicted, color=COLOURS[0], s=9, alpha=0.6, linewidths=0)
+        axes.set(xlabel="true", ylabel="predicted")
+
+    return draw
+
+
+def precision_recall(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
+    """By threshold: the hits, the others that are predicted too, precision and recall, from `Predictions.curves`."""
+    hits, false = np.array(counts)[:, ::-1].cumsum(1)[:, ::-1].astype(float)
+    return hits, false, hits / np.maximum(hits + false, 1), hits / max(hits[0], 1)
+
+
+def precision_over_recall(predictions: Predictions) -> str:
+    """The curve of each label, up to the threshold above which it is never predicted."""
+
+    def draw(axes: Any) -> None:
+        for name, counts in zip(predictions.names, predictions.curves, strict=True):
+            hits, false, precision, recall = precision_recall(counts)
+            some = hits + false > 0
+            axes.plot(recall[some], precision[some], label=cut(name))
+        axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
+        if len(predictions.names) <= len(COLOURS):
+            axes.legend(frameon=False)
 
     return drawn(draw)
 
@@ -164,7 +202,8 @@ def worst(predictions: Predictions) -> bytes:
         with Image.open(BytesIO(base64.b64decode(example["png"]))) as image:
             images.append(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
         share = "" if example["probability"] is None else f" ({100 * example['probability']:.0f} %)"
-        true, said = (_name(predictions.names, example[key]) for key in ("label", "predicted"))
+        names = [_name(predictions.names, label) for label in range(len(predictions.names))]
+        true, said = (predictions.in_words(example[key], names) for key in ("label", "predicted"))
         captions.append(f"is {true}\nsaid {said}{share}")
     return sheet(images, captions, columns=3)
 
@@ -189,6 +228,12 @@ def heat(predictions: Predictions) -> bytes:
             colour = "white" if shares[label, other] > 0.25 else "black"
             draw.text((margin + cell * (other + 0.5), at), str(counts[label, other]), fill=colour, anchor="mm")
     return _png(page)
+
+
+def scattered(predictions: Predictions, value: int) -> bytes:
+    """The chart `against_true` as PNG."""
+    _save(against_true(predictions, value), (4, 4), picture := BytesIO(), format="png")
+    return picture.getvalue()
 
 
 def in_base64(image: np.ndarray) -> str:

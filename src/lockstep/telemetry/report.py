@@ -220,7 +220,7 @@ def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]
 def _predictions(predictions: Predictions) -> dict[str, Any]:
     """What the page shows of predictions, with the names of the classes in the place of their labels."""
     names, rows = predictions.names, []
-    counts = zip(names, predictions.examples, predictions.predicted, predictions.hits, strict=True)
+    counts = zip(names, predictions.examples, predictions.predicted, predictions.hits, strict=not predictions.points)
     for name, examples, predicted, hits in counts:
         scores = [100 * hits / total if total else math.nan for total in (predicted, examples)]
         scores.append(200 * hits / (predicted + examples) if predicted + examples else math.nan)
@@ -241,7 +241,10 @@ def _predictions(predictions: Predictions) -> dict[str, Any]:
         "picture": base64.b64encode(pictures.heat(predictions)).decode() if len(matrix) and not few else "",
         "names": names,
         "worst": [
-            {**example, "is": names[example["label"]], "said": names[example["predicted"]]}
+            {
+                **example,
+                **{key: predictions.in_words(example[of]) for key, of in (("is", "label"), ("said", "predicted"))},
+            }
             | {"share": number(example["probability"], ".0%", ")", " (")}
             for example in predictions.worst
         ],

@@ -6,7 +6,7 @@ TensorBoard colours by folder. So in one chart a curve of training has another c
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,6 +64,7 @@ FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations whose pictures are written: they take 20 ms
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
+SHOWN_VALUES = 4  # the most values whose predictions are drawn against the true ones
 EVENTS = "events.out.tfevents.*"
 
 
@@ -165,8 +166,10 @@ class TensorBoard(Observer):
                 add_picture(writer, "images/worst", pictures.worst(predictions), step)
             if predictions.confusion:
                 add_picture(writer, "images/confusion", pictures.heat(predictions), step)
+            for value, name in enumerate(predictions.names[: min(SHOWN_VALUES, len(predictions.points))]):
+                add_picture(writer, f"predicted_against_true/{name}", pictures.scattered(predictions, value), step)
             for name, counts in zip(predictions.names, predictions.curves, strict=False):
-                add_pr_curve(writer, f"precision_recall/{name}", np.array(counts), step)
+                add_pr_curve(writer, f"precision_recall/{name}", counts, step)
             for name, weight in self.model.named_parameters() if self.model is not None else ():
                 local = getattr(weight, "_local_tensor", weight).detach().float().cpu().numpy()
                 if local.size and np.isfinite(local).all():
@@ -231,10 +234,9 @@ def add_picture(writer: SummaryWriter, tag: str, png: bytes, step: int) -> None:
     add(writer, Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
 
-def add_pr_curve(writer: SummaryWriter, tag: str, counts: np.ndarray, step: int) -> None:
+def add_pr_curve(writer: SummaryWriter, tag: str, counts: Sequence[Sequence[int]], step: int) -> None:
     """Write the curve of precision over recall of a class, from its `Predictions.curves`."""
-    hits, false = counts[:, ::-1].cumsum(1)[:, ::-1].astype(float)
-    precision, recall = hits / np.maximum(hits + false, 1), hits / max(hits[0], 1)
+    hits, false, precision, recall = pictures.precision_recall(counts)
     writer.add_pr_curve_raw(
         tag, hits, false, false[0] - false, hits[0] - hits, precision, recall, step, num_thresholds=BINS
     )

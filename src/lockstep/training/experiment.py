@@ -28,7 +28,7 @@ from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.patience import Patience
-from lockstep.training.predictions import CollectedPredictions
+from lockstep.training.predictions import COLLECTED
 from lockstep.training.resolved_job import ResolvedJob, card_of
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import (
@@ -89,8 +89,14 @@ def run(
         loader=loader,
         transforms=data.transforms,
         scores=Scores(job.metric, classes, names, world, kind, task.targets),
-        predictions=CollectedPredictions(
-            names, classes, world, kind=kind, sample_name=data.val.name, observer=telemetry.observer
+        predictions=COLLECTED[task.targets](
+            names,
+            classes,
+            world,
+            kind=kind,
+            examples=len(data.val),
+            sample_name=data.val.name,
+            observer=telemetry.observer,
         ),
         checkpointer=checkpointer,
         telemetry=telemetry,

@@ -1,4 +1,4 @@
-"""Collects what the best evaluation predicts: counts by class, and the images about which the model is most wrong."""
+"""Collects what the best evaluation predicts: counts, and the images about which the model is most wrong."""
 
 import itertools
 import math
@@ -9,24 +9,30 @@ import torch
 from torch import Tensor
 
 from lockstep.core.figures import BINS, Predictions
-from lockstep.core.model import probabilities
+from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
+from lockstep.metrics import AveragePrecision
 from lockstep.scores import Block, EvaluationObserver
 from lockstep.telemetry import pictures
 
 WORST = 12
-MATRIX_CLASSES = 100  # the most classes that have a confusion matrix
-CURVE_CLASSES = 20  # the most classes that have curves of precision and recall
+MATRIX_CLASSES = 100  # the most classes that have a confusion matrix, and labels that have an average precision
+CURVE_CLASSES = 20  # the most classes that have curves of precision and recall, and values that have points
+POINTS = 500  # of predicted and true values
 SIDE = 128  # the most pixels of a side of an image that is stored
 
 
 class CollectedPredictions(EvaluationObserver):
     """Collects the predictions of an evaluation on the device. Only `finish` waits for it.
 
+    This class is for tasks of classes; a subclass shows what differs for other targets.
+
     Args:
         names: the names of the classes; empty if they have none.
         kind: the function from logits to probabilities.
+        examples: the number of examples of the split.
         sample_name: names an example by its number.
         observer: main's, which is told.
     """
@@ -38,27 +44,24 @@ class CollectedPredictions(EvaluationObserver):
         world: World,
         *,
         kind: str,
+        examples: int,
         sample_name: Callable[[int], str],
         observer: Observer,
     ) -> None:
         self.names = [_unicode(name) for name in names] or [str(label) for label in range(classes)]
         self.world, self.kind, self.sample_name, self.observer = world, kind, sample_name, observer
+        self.stride = math.ceil(examples / POINTS)
         self.start()
 
     def start(self) -> None:
-        # A rank may have no block, and the first stages of a model have no logits.
-        labels = torch.zeros(0, dtype=torch.int64, device=self.world.device)
-        self.blocks = [(labels, labels, torch.zeros((0, len(self.names)), device=self.world.device))]
+        self.blocks: list[tuple[Tensor, ...]] = []
         self.worst: tuple[Tensor, ...] = ()
 
     def update(self, block: Block) -> None:
-        logits, predicted, labels = block.logits, block.predicted[:, 0], block.labels
-        few = len(self.names) <= CURVE_CLASSES
-        self.blocks.append((labels, predicted, probabilities(logits, self.kind) if few else logits[:0]))
-        losses = block.losses.masked_fill(labels < 0, -math.inf)
+        self.blocks.append(self._kept(block))
+        losses = block.losses.masked_fill(is_broken(block.labels), -math.inf)
         top = _highest(losses)
-        shares = probabilities(logits[top], self.kind).gather(1, predicted[top, None])[:, 0]
-        worst = (losses[top], labels[top], predicted[top], shares, top + block.first, block.images[top])
+        worst = (losses[top], top + block.first, block.images[top], block.labels[top], *self._predicted(block, top))
         if self.worst:
             both = [torch.cat(parts) for parts in zip(self.worst, worst, strict=True)]
             top = _highest(both[0])
@@ -67,50 +70,130 @@ class CollectedPredictions(EvaluationObserver):
             self.worst = worst
 
     def finish(self, step: int) -> None:
-        gathered = self.world.gather_to_main((self._counts(), self._examples()))
+        # A rank may have no block.
+        gathered = self.world.gather_to_main((self._part() if self.blocks else None, self._examples()))
         if not gathered:
             return
-        counts, examples = zip(*gathered, strict=True)
-        by_class, confusion, curves = (sum(parts[1:], parts[0]).tolist() for parts in zip(*counts, strict=True))
+        parts, examples = zip(*gathered, strict=True)
         # Losses that are not numbers come first, as `topk` orders them.
         rows = sorted(itertools.chain(*examples), key=lambda row: (not math.isnan(row[0]), -row[0]))[:WORST]
         worst = [
             {
                 "sample": _unicode(self.sample_name(index)),
-                "label": label,
-                "predicted": predicted,
-                "probability": share if math.isfinite(share) else None,
-                "loss": loss if math.isfinite(loss) else None,
+                **self._answer(*answer),
+                "loss": _number(loss),
                 "png": pictures.in_base64(image.numpy()),
             }
-            for loss, label, predicted, share, index, image in rows
+            for loss, index, image, *answer in rows
         ]
-        fields = dict(zip(("examples", "predicted", "hits"), by_class, strict=True))
-        self.observer.predicted(
-            Predictions(step=step, names=self.names, confusion=confusion, curves=curves, worst=worst, **fields)
-        )
+        fields = self._fields(*zip(*filter(None, parts), strict=True))
+        self.observer.predicted(Predictions(step=step, names=self.names, worst=worst, **fields))
 
-    def _counts(self) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's part of the counts of `Predictions`: (3, C), (C, C) or (0,), (C, 2, BINS) or (0,)."""
-        labels, predicted, shares = (torch.cat(parts).cpu() for parts in zip(*self.blocks, strict=True))
-        valid, size = labels >= 0, len(self.names)
-        labels, predicted = labels[valid], predicted[valid]
-        curves = torch.zeros(0)
-        if size <= CURVE_CLASSES:
-            intervals = (shares[valid].float().nan_to_num(0) * (BINS - 1)).long().clamp(0, BINS - 1)
-            classes = torch.arange(size)
-            cells = (2 * classes + (labels[:, None] != classes)) * BINS + intervals
-            curves = torch.bincount(cells.flatten(), minlength=2 * size * BINS).view(size, 2, BINS)
+    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+        """What is kept of a block until `finish`."""
+        few = len(self.names) <= CURVE_CLASSES
+        shares = probabilities(block.logits, self.kind) if few else block.logits[:0]
+        return block.labels, block.predicted[:, 0], shares
+
+    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+        """What the model predicts for some examples of a block."""
+        predicted = block.predicted[top, 0]
+        return predicted, probabilities(block.logits[top], self.kind).gather(1, predicted[:, None])[:, 0]
+
+    def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
+        """The target and the prediction of an example of `worst`, for the file."""
+        return {"label": label, "predicted": predicted, "probability": share if math.isfinite(share) else None}
+
+    def _whole(self) -> Sequence[Tensor]:
+        """What is kept of the blocks of this rank, without broken images; the labels first."""
+        labels, *others = (torch.cat(parts).cpu() for parts in zip(*self.blocks, strict=True))
+        valid = ~is_broken(labels)
+        return [part[valid] if len(part) else part for part in (labels, *others)]
+
+    def _part(self) -> tuple[Tensor, ...]:
+        """This rank's part of the figures."""
+        labels, predicted, shares = self._whole()
+        size = len(self.names)
+        few = size <= CURVE_CLASSES
+        curves = counts_by_probability(labels[:, None] == torch.arange(size), shares) if few else torch.zeros(0)
         return *counts_by_class(labels, predicted, size), curves
 
+    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
+        """The fields of `Predictions`, from the parts of all ranks: of each figure, a sequence of them."""
+        by_class, confusion, curves = (sum(part[1:], part[0]).tolist() for part in parts)
+        return {**_counts(by_class), "confusion": confusion, "curves": curves}
+
     def _examples(self) -> list[Any]:
-        """This rank's examples with the highest losses: loss, label, prediction, probability, number, image."""
+        """This rank's examples with the highest losses: loss, number, image, label and what is predicted."""
         if not self.worst:
             return []
-        *columns, images = self.worst
+        losses, numbers, images, *answers = self.worst
         stride = math.ceil(max(images.shape[-2:]) / SIDE)
-        rows = zip(*(column.tolist() for column in columns), images[..., ::stride, ::stride].cpu(), strict=True)
-        return [row for row in rows if row[1] >= 0]
+        small, broken = images[..., ::stride, ::stride].cpu(), is_broken(answers[0]).tolist()
+        columns = (losses.tolist(), numbers.tolist(), small, *(answer.tolist() for answer in answers))
+        return [row for row, is_blank in zip(zip(*columns, strict=True), broken, strict=True) if not is_blank]
+
+
+class CollectedLabels(CollectedPredictions):
+    """For tasks of labels. A label is true if its share is above a half."""
+
+    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+        few = len(self.names) <= MATRIX_CLASSES
+        shares = probabilities(block.logits, self.kind) if few else block.logits[:0]
+        return block.labels, block.predicted, shares
+
+    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+        return (block.predicted[top],)
+
+    def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
+        true, chosen = ([at for at, value in enumerate(values) if value > 0.5] for values in (label, predicted))
+        return super()._answer(true, chosen, share)
+
+    def _part(self) -> tuple[Tensor, ...]:
+        labels, predicted, shares = self._whole()
+        true = labels > 0.5
+        by_label = torch.stack([true.sum(0), predicted.sum(0), (true & predicted).sum(0)])
+        return by_label, true[: len(shares)], shares
+
+    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
+        by_label, true, shares = parts[0], torch.cat([*parts[1]]), torch.cat([*parts[2]])
+        fields = _counts(sum(by_label[1:], by_label[0]).tolist()) | {"targets": LABELS, "confusion": [], "curves": []}
+        if len(shares):
+            score = AveragePrecision(average="none").build_labels(len(self.names))
+            score.update(shares, true)
+            fields["average_precision"] = [_number(value) for value in score.compute().tolist()]
+            if len(self.names) <= CURVE_CLASSES:
+                fields["curves"] = counts_by_probability(true, shares).tolist()
+        return fields
+
+
+class CollectedValues(CollectedPredictions):
+    """For tasks of values. Of a large split, the examples whose number is a multiple of one number are kept."""
+
+    def _kept(self, block: Block) -> tuple[Tensor, ...]:
+        numbers = torch.arange(block.first, block.first + len(block.labels))
+        chosen = slice(-block.first % self.stride, None, self.stride)
+        return block.labels[chosen], block.predicted[chosen], numbers[chosen]
+
+    def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
+        return (block.predicted[top],)
+
+    def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
+        return super()._answer([_number(value) for value in label], [_number(value) for value in predicted], share)
+
+    def _part(self) -> tuple[Tensor, ...]:
+        return tuple(self._whole())
+
+    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
+        true, predicted, numbers = (torch.cat([*part]) for part in parts)
+        pairs = (
+            torch.stack([true, predicted.to(true)])[:, numbers.argsort(), :CURVE_CLASSES].permute(2, 0, 1).tolist()
+        )
+        points = [[[_number(value) for value in values] for values in pair] for pair in pairs]
+        return {**_counts([[], [], []]), "targets": VALUES, "confusion": [], "curves": [], "points": points}
+
+
+COLLECTED = {CLASSES: CollectedPredictions, LABELS: CollectedLabels, VALUES: CollectedValues}  # by the task's targets
 
 
 def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor]:
@@ -126,8 +209,24 @@ def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Te
     return by_class, confusion
 
 
+def counts_by_probability(true: Tensor, shares: Tensor) -> Tensor:
+    """The `Predictions.curves`, int64 (C, 2, BINS), of which classes are true and their probabilities, (n, C)."""
+    size = true.shape[1]
+    intervals = (shares.float().nan_to_num(0) * (BINS - 1)).long().clamp(0, BINS - 1)
+    cells = (2 * torch.arange(size) + ~true) * BINS + intervals
+    return torch.bincount(cells.flatten(), minlength=2 * size * BINS).view(size, 2, BINS)
+
+
+def _counts(by_class: Sequence[Any]) -> dict[str, Any]:
+    return dict(zip(("examples", "predicted", "hits"), by_class, strict=True))
+
+
 def _highest(losses: Tensor) -> Tensor:
     return losses.topk(min(WORST, len(losses))).indices
+
+
+def _number(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _unicode(text: str) -> str:
