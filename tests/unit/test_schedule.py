@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from helpers import built
+from helpers import built, records, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.core.run import Run
 from lockstep.job.create import check_schedule
 from lockstep.optim.schedule import Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step
 
@@ -269,3 +271,17 @@ def test_the_order_of_calls_and_later_evaluations_change_no_rate(schedule: Const
     straight = [schedule.factor(step, PLAN, [item for item in scores if item[0] < step]) for step in range(1, 101)]
     steps = order.sample(range(1, 101), 100)
     assert {step: schedule.factor(step, PLAN, scores) for step in steps} == dict(enumerate(straight, 1))
+
+
+def test_a_run_on_a_plateau_that_is_stopped_at_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
+    words = ("model=linear", "steps=12", "train.eval_every=2", "schedule=plateau", "schedule.patience=0")
+    words += ("schedule.threshold=0.3", "optimizer.lr=0.01", "telemetry.interval=1")
+    whole = train_here(tmp_path / "whole", *words)
+    rates = [line["optim/lr"] for line in records(whole) if "optim/lr" in line]
+    assert len(set(rates)) > 2
+    for stop in (3, 6, 7, 11):
+        run = train_here(tmp_path / str(stop), *words, stop_at=stop)
+        assert Run(run.path).summary["step"] == stop
+        train_here(run.path, *words)
+        assert [line["optim/lr"] for line in records(run) if "optim/lr" in line] == rates
+        assert all(weights(run.path)[name].equal(tensor) for name, tensor in weights(whole.path).items())
