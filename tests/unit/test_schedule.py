@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from helpers import built, records, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
+from lockstep.core.protocols import Schedule
 from lockstep.core.run import Run
 from lockstep.job.create import check_schedule
 from lockstep.optim.schedule import Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step
@@ -29,7 +30,7 @@ PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=
 ALL: list[type[Constant]] = [Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step]
 
 
-def at(schedule: Constant, *steps: int) -> list[float]:
+def at(schedule: Schedule, *steps: int) -> list[float]:
     return [schedule.factor(step, PLAN, ()) for step in steps]
 
 
@@ -274,8 +275,8 @@ def test_the_order_of_calls_and_later_evaluations_change_no_rate(schedule: Const
 
 
 def test_a_run_on_a_plateau_that_is_stopped_at_any_step_ends_with_the_same_bits(tmp_path: Path) -> None:
-    words = ("model=linear", "steps=12", "train.eval_every=2", "schedule=plateau", "schedule.patience=0")
-    words += ("schedule.threshold=0.3", "optimizer.lr=0.01", "telemetry.interval=1")
+    job = ("model=linear", "steps=12", "train.eval_every=2", "optimizer.lr=0.01", "telemetry.interval=1")
+    words = (*job, "schedule=plateau", "schedule.patience=0", "schedule.threshold=0.3")
     whole = train_here(tmp_path / "whole", *words)
     rates = [line["optim/lr"] for line in records(whole) if "optim/lr" in line]
     assert len(set(rates)) > 2
