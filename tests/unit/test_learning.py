@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
-from scipy.stats import binomtest
+from scipy.stats import binomtest, pearsonr
+from sklearn.metrics import average_precision_score, r2_score
 
 from helpers import built, resolved
 from lockstep.core.plan import Plan
@@ -14,7 +16,7 @@ from lockstep.training.learning import LEAST, Scores, learning, wilson
 from lockstep.training.resolved_job import ResolvedJob
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)
-SCORES = Scores(top1=90.0, images=[50, 50], trained=None, losses=())
+SCORES = Scores(score=90.0, total=100, images=[50, 50], trained=None, losses=())
 
 
 def of_photos(*words: str, size: int = 64) -> ResolvedJob:
@@ -35,16 +37,16 @@ def test_the_interval_of_a_share_is_wilsons(total: int) -> None:
 def test_a_model_has_learnt_if_its_interval_is_above_the_largest_class(
     right: int, images: list[int], *, learnt: bool
 ) -> None:
-    scores = replace(SCORES, top1=100 * right / sum(images), images=images)
+    scores = replace(SCORES, score=100 * right / sum(images), total=sum(images), images=images)
     line = str(learning(of_photos(), PLAN, scores))
     assert line.startswith("nothing shown yet: ") != learnt
     assert f"always saying the largest class gets {100 * max(images) / sum(images):.2f} %" in line
 
 
 def test_the_interval_is_shown_where_few_images_make_it_wide() -> None:
-    twenty = learning(of_photos(), PLAN, replace(SCORES, top1=70.0, images=[10, 10]))
+    twenty = learning(of_photos(), PLAN, replace(SCORES, score=70.0, total=20, images=[10, 10]))
     assert "70.00 % top-1 (48 to 85 % with 20 images);" in str(twenty)
-    many = learning(of_photos(), PLAN, replace(SCORES, top1=70.0, images=[20_000, 20_000]))
+    many = learning(of_photos(), PLAN, replace(SCORES, score=70.0, total=40_000, images=[20_000, 20_000]))
     assert "70.00 % top-1; " in str(many)
     assert ", 99.50 % in training; " in str(learning(of_photos(), PLAN, replace(SCORES, trained=99.5)))
 
@@ -88,6 +90,32 @@ def test_few_photos_are_answered_with_published_weights_of_a_model_that_the_line
 
 
 def test_a_job_that_has_shown_nothing_is_trained_longer() -> None:
-    nothing = replace(SCORES, top1=50.0)
+    nothing = replace(SCORES, score=50.0)
     assert learning(of_photos(size=16), PLAN, nothing).override == "epochs=40"
     assert learning(of_photos("steps=50", size=16), PLAN, nothing).override == "steps=100"
+
+
+@pytest.mark.parametrize(("score", "learnt"), [(0.3, False), (0.38, False), (0.42, True)])
+def test_labels_are_compared_with_a_random_order_whose_average_precision_is_their_share(
+    score: float, *, learnt: bool
+) -> None:
+    generator, true = np.random.default_rng(0), np.arange(100) < 30
+    chance = np.mean([average_precision_score(true, generator.random(100)) for _ in range(300)])
+    scores = replace(SCORES, score=score, images=[20, 0, 40])
+    line = str(learning(resolved("device=cpu", "task=multilabel", "dataset=fake"), PLAN, scores))
+    assert f"map {score}; a random order gets 0.3" in line
+    assert chance == pytest.approx(0.3, abs=0.04)
+    assert line.startswith("nothing shown yet: ") != learnt
+
+
+@pytest.mark.parametrize(("score", "learnt"), [(-0.5, False), (0.0, False), (0.038, False), (0.039, True)])
+def test_values_are_compared_with_the_mean_and_with_correlations_by_chance(score: float, *, learnt: bool) -> None:
+    generator = np.random.default_rng(0)
+    true = generator.random(100)
+    assert r2_score(true, np.full(100, true.mean())) == 0
+    chance = [pearsonr(true, generator.random(100)).statistic ** 2 for _ in range(500)]
+    assert np.quantile(chance, 0.95) == pytest.approx(0.0384, rel=0.2)
+    job = resolved("device=cpu", "task=regression", "dataset=fake")
+    line = str(learning(job, PLAN, replace(SCORES, score=score)))
+    assert f"r2 {score:.4g}; always predicting the mean gets 0" in line
+    assert line.startswith("nothing shown yet: ") != learnt

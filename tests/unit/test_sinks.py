@@ -182,14 +182,17 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in layout.category] == list(LAYOUT)
-    without = layout_of({"device": "cpu", "metric": {}})
+    top1 = ["loss/val", "acc/val_top1", "acc/val_top5"]
+    without = layout_of({"device": "cpu"}, top1)
     assert list(without) == ["Learning", "Throughput", "CPU", "Optimisation"], "no chart stays empty"
     assert "metrics" not in without["Learning"]
     assert "memory, GB" in without["CPU"]
     fp16 = {"_target_": "lockstep.precision.FP16"}
-    assert layout_of({"device": "cuda", "metric": {"f1": {}}, "precision": fp16}) == LAYOUT
-    assert "loss scale" not in layout_of({"device": "cuda", "metric": {}})["Optimisation"]
-    assert "GPU" not in layout_of({"device": "cuda", "telemetry": {"gpu": False}})
+    assert layout_of({"device": "cuda", "precision": fp16}, [*top1, "metric/f1"]) == LAYOUT
+    assert "loss scale" not in layout_of({"device": "cuda"}, top1)["Optimisation"]
+    assert "GPU" not in layout_of({"device": "cuda", "telemetry": {"gpu": False}}, top1)
+    learning = layout_of({}, ["loss/val", "metric/mae", "distill/kl"])["Learning"]
+    assert [*learning] == ["loss", "metrics", "distill/kl"], "no accuracy, and a chart for the figure of a task"
     assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
 
 

@@ -15,6 +15,8 @@ from enum import StrEnum
 TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
 AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
 METRIC = "metric/"
+# What is true of every score without a test split.
+CHOSEN_ON_ITSELF = "the score was chosen on the split that it is measured on; a test split gives an honest one"
 LOSS, TOP1 = "loss", "top1"
 # The metrics of ours of which less is better, by class. A metric of a user says so with `higher_is_better = False`.
 LESS_IS_BETTER = frozenset({"Calibration", "MAE", "RMSE"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -33,6 +33,7 @@ class RunInfo:
             and will be made again.
         config: the resolved config, as in `config.yaml`.
         hyperparameters: the values to compare between runs; every run has the same keys.
+        tags: the tags of what its evaluations and its task log; a metric that has a score for each class is one tag.
         model: the model on main, which has only a part of the weights where the strategy cuts them.
     """
 
@@ -42,6 +43,7 @@ class RunInfo:
     after: float
     config: Mapping[str, Any]
     hyperparameters: Mapping[str, str | float]
+    tags: Sequence[str] = ()
     model: nn.Module | None = None
 
     @property

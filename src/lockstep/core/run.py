@@ -22,6 +22,7 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
+from lockstep.core.monitor import TOP1, Monitor
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
 
@@ -124,6 +125,11 @@ class Run:
     def started(self) -> float:
         """Seconds since 1970; 0 if it has not started."""
         return self.summary.get("started") or 0.0
+
+    @property
+    def monitor(self) -> Monitor:
+        """The figure that decides; older runs do not name it."""
+        return Monitor.parse(self.summary.get("monitor") or TOP1)
 
     @cached_property
     def score(self) -> float | None:

@@ -70,7 +70,7 @@ class TensorBoard:
             run.folder,
             run.after,
             facts,
-            tensorboard.layout_of(run.config),
+            tensorboard.layout_of(run.config, run.tags),
             texts={title: read_text(path) for title, path in texts.items() if path.exists()},
             pixels=lambda images: images * std + mean,
             model=run.model if self.histograms else None,

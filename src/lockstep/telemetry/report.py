@@ -5,11 +5,10 @@ Every file of the folder may be missing, of another version, or damaged. Then th
 
 import base64
 import functools
-import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,20 @@ from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
-from lockstep.core.figures import Figures, Predictions, finite
+from lockstep.core.figures import Predictions
+from lockstep.core.model_card import CLASSES
+from lockstep.core.monitor import CHOSEN_ON_ITSELF, figure_name, figure_parts
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import pictures
-from lockstep.telemetry.pictures import COLOURS
+from lockstep.telemetry.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
-SHOWN = 20  # curves of a chart, and metrics in the summary
-CLASSES = 50  # of more classes the table has those with the lowest recall
-VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
-# The charts: for each tag, or beginning of tags, the label and the colour of its curve.
-CURVES: dict[str, dict[str, tuple[str, str]]] = {
-    "Loss": {
-        "loss/train$": ("training", "#f3b98c"),
-        "loss/train_epoch": ("training, epoch so far", TRAIN),
-        "loss/val": ("validation", VAL),
-    },
-    "Accuracy, %": {
-        "acc/train_epoch_top1": ("training, epoch so far", TRAIN),
-        "acc/val_top1": ("validation", VAL),
-        "acc/val_top5": ("validation, top-5", "#9ab8dd"),
-        "acc/val_ema_top1": ("validation, averaged weights", COLOURS[2]),
-    },
-    "Metrics, validation": {"metric/[^/]*$": ("", "")},
-    "Learning rate": {"optim/lr": ("", OTHER)},
-}
-USAGE: dict[str, dict[str, tuple[str, str]]] = {
-    "Images per second": {"perf/img_per_s": ("", OTHER)},
-    "Waiting for data, %": {"perf/data_wait_pct": ("", OTHER)},
-    "Model FLOPs utilisation, %": {"perf/mfu_pct": ("", OTHER)},
-    "GPU utilisation, %": {"gpu/util/": ("", "")},
-    "GPU memory, GB": {"gpu/mem_gb/": ("", "")},
-    "GPU power, W": {"gpu/power_w/": ("", "")},
-}
-
+TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
 # What the page calls the figures of `summary.json` about the hardware: those of a GPU and of the CPU.
 HARDWARE = {
     "util": "utilisation, %",
@@ -134,8 +108,9 @@ def facts_of(run: Run) -> dict[str, Any]:
         "time": lambda: [(name.replace("_", " "), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [*_hardware(facts, environment)],
-        "curves": lambda: [*_charts(figures, CURVES)],
-        "usage": lambda: [*_charts(figures, USAGE), *_charts(run.gpu, USAGE)],
+        "scores": lambda: _scores(run),
+        "curves": lambda: [*charts(figures, learning_titles(run))],
+        "usage": lambda: [*charts(figures, USAGE), *charts(run.gpu, USAGE)],
         "predictions": lambda: _predictions(predictions) if predictions else {},
         "differences": lambda: [*_differences(run.composed, run.choices)],
         "environment": lambda: [
@@ -165,16 +140,35 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
     return f"{before}{value:{form}}{unit}" if is_number(value) else ""
 
 
+def figure(name: str, value: Any) -> str:
+    """A figure of an evaluation as text, with its unit; empty if it is no number."""
+    return "".join(figure_parts(name, value)) if is_number(value) else ""
+
+
+def _scores(run: Run) -> dict[str, Any]:
+    """The figures of the best weights on the validation split, and on the test split if there is one."""
+    scores, test = ({**(run.summary.get(key) or {})} for key in ("scores", "test"))
+    rows = [
+        (figure_name(name).removeprefix("val "), figure(name, scores.get(name)), figure(name, test.get(name)))
+        for name in {**scores, **test}
+    ]
+    return {"rows": rows[:SHOWN], "test": bool(test), "note": "" if test else CHOSEN_ON_ITSELF} if rows else {}
+
+
 def _summary(run: Run) -> Iterator[tuple[str, str]]:
     facts, figures = run.summary, run.figures
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
-    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag)]
+    monitor = run.monitor
+    word, tags = figure_name(monitor.name).removeprefix("val "), [tag for tag in monitor.tags if tag in last]
+    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in tags]
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
         "state": str(run.state),
-        "best top-1": number(facts.get("best"), ".2f", " %")
+        "ended early": facts.get("stopped_early"),
+        f"best {word}": figure(monitor.name, facts.get("best"))
         + number(facts.get("best_step"), ",", before=" at step "),
+        f"last {word}": figure(monitor.name, last[tags[0]]) if tags else "",
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
         "last validation loss": number(last.get("loss/val"), ".4f"),
@@ -200,38 +194,26 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if is_number(facts.get(key)))
 
 
-def _charts(figures: Figures, titles: Mapping[str, Mapping[str, tuple[str, str]]]) -> Iterator[tuple[str, str]]:
-    """The titles and addresses of the charts that have a figure."""
-    figures = [(step, finite(scalars)) for step, scalars in figures]
-    tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
-    for title, patterns in titles.items():
-        pairs = itertools.product(tags, patterns.items())
-        matches = [(tag, *style) for tag, (pattern, style) in pairs if re.match(pattern, tag)]
-        lines: list[pictures.Curve] = []
-        for tag, label, colour in matches[:SHOWN]:
-            points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
-            colour = colour or COLOURS[len(lines) % len(COLOURS)]
-            lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
-        if lines:
-            more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
-            yield title + more, pictures.curves(lines)
-
-
 def _predictions(predictions: Predictions) -> dict[str, Any]:
     """What the page shows of predictions, with the names of the classes in the place of their labels."""
     names, rows = predictions.names, []
-    counts = zip(names, predictions.examples, predictions.predicted, predictions.hits, strict=not predictions.points)
-    for name, examples, predicted, hits in counts:
+    precisions: Sequence[float | None] = predictions.average_precision
+    for label, examples in enumerate(predictions.examples):
+        predicted, hits = predictions.predicted[label], predictions.hits[label]
         scores = [100 * hits / total if total else math.nan for total in (predicted, examples)]
         scores.append(200 * hits / (predicted + examples) if predicted + examples else math.nan)
-        rows.append((name, f"{examples:,}", *("–" if math.isnan(score) else f"{score:.1f}" for score in scores)))
-    if len(rows) > CLASSES:
-        rows = sorted(rows, key=lambda row: 101.0 if row[3] == "–" else float(row[3]))[:CLASSES]
+        cells = ["–" if math.isnan(score) else f"{score:.1f}" for score in scores]
+        average = [number(precisions[label], ".4g") or "–"] if precisions else []
+        rows.append((names[label], f"{examples:,}", *cells, *average))
+    if len(rows) > TABLE_CLASSES:
+        rows = sorted(rows, key=lambda row: 101.0 if row[3] == "–" else float(row[3]))[:TABLE_CLASSES]
     matrix = np.array(predictions.confusion)
     few = len(names) <= pictures.NAMED and len(matrix) > 0
     shares = (matrix / np.maximum(matrix.sum(1, keepdims=True), 1)).clip(0, 1) ** 0.5 if few else []
     return {
         "step": f"{predictions.step:,}",
+        "columns": ["images", "precision", "recall", "F1", *["average precision"] * bool(precisions)],
+        "kind": "class" if predictions.targets == CLASSES else "label",
         "classes": rows,
         "number": len(names),
         "matrix": [
@@ -239,12 +221,11 @@ def _predictions(predictions: Predictions) -> dict[str, Any]:
             for name, *row in zip(names, predictions.confusion, shares, strict=False)
         ],
         "picture": base64.b64encode(pictures.heat(predictions)).decode() if len(matrix) and not few else "",
+        "charts": [*charts_of_predictions(predictions)],
         "names": names,
         "worst": [
-            {
-                **example,
-                **{key: predictions.in_words(example[of]) for key, of in (("is", "label"), ("said", "predicted"))},
-            }
+            {**example, "is": predictions.in_words(example["label"])}
+            | {"said": predictions.in_words(example["predicted"])}
             | {"share": number(example["probability"], ".0%", ")", " (")}
             for example in predictions.worst
         ],

@@ -18,7 +18,7 @@ from torch import Tensor
 from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.figures import Predictions, finite, parsed_figures, place_of
-from lockstep.core.monitor import METRIC
+from lockstep.core.monitor import METRIC, TAGS, TOP1
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
@@ -114,8 +114,8 @@ EVALUATION = {"loss/val", "acc/val_top1"}  # the tags of an evaluation
 class CsvTable(TextFile):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
-    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `metrics` are the tags
-    of further columns.
+    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `tags` are those of
+    `RunInfo`. Each has a column, and without an accuracy there are no columns of it.
     """
 
     def __init__(
@@ -124,11 +124,12 @@ class CsvTable(TextFile):
         plan: Plan,
         after: float,
         latest: Mapping[str, float] | None = None,
-        metrics: Sequence[str] = (),
+        tags: Sequence[str] = (TAGS[TOP1],),
     ) -> None:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
-        self.columns = {**COLUMNS, **{tag: tag.removeprefix(METRIC) for tag in metrics}}
+        usual = {tag: name for tag, name in COLUMNS.items() if TAGS[TOP1] in tags or not tag.startswith("acc/")}
+        self.columns = {**usual, **{tag: tag.removeprefix(METRIC) for tag in tags if tag not in COLUMNS}}
         header = ",".join(["step", "epoch", *self.columns.values()]) + "\n"
         self.file = truncate_after(path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header)
         self.writer = csv.writer(self.file, lineterminator="\n")

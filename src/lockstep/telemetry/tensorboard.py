@@ -18,6 +18,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import MicroBatch
 from lockstep.core.errors import StorageError, masked
 from lockstep.core.figures import BINS, Predictions, finite, place_of
+from lockstep.core.monitor import METRIC, TAGS, TOP1
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -31,8 +32,11 @@ if TYPE_CHECKING:  # a job without TensorBoard does not import it
 # The charts of each category of the page of custom scalars, with the tags of their curves.
 LAYOUT: dict[str, dict[str, list[str]]] = {
     "Learning": {
-        "loss": ["loss/train", "loss/train_epoch", "loss/val"],
-        "accuracy": ["acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5", "acc/val_ema_top1"],
+        "loss": ["loss/train", "loss/train_epoch", "loss/val", "loss/val_ema"],
+        "accuracy": [
+            *("acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5"),
+            *("acc/val_ema_top1", "acc/val_ema_top5"),
+        ],
         "metrics": ["metric/.*"],
     },
     "Throughput": {
@@ -68,16 +72,22 @@ SHOWN_VALUES = 4  # the most values whose predictions are drawn against the true
 EVENTS = "events.out.tfevents.*"
 
 
-def layout_of(config: Mapping[str, Any]) -> dict[str, dict[str, list[str]]]:
-    """The charts for a run with this config: `LAYOUT` without those that would stay empty."""
+def layout_of(config: Mapping[str, Any], tags: Sequence[str]) -> dict[str, dict[str, list[str]]]:
+    """The charts for a run with this config: `LAYOUT` without those that would stay empty, and those of its task.
+
+    `tags` are those of `RunInfo`.
+    """
     on_cpu = config.get("device") == "cpu"
     scaled = str(config.get("precision", {}).get("_target_")).endswith(".FP16") and not on_cpu
-    missing = {"metrics"} if not config.get("metric") else set()
+    missing = set() if any(tag.startswith(METRIC) for tag in tags) else {"metrics"}
+    missing |= set() if TAGS[TOP1] in tags else {"accuracy"}
     missing |= {"loss scale"} if not scaled else set()
     missing |= {"model FLOPs utilisation, %"} if on_cpu else set()
     charts = {name: {chart: LAYOUT[name][chart] for chart in LAYOUT[name] if chart not in missing} for name in LAYOUT}
     if on_cpu or not config.get("telemetry", {}).get("gpu", True):
         del charts["GPU"]
+    own = [tag for tag in tags if tag not in TAGS.values() and not tag.startswith(METRIC)]
+    charts["Learning"] |= {tag: [tag] for tag in own}
     return charts
 
 

@@ -14,7 +14,7 @@ from lockstep.core.figures import read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model import has_stages
 from lockstep.core.model_card import VALUES
-from lockstep.core.monitor import METRIC, TOP1, Monitor
+from lockstep.core.monitor import LOSS, TOP1, Monitor, tagged
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -142,6 +142,7 @@ def _observer(
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     checkpoint.mark_saved_or_not(run_dir)
+    tags = [*tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0)), *job.task.figures]
     run = RunInfo(
         run_dir=run_dir,
         plan=plan,
@@ -149,12 +150,13 @@ def _observer(
         after=progress.after,
         config=components.plain(job),
         hyperparameters=banner.hyperparameters(job, world),
+        tags=tags,
         model=state.model,
     )
     loggers = [logger.build(run) for logger in job.logger.values()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
-    table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, [f"{METRIC}{name}" for name in job.metric])
+    table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, tags)
     return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
 
 

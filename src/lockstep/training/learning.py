@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from lockstep.core.model_card import CLASSES, LABELS, VALUES
+from lockstep.core.monitor import TOP1, figure_text
 from lockstep.core.plan import Plan
 from lockstep.models import Timm
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
@@ -18,6 +20,8 @@ FEW_IMAGES, SMALLEST = 1000, 32  # to train on from random weights; the side tha
 FALLS, RISEN = 0.05, 1.2
 STILL_FALLS = "the validation loss still falls"
 LEAST = 4  # evaluations that show a trend
+WILSON = f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)"
+SCORES = {CLASSES: TOP1, LABELS: "map", VALUES: "r2"}  # the figure that is compared, by the targets of the task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,35 +29,58 @@ class Scores:
     """What is known of the scores of a run at its end.
 
     Fields:
-        top1: the best one, percent of the validation images.
-        images: the number of validation images of each class.
+        score: the figure `SCORES` of the best weights; top-1 in percent of the validation images.
+        total: the number of validation images.
+        images: how many of them have each class, or each label; values have none of either.
         trained: percent of the training images right in the last epoch, as they were augmented; None if not known.
         losses: the step and the validation loss of each evaluation that was logged.
     """
 
-    top1: float
+    score: float
+    total: int
     images: Sequence[int]
     trained: float | None
     losses: Sequence[tuple[int, float]]
 
 
 def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Advice:
-    """Compare the score with that of always saying the largest class, and look where the validation loss goes."""
-    total, largest = sum(scores.images), 100 * max(scores.images) / sum(scores.images)
-    low, high = (100 * bound for bound in wilson(round(scores.top1 * total / 100), total))
-    interval = f" ({low:.0f} to {high:.0f} % with {total:,} images)" * (high - low >= NARROW)
-    in_training = "" if scores.trained is None else f", {scores.trained:.2f} % in training"
-    constant = f"always saying the largest class gets {largest:.2f} %"
-    reached = f"{scores.top1:.2f} % top-1{interval}{in_training}; {constant}"
-    has_learnt, trend = low > largest, _trend(scores.losses)
+    """Compare the score with one that needs no learning, and look where the validation loss goes."""
+    compare = {CLASSES: _of_classes, LABELS: _of_labels, VALUES: _of_values}[job.task.targets]
+    has_learnt, reached, evidence = compare(scores)
+    trend = _trend(scores.losses)
     weights = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
     longer = train_longer(job, plan) if trend == STILL_FALLS or not (has_learnt or trend) else None
     return Advice(
         sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
-        evidence=f"{100 * CONFIDENCE:.0f} % interval of a share (Wilson 1927)",
+        evidence=evidence,
         override=weights or longer,
         another_run=weights is not None,
     )
+
+
+def _of_classes(scores: Scores) -> tuple[bool, str, str]:
+    """Whether the model has learnt, in comparison with always saying the largest class; and the words for it."""
+    total, largest = scores.total, 100 * max(scores.images) / scores.total
+    low, high = (100 * bound for bound in wilson(round(scores.score * total / 100), total))
+    interval = f" ({low:.0f} to {high:.0f} % with {total:,} images)" * (high - low >= NARROW)
+    in_training = "" if scores.trained is None else f", {scores.trained:.2f} % in training"
+    constant = f"always saying the largest class gets {largest:.2f} %"
+    return low > largest, f"{scores.score:.2f} % top-1{interval}{in_training}; {constant}", WILSON
+
+
+def _of_labels(scores: Scores) -> tuple[bool, str, str]:
+    """The same in comparison with a random order of the images, whose average precision is the share of a label."""
+    shares = [images / scores.total for images in scores.images if images]
+    chance = sum(shares) / len(shares)
+    _, high = wilson(round(chance * scores.total), scores.total)
+    return scores.score > high, f"{figure_text('map', scores.score)}; a random order gets {chance:.4g}", WILSON
+
+
+def _of_values(scores: Scores) -> tuple[bool, str, str]:
+    """The same in comparison with always predicting the mean."""
+    noise = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2 / scores.total
+    reached = f"{figure_text('r2', scores.score)}; always predicting the mean gets 0"
+    return scores.score > noise, reached, f"R2 above {noise:.2g}, which {scores.total:,} images may show by chance"
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """Main shows a run and writes it into its folder, from the banner to the summary."""
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
-from lockstep.core.monitor import TOP1
+from lockstep.core.model import is_broken
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -32,7 +33,7 @@ from lockstep.telemetry.report import is_due, write_report
 from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.learning import Scores, learning
+from lockstep.training.learning import SCORES, Scores, learning
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
@@ -173,15 +174,18 @@ class RunRecord:
         log.say_command("report", report)
 
     def _learning(self, job: ResolvedJob, trainer: Trainer) -> Advice | None:
-        """What the scores say, also those of earlier parts of the run; None without a top-1."""
-        top1 = trainer.progress.best_figures.get(TOP1)
-        if top1 is None:
+        """What the scores say, also those of earlier parts of the run; None without the one that is compared."""
+        score = trainer.progress.best_figures.get(SCORES[job.task.targets])
+        if score is None or not math.isfinite(score):
             return None
         run, labels = Run(self.run_dir.path), trainer.loader.eval_labels
+        labels = labels[~is_broken(labels)]
+        images = labels.bincount() if labels.ndim == 1 else (labels > 0.5).sum(0)
         trained = run.series("acc/train_epoch_top1", "acc/train_top1")
         scores = Scores(
-            top1=top1,
-            images=labels[labels >= 0].bincount().tolist(),
+            score=score,
+            total=len(labels),
+            images=images.tolist(),
             trained=trained[-1][1] if trained else None,
             losses=run.series("loss/val"),
         )
