@@ -14,6 +14,7 @@ import pytest
 import torch
 from PIL import Image
 from sklearn import metrics as reference
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
 from helpers import records, train_here
@@ -278,3 +279,10 @@ def test_a_run_of_another_task_has_its_predictions(task: str, tmp_path: Path) ->
     assert predictions.targets == {"multilabel": "labels", "regression": "values"}[task]
     assert len(predictions.worst) == WORST
     assert "of another version" not in run.report.read_text()
+    assert run.read_summary()["learning"]["sentence"].startswith("nothing shown yet: ")
+    tags = EventAccumulator(str(run.path / "val")).Reload().Tags()
+    drawn = {"multilabel": [], "regression": [f"predicted_against_true/{value}" for value in range(3)]}
+    assert {*tags["images"]} == {"images/worst", *drawn[task]}
+    assert ("precision_recall/2" in tags["tensors"]) == (task == "multilabel")
+    header = run.table.read_text().partition("\n")[0]
+    assert header.endswith({"multilabel": "map,f1,subset_accuracy", "regression": "mae,rmse,r2"}[task])

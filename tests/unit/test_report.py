@@ -22,6 +22,7 @@ from lockstep.cli.runs import report
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
+from lockstep.core.monitor import CHOSEN_ON_ITSELF
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger
@@ -93,7 +94,7 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
     lines = ["", "{}", "[" * 5000, *(json.dumps({**line, "local_rank": rank}) for rank in (0, 1, 0, 1))]
     run.gpu.write_text("".join(f"{text}\n" for text in lines))
     page = page_of(run)
-    assert {"Loss", "Accuracy, %", "Metrics, validation", "Learning rate", "Images per second"} <= page.charts()
+    assert {"Loss", "Accuracy, %", "f1, validation", "Learning rate", "Images per second"} <= page.charts()
     assert {"GPU utilisation, %", "GPU power, W"} <= page.charts()
     text, best = " ".join(page.text.split()), f"{run.read_summary()['best']:.2f} %"
     for part in ("done", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
@@ -258,6 +259,82 @@ def test_the_table_of_classes_has_those_with_the_lowest_recall(
     page = page_of(run)
     assert shown in " ".join(page.text.split())
     assert ("The 50 of 120 classes" in page.text) == (len(names) > 1)
+
+
+EXAMPLE = {"sample": "a", "probability": None, "loss": 1.5, "png": ""}
+OF_LABELS = Predictions(
+    step=1,
+    names=["cat", "dog"],
+    examples=[4, 0],
+    predicted=[3, 1],
+    hits=[3, 0],
+    confusion=[],
+    curves=[[[0] * 126 + [4], [6] + [0] * 126], [[0] * 127, [9] + [0] * 125 + [1]]],
+    worst=[{**EXAMPLE, "label": [0, 1], "predicted": []}],
+    targets="labels",
+    average_precision=[0.8125, None],
+)
+OF_VALUES = Predictions(
+    step=1,
+    names=["angle", "size"],
+    examples=[],
+    predicted=[],
+    hits=[],
+    confusion=[],
+    curves=[],
+    worst=[{**EXAMPLE, "label": [30.5, 2.0], "predicted": [None, 2.5]}],
+    targets="values",
+    points=[[[1.0, 2.0], [1.5, None]], [[0.0, 3.0], [1.0, 1.0]]],
+)
+
+
+def test_a_page_shows_labels_with_their_average_precision(run: RunDir) -> None:
+    OF_LABELS.write(run.validation)
+    page = page_of(run)
+    text = " ".join(page.text.split())
+    assert "label images precision recall F1 average precision cat 4 100.0 75.0 85.7 0.8125 dog 0 0.0 – 0.0 –" in text
+    assert "is cat, dog said none" in text
+    assert "Precision over recall" in page.charts()
+    assert "Confusion matrix" not in text
+
+
+def test_a_page_shows_predicted_values_against_true_ones(run: RunDir) -> None:
+    OF_VALUES.write(run.validation)
+    page = page_of(run)
+    assert "is angle 30.5, size 2 said angle not a number, size 2.5" in " ".join(page.text.split())
+    assert {"Predicted against true: angle", "Predicted against true: size"} <= page.charts()
+    assert "recall" not in page.text
+
+
+@pytest.mark.parametrize("predictions", [OF_LABELS, OF_VALUES], ids=["labels", "values"])
+def test_any_wrong_value_of_labels_and_values_still_gives_a_page(run: RunDir, predictions: Predictions) -> None:
+    predictions.write(run.validation)
+    whole, wrongs = run.validation.read_text(), itertools.cycle(WRONG)
+    for at, wrong in zip([at for at in values(json.loads(whole)) if len(at) <= 3], wrongs, strict=False):
+        node = document = json.loads(whole)
+        for key in at[:-1]:
+            node = node[key]
+        node[at[-1]] = wrong
+        run.validation.write_text(json.dumps(document))
+        assert "Environment" in page_of(run).text, (at, wrong)
+
+
+def test_a_page_follows_the_monitor(run: RunDir) -> None:
+    early = "val mae has not been better than 2.5 (step 4) for 3 evaluations; train.patience=3 ends the run"
+    run.write_summary(monitor="-mae", best=2.5, best_step=4, stopped_early=early, scores={"loss": 0.25, "mae": 2.5})
+    figures = {"loss/val": 0.5, "loss/val_ema": 0.25, "metric/mae": 2.75, "metric/r2": 0.5, "metric/f1": 0.75}
+    lines = [{"step": step, **figures, "metric/rmse": 3.0, "my/scalar": 7.0} for step in (2, 4)]
+    run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    page = page_of(run)
+    text = " ".join(page.text.split())
+    assert f"ended early {early} best mae 2.5 at step 4 last mae 2.75" in text
+    assert "top-1" not in text.partition("Curves")[0].partition("Summary")[2]
+    charts = [of["alt"] for tag, of in page.tags if tag == "img" and of.get("alt")]
+    assert charts == ["mae, validation", "Loss", "Metrics, validation", "rmse, validation", "my/scalar"]
+    assert f"score validation loss 0.25 mae 2.5 {CHOSEN_ON_ITSELF[0].upper()}{CHOSEN_ON_ITSELF[1:]}." in text
+    run.write_summary(test={"loss": 0.3, "mae": 3.125})
+    text = " ".join(page_of(run).text.split())
+    assert "score validation test loss 0.25 0.3 mae 2.5 3.125 Curves" in text
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -135,6 +135,16 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert row["img_per_s"] == ""
 
 
+def test_the_table_has_a_column_for_each_figure_of_its_job(tmp_path: Path) -> None:
+    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])
+    table.write(10, {"distill/kl": 0.5})
+    table.write(10, {"loss/val": 0.25, "metric/map": 0.75})
+    table.end("completed")
+    (row,) = rows(tmp_path / "metrics.csv")
+    assert [row["val_loss"], row["map"], row["distill/kl"]] == ["0.25", "0.75", "0.5"]
+    assert not [name for name in row if "top" in name], "the job has no accuracy"
+
+
 @pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"

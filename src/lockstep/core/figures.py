@@ -123,7 +123,7 @@ class Predictions:
         if self.targets == LABELS:
             return ", ".join(names[label] for label in answer) or "none"
         values = ["not a number" if value is None else f"{value:.4g}" for value in answer]
-        return values[0] if len(values) == 1 else ", ".join(map("{} {}".format, names, values))
+        return values[0] if len(values) == 1 else ", ".join(map(str.strip, map("{} {}".format, names, values)))
 
     @classmethod
     def read(cls, path: Path) -> Predictions:

@@ -50,14 +50,15 @@ def learning_titles(run: Run) -> dict[str, Curves]:
     metrics = [tag for tag in largest if re.fullmatch(METRIC + "[^/]*", tag)]
     first = [tag for tag in run.monitor.tags if tag in largest and tag.startswith(METRIC)]
     alone = [tag for tag in metrics if largest[tag] > 1] + [tag for tag in largest if re.match(OWN, tag)]
-    together = "|".join(re.escape(tag) for tag in metrics if tag not in (*first, *alone))
+    together = [tag for tag in metrics if tag not in (*first, *alone)]
 
     def each(tags: Sequence[str]) -> dict[str, Curves]:
         names = {tag: f"{tag.removeprefix(METRIC)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
         return {names[tag]: {re.escape(tag) + "$": ("", VAL)} for tag in tags}
 
-    several: dict[str, Curves] = {"Metrics, validation": {f"({together})$": ("", "")}}
-    return each(first) | CURVES | several | each(alone[:SHOWN]) | {"Learning rate": {"optim/lr": ("", OTHER)}}
+    several: dict[str, Curves] = {"Metrics, validation": {f"({'|'.join(map(re.escape, together))})$": ("", "")}}
+    others = (several if len(together) > 1 else each(together)) | each(alone[:SHOWN])
+    return each(first) | CURVES | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
 
 
 def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, str]]:
@@ -81,6 +82,6 @@ def charts_of_predictions(predictions: Predictions) -> Iterator[tuple[str, str]]
     """The charts of labels and of values."""
     if predictions.targets == LABELS and predictions.curves:
         yield "Precision over recall", pictures.precision_over_recall(predictions)
-    for value, name in enumerate(predictions.names[: len(predictions.points)]):
+    for value, name in enumerate(predictions.names[: min(SHOWN, len(predictions.points))]):
         title = "Predicted against true" + f": {name}" * (len(predictions.names) > 1)
-        yield title, pictures.drawn(pictures.against_true(predictions, value), 4.0, 4.0)
+        yield title, pictures.drawn(pictures.against_true(predictions, value), 4.4, 4.4)

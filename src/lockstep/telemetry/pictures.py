@@ -18,6 +18,7 @@ from PIL import Image, ImageDraw
 
 from lockstep.core.errors import escaped
 from lockstep.core.figures import Predictions
+from lockstep.core.model_card import VALUES
 
 POINTS = 400  # of a curve: more are averaged
 LINE_HEIGHT = 0.05  # of a label, as a share of an axis
@@ -128,12 +129,11 @@ def precision_over_recall(predictions: Predictions) -> str:
         for name, counts in zip(predictions.names, predictions.curves, strict=True):
             hits, false, precision, recall = precision_recall(counts)
             some = hits + false > 0
-            axes.plot(recall[some], precision[some], label=cut(name))
+            axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=cut(name))
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
-        if len(predictions.names) <= len(COLOURS):
-            axes.legend(frameon=False)
+        axes.legend(loc="lower left", ncols=2, fontsize=7, frameon=False)
 
-    return drawn(draw)
+    return drawn(draw, 4.4, 4.4)
 
 
 def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colours: Sequence[float]) -> str:
@@ -202,7 +202,8 @@ def worst(predictions: Predictions) -> bytes:
         with Image.open(BytesIO(base64.b64decode(example["png"]))) as image:
             images.append(np.asarray(image.convert("RGB")).transpose(2, 0, 1))
         share = "" if example["probability"] is None else f" ({100 * example['probability']:.0f} %)"
-        names = [_name(predictions.names, label) for label in range(len(predictions.names))]
+        labels = range(len(predictions.names))
+        names = [_name(predictions.names, label) if predictions.targets != VALUES else "" for label in labels]
         true, said = (predictions.in_words(example[key], names) for key in ("label", "predicted"))
         captions.append(f"is {true}\nsaid {said}{share}")
     return sheet(images, captions, columns=3)

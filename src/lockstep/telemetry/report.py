@@ -172,7 +172,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
         "last validation loss": number(last.get("loss/val"), ".4f"),
-        **{tag[7:]: number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
+        **{f"last {tag[7:]}": number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",

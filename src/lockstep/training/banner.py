@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lockstep import checkpoint
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
+from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.monitor import figure_text
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run
@@ -238,11 +239,17 @@ def say_start(
 
 
 def _classes(job: ResolvedJob, data: TrainingData) -> str:
-    """The classes: a few by name, each with its images to train on and to evaluate, or how many they are."""
-    number, names = job.dataset.classes, job.dataset.class_names
+    """The outputs: how many, or a few by name, each class and label with its images to train on and to evaluate."""
+    number, names, targets = job.dataset.classes, job.dataset.class_names, job.task.targets
     if not names or number > NAMED:
-        return f"{number} classes"
-    counts = [split.labels.bincount(minlength=number).tolist() for split in (data.train, data.val)]
+        return f"{number} {targets}" if number > 1 or targets == CLASSES else f"1 {targets.removesuffix('s')}"
+    if targets == VALUES:
+        return ", ".join(names)
+    splits = [split.labels for split in (data.train, data.val)]
+    counts = [
+        (labels.bincount(minlength=number) if targets == CLASSES else (labels > 0.5).sum(0)).tolist()
+        for labels in splits
+    ]
     return ", ".join(f"{name} {train}+{val}" for name, train, val in zip(names, *counts, strict=True))
 
 

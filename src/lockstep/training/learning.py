@@ -80,7 +80,7 @@ def _of_values(scores: Scores) -> tuple[bool, str, str]:
     """The same in comparison with always predicting the mean."""
     noise = NormalDist().inv_cdf((1 + CONFIDENCE) / 2) ** 2 / scores.total
     reached = f"{figure_text('r2', scores.score)}; always predicting the mean gets 0"
-    return scores.score > noise, reached, f"R2 above {noise:.2g}, which {scores.total:,} images may show by chance"
+    return scores.score > noise, reached, f"with {scores.total:,} images, an R2 up to {noise:.2g} may be chance"
 
 
 def wilson(right: int, total: int) -> tuple[float, float]:
