@@ -9,10 +9,12 @@ import tarfile
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
@@ -24,6 +26,7 @@ from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
 from lockstep.data.datasets.packed import Packed
 from lockstep.inference.images import files_in
+from lockstep.training import banner
 
 NFC, NFD = "caf\u00e9", "cafe\u0301"
 
@@ -264,3 +267,23 @@ def test_the_overrides_that_the_error_names_train_the_right_classes(
     assert list(source.class_names) == right.classes
     files = {str(path) for split in (source.train(), source.eval()) for path in split.paths}
     assert {file for file, _ in right.imgs} <= {os.path.normpath(file) for file in files}
+
+
+@pytest.mark.parametrize(
+    ("targets", "names", "shown"),
+    [
+        ("classes", ("cat", "dog"), "cat 0+1, dog 2+0"),
+        ("labels", ("cat", "dog"), "cat 1+1, dog 2+0"),
+        ("values", ("angle", "size"), "angle, size"),
+        ("values", (), "2 values"),
+    ],
+)
+def test_the_banner_names_what_a_job_predicts(targets: str, names: tuple[str, ...], shown: str) -> None:
+    labels = [torch.tensor([1, 1]), torch.tensor([0])]
+    if targets != "classes":
+        labels = [torch.tensor([[0.9, 0.6], [0.2, 1.0]]), torch.tensor([[1.0, 0.0]])]
+    train, val = (SimpleNamespace(labels=of) for of in labels)
+    dataset, task = SimpleNamespace(classes=2, class_names=names), SimpleNamespace(targets=targets)
+    job: Any = SimpleNamespace(dataset=dataset, task=task)
+    data: Any = SimpleNamespace(train=train, val=val)
+    assert banner._classes(job, data) == shown
