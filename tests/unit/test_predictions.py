@@ -60,7 +60,7 @@ def collected(
 ) -> Any:
     """The predictions of this rank's blocks, as `evaluate` passes them on; after an evaluation that was cut short."""
     world, witness = world or World.solo(), Witness()
-    facts: Any = {"kind": kind, "examples": len(labels), "sample_name": str, "observer": witness}
+    facts: Any = {"kind": kind, "examples": max(1, len(labels)), "sample_name": str, "observer": witness}
     collector = COLLECTED[task.targets](names, logits.shape[1], world, **facts)
     for end in (BLOCK, len(labels)):
         collector.start()
@@ -214,14 +214,16 @@ def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -
     assert pictures.scattered(predictions, 0).startswith(b"\x89PNG")
 
 
-def test_a_stage_without_logits_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [{}, OF_LABELS, OF_VALUES], ids=["classes", "labels", "values"])
+def test_a_stage_without_logits_takes_part(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def stage(world: World) -> Any:
         of = slice(0, None if world.rank == 1 else 0)
-        values = {"logits": LOGITS[of], "labels": LABELS[of], "images": IMAGES[of], "losses": LOSSES[of]}
-        return collected(World.solo() if world.size == 1 else world, **values)
+        values = {"logits": LOGITS[of], "images": IMAGES[of], "losses": LOSSES[of]}
+        return collected(world, **options | values | {"labels": options.get("labels", LABELS)[of]})
 
     first, _ = ThreadRanks(2, monkeypatch).run(stage)
-    assert 0 < sum(first.examples) < len(LABELS)
+    assert len(first.worst) == WORST
+    assert 0 < (len(first.points[0][0]) if first.points else sum(first.examples)) < len(LABELS)
 
 
 @pytest.mark.parametrize(("classes", "matrix", "curves"), [(1, True, True), (21, True, False), (101, False, False)])

@@ -29,13 +29,16 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from tensorboard.plugins.hparams import backend_context, plugin_data_pb2
 from tensorboard.summary.writer import event_file_writer
 
+from helpers import resolved
 from lockstep.core.errors import StorageError
 from lockstep.core.figures import Predictions, read_figures
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines
 from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
+from lockstep.training.banner import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
@@ -236,6 +239,12 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> N
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     part(tmp_path, 0, range(1, 3), 3.0)
     assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss/train")] == [(1, 3), (2, 3)]
+
+
+def test_the_hyperparameters_have_the_task_and_the_monitor() -> None:
+    for task, shown in (("multiclass", ("Multiclass", "top1")), ("regression", ("Regression", "-mae"))):
+        values = hyperparameters(resolved("dataset=fake", "device=cpu", f"task={task}"), World.solo())
+        assert (values["task"], values["monitor"]) == shown
 
 
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
 
 SHOWN = 20  # curves of a chart, and charts of single figures
-OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/)"  # the beginning of the tags that a task has named
+OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/|test/)"  # the beginning of the tags that a task has named
 Curves = Mapping[str, tuple[str, str]]  # for each tag, or beginning of tags, the label and the colour of its curve
 VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
 CURVES: dict[str, Curves] = {

@@ -151,7 +151,7 @@ class CollectedLabels(CollectedPredictions):
 
     def _part(self) -> tuple[Tensor, ...]:
         labels, predicted, shares = self._whole()
-        true = labels > 0.5
+        true, predicted = labels > 0.5, predicted > 0.5
         by_label = torch.stack([true.sum(0), predicted.sum(0), (true & predicted).sum(0)])
         return by_label, true[: len(shares)], shares
 
