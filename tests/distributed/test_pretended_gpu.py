@@ -42,6 +42,8 @@ def on_cpu(folder: Path, *overrides: str) -> list[float]:
         ("precision=bf16", "train.micro_batches=3", "train.cutmix=1.0", "train.cutout=2", "telemetry.samples=true"),
         ("precision=bf16_pure", "model.channels_last=true", "loader=streaming", "loader.workers=1"),
         ("precision=fp64", "optimizer=muon", "augment=randaugment", "repro=strict"),
+        ("task=multilabel",),
+        ("task=regression", "train.ema=0.9"),
     ],
 )
 def test_a_run_on_a_gpu_takes_the_steps_of_the_cpu(tmp_path: Path, overrides: tuple[str, ...]) -> None:

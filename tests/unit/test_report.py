@@ -10,10 +10,12 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from browser import CHROMIUM, DRIVER, browser
@@ -261,7 +263,8 @@ def test_the_table_of_classes_has_those_with_the_lowest_recall(
     assert ("The 50 of 120 classes" in page.text) == (len(names) > 1)
 
 
-EXAMPLE = {"sample": "a", "probability": None, "loss": 1.5, "png": ""}
+BLACK = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))
+EXAMPLE = {"sample": "a", "probability": None, "loss": 1.5, "png": BLACK}
 OF_LABELS = Predictions(
     step=1,
     names=["cat", "dog"],
@@ -446,8 +449,13 @@ def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
     predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}
     Predictions(**predictions).write(run.validation)
     report(str(sweep.folder))
+    pages = [write_report(Run(run.path)), sweep.folder / "report.html"]
+    for of in (OF_LABELS, OF_VALUES):
+        copy = RunDir(Path(shutil.copytree(run.path, tmp_path / of.targets)))
+        replace(of, names=[HOSTILE, "b"]).write(copy.validation)
+        pages.append(write_report(Run(copy.path)))
     with browser(tmp_path / "profile") as window:
-        for path in (write_report(Run(run.path)), sweep.folder / "report.html"):
+        for path in pages:
             for width in (390, 1200):
                 window.call("/window/rect", width=width, height=900)
                 window.open(path.as_uri())
