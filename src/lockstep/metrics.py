@@ -91,7 +91,9 @@ class Collected:
         targets, predictions = (torch.cat(parts).numpy() for parts in zip(*self.batches, strict=True))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scores without a value
-            return torch.as_tensor(self.function(targets.astype(float), predictions.astype(float)))
+            return torch.as_tensor(
+                self.function(targets.astype(float), predictions.astype(float)), dtype=torch.float64
+            )
 
     def reset(self) -> None:
         self.batches: list[tuple[Tensor, Tensor]] = []

@@ -1,0 +1,166 @@
+"""Tasks of a user's own, in a package of theirs: the same run on any ranks, micro-batches and through a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from helpers import FAKE, Done, forked, records, weights
+from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.builtin import Fake
+from lockstep.data.loading.sampler import permutation
+
+pytestmark = [pytest.mark.slow, pytest.mark.numerics]
+
+PACKAGE = '''
+from typing import ClassVar
+
+import lockstep
+import torch
+from lockstep.models.nets import Network
+from lockstep.tasks import Multiclass
+from torch import nn
+
+
+class Heads(nn.Module):
+    def __init__(self, values, classes):
+        super().__init__()
+        self.body = nn.Sequential(nn.Flatten(), nn.Linear(values, 16), nn.Tanh())
+        self.main, self.parity = nn.Linear(16, classes), nn.Linear(16, 2)
+
+    def forward(self, images):
+        features = self.body(images)
+        outputs = self.main(features)
+        return torch.cat([outputs, self.parity(features)], 1) if self.training else outputs
+
+
+@lockstep.option("model")
+class TwoHeads(Network):
+    def build(self, classes, input_shape):
+        channels, height, width = input_shape
+        return Heads(channels * height * width, classes)
+
+
+@lockstep.option("task")
+class WithParity(Multiclass):
+    """The class, and by a second head whether its number is odd."""
+
+    weight: float = 0.3
+
+    def losses(self, batch):
+        both = batch.network(batch.images)
+        outputs, parity = both[:, :-2], both[:, -2:]
+        odd = batch.targets % 2
+        second = nn.functional.cross_entropy(parity, odd, reduction="none")
+        return batch.loss(outputs, batch.targets) + self.weight * second, outputs
+
+
+@lockstep.option("task")
+class Consistent(Multiclass):
+    """The class, and the distance between the outputs of an image and of its mirror image."""
+
+    figures: ClassVar[tuple[str, ...]] = ("consistent/distance",)
+
+    def losses(self, batch):
+        outputs, mirrored = batch.network(batch.images), batch.network(batch.images.flip(-1))
+        distance = (outputs - mirrored).square().mean(1)
+        batch.log("consistent/distance", distance)
+        return batch.loss(outputs, batch.targets) + distance, outputs
+
+
+@lockstep.option("task")
+class Undeclared(Multiclass):
+    def losses(self, batch):
+        outputs = batch.network(batch.images)
+        batch.log("nobody/knows", outputs[:, 0])
+        return batch.loss(outputs, batch.targets), outputs
+'''
+JOB = (
+    *(*FAKE, "augment=none", "dataset.examples=90", "batch=20", "steps=7", "precision=fp64", "device=cpu"),
+    *("optimizer=sgd", "optimizer.lr=0.1", "schedule=constant", "telemetry.interval=3", "train.eval_every=100%"),
+)
+HEADS, MIRRORED = ("task=with_parity", "model=two_heads"), ("task=consistent", "model=basicnet")
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "own").mkdir()
+    (folder / "own" / "__init__.py").write_text(PACKAGE)
+    (folder / "train.py").write_text("import lockstep\nlockstep.main(extensions=['own'])\n")
+    return folder
+
+
+def train(project: Path, name: str, *words: str, code: int = 0) -> Done:
+    done = forked("train.py", *JOB, f"hydra.run.dir={name}", *words, cwd=project)
+    assert done.code == code, done.err
+    return done
+
+
+def figures(project: Path, name: str, tag: str) -> dict[int, float]:
+    return {line["step"]: line[tag] for line in records(RunDir(project / name)) if tag in line}
+
+
+def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+@pytest.mark.parametrize("task", [HEADS, MIRRORED])
+def test_a_task_of_ones_own_is_the_same_run_on_any_ranks_and_micro_batches(
+    task: tuple[str, ...], project: Path
+) -> None:
+    name = task[0].partition("=")[2]
+    train(project, f"{name}-one", *task)
+    whole = weights(project / f"{name}-one")
+    for number, words in enumerate(
+        (
+            ("strategy=ddp", "launcher.ranks=2"),
+            ("strategy=allreduce_hooks", "launcher.ranks=3", "train.micro_batches=2"),
+            ("strategy=fsdp", "launcher.ranks=2"),
+            ("train.micro_batches=3",),
+        )
+    ):
+        train(project, f"{name}-{number}", *task, *words)
+        assert largest_difference(whole, weights(project / f"{name}-{number}")) < 1e-12, words
+        if task is MIRRORED:
+            logged = figures(project, f"{name}-{number}", "consistent/distance")
+            assert logged == pytest.approx(figures(project, f"{name}-one", "consistent/distance"), rel=1e-12)
+            assert [*logged] == [3, 6, 7]
+
+
+def test_two_heads_are_trained_by_the_sum_of_their_losses(project: Path) -> None:
+    train(project, "heads", *HEADS, "steps=1", "checkpoint.keep=2")
+    train(project, "no-step", *HEADS, "steps=1", "optimizer.lr=1e-300")
+    before, after = weights(project / "no-step"), weights(project / "heads")
+    split, chosen = Fake(examples=90, classes=10, channels=1, size=8).train(), permutation(0, 0, 90)[:20]
+    pixels = (split.images[chosen].double() / 255 - 0.5) / 0.25
+    parameters: dict[str, Any] = {name: value.clone().requires_grad_() for name, value in before.items()}
+    features = torch.tanh(F.linear(pixels.flatten(1), parameters["body.1.weight"], parameters["body.1.bias"]))
+    outputs = F.linear(features, parameters["main.weight"], parameters["main.bias"])
+    parity = F.linear(features, parameters["parity.weight"], parameters["parity.bias"])
+    labels = split.labels[chosen]
+    loss = F.cross_entropy(outputs, labels) + 0.3 * F.cross_entropy(parity, labels % 2)
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    expected = {name: before[name] - 0.1 * gradient for name, gradient in zip(parameters, gradients, strict=True)}
+    assert largest_difference(expected, after) < 1e-12
+
+
+def test_a_task_of_ones_own_goes_on_to_the_bit(project: Path) -> None:
+    train(project, "whole", *MIRRORED)
+    train(project, "part", *MIRRORED, "steps=4", "checkpoint.every=1")
+    done = forked("train.py", "resume=part", "steps=7", cwd=project)
+    assert done.code == 0, done.err
+    assert largest_difference(weights(project / "whole"), weights(project / "part")) == 0
+    logged, whole = (figures(project, name, "consistent/distance") for name in ("part", "whole"))
+    assert (logged[3], logged[7]) == (whole[3], whole[7])  # the first part has ended with a log point at step 4
+
+
+def test_a_figure_that_is_not_declared_is_refused_with_what_to_write(project: Path) -> None:
+    done = train(project, "undeclared", "task=undeclared", "model=linear", code=2)
+    assert "the figure 'nobody/knows' is not declared" in done.err
+    assert "figures: ClassVar" in done.err

@@ -1,0 +1,191 @@
+"""The tasks: their scores, distillation from a trained network, and tasks of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as reference
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from helpers import FAKE, built, records, resolved, train_here, weights
+from lockstep import metrics
+from lockstep.core.errors import InputError
+from lockstep.core.model import is_broken
+from lockstep.core.world import World
+from lockstep.losses import MSE, Huber, MaskedLoss
+from lockstep.scores import Block, Scores
+from lockstep.training.resolved_job import card_of
+from thread_ranks import ThreadRanks
+
+K, BLOCK = 5, 8
+SMALL = (*FAKE, "augment=none", "dataset.classes=3", "dataset.examples=40", "batch=8")
+JOB = (*SMALL, "model=linear", "epochs=2", "device=cpu", "telemetry.interval=3")
+LABEL_METRICS = {
+    "map": (metrics.AveragePrecision(), lambda y, p: reference.average_precision_score(y, p, average="macro")),
+    "auroc": (metrics.AUROC(average="weighted"), lambda y, p: reference.roc_auc_score(y, p, average="weighted")),
+    **{
+        f"f1 {average}": (
+            metrics.F1(average=average),
+            lambda y, p, average=average: reference.f1_score(y, p > 0.5, average=average, zero_division=0),
+        )
+        for average in ("macro", "micro", "weighted")
+    },
+    "recall": (metrics.Recall(), lambda y, p: reference.recall_score(y, p > 0.5, average="macro", zero_division=0)),
+    "precision": (
+        metrics.Precision(),
+        lambda y, p: reference.precision_score(y, p > 0.5, average="macro", zero_division=0),
+    ),
+    "subset": (metrics.SubsetAccuracy(), lambda y, p: reference.accuracy_score(y, p > 0.5)),
+}
+VALUE_METRICS = {
+    "mae": (metrics.MAE(), reference.mean_absolute_error),
+    "rmse": (metrics.RMSE(), reference.root_mean_squared_error),
+    "r2": (metrics.R2(), reference.r2_score),
+}
+
+
+def scores_of(
+    ranks: int, chosen: dict[str, Any], outputs: Tensor, labels: Tensor, kind: str, targets: str, monkeypatch: Any
+) -> dict[str, float]:
+    """The scores of blocks that are dealt to ranks."""
+
+    def score(world: World) -> dict[str, float]:
+        scores = Scores(chosen, outputs.shape[1], (), world, kind, targets)
+        rounds = -(-len(outputs) // (BLOCK * ranks))
+        for turn in range(rounds):
+            first = (turn * ranks + world.rank) * BLOCK
+            of = slice(first, first + BLOCK)
+            if first < len(outputs):
+                scores.update(Block(outputs[of], outputs[of], outputs[of], labels[of], outputs[of, 0], first))
+            else:
+                scores.update_without()
+        return scores.compute()
+
+    return score(World.solo()) if ranks == 1 else ThreadRanks(ranks, monkeypatch).run(score)[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_scores_of_labels_are_those_of_scikit_learn_on_any_ranks(ranks: int, monkeypatch: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.rand(43, K, generator=generator).lt(0.4).float()
+    outputs = torch.randn(43, K, generator=generator) + labels
+    labels[7], outputs[7] = torch.nan, 50.0  # a broken image counts nothing
+    whole = ~is_broken(labels)
+    chosen = {name: metric for name, (metric, _) in LABEL_METRICS.items()}
+    got = scores_of(ranks, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
+    assert got == scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch), "to the bit"
+    y, p = labels[whole].numpy().astype(int), outputs[whole].sigmoid().numpy()
+    for name, (_, expected) in LABEL_METRICS.items():
+        assert got[name] == pytest.approx(expected(y, p), rel=1e-12), name
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_scores_of_values_are_those_of_scikit_learn_on_any_ranks(ranks: int, monkeypatch: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels, outputs = torch.randn(2, 43, 2, generator=generator)
+    labels[3, 1] = torch.nan
+    whole = ~is_broken(labels)
+    chosen = {name: metric for name, (metric, _) in VALUE_METRICS.items()}
+    got = scores_of(ranks, chosen, outputs, labels, "values", "values", monkeypatch)
+    assert got == scores_of(1, chosen, outputs, labels, "values", "values", monkeypatch), "to the bit"
+    for name, (_, expected) in VALUE_METRICS.items():
+        assert got[name] == pytest.approx(expected(labels[whole].double(), outputs[whole].double()), rel=1e-12), name
+
+
+def test_a_label_that_no_image_has_counts_for_no_average(monkeypatch: Any) -> None:
+    labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    outputs = torch.tensor([[2.0, 1.0, 1.0], [-1.0, 1.0, -1.0]])
+    each = {"f1": metrics.F1(average="none"), "auroc": metrics.AUROC(average="none"), "mean": metrics.F1()}
+    got = scores_of(1, each, outputs, labels, "sigmoid", "labels", monkeypatch)
+    values = [got[f"{name}/{label}"] for name in ("f1", "auroc") for label in range(3)]
+    assert values == pytest.approx([1.0, np.nan, 2 / 3, 1.0, np.nan, np.nan], nan_ok=True)
+    assert got["mean"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+@pytest.mark.parametrize(("loss", "expected"), [(MSE(), F.mse_loss), (Huber(delta=0.5), F.huber_loss)])
+def test_a_loss_of_values_is_the_mean_of_torchs_over_the_values(loss: Any, expected: Any) -> None:
+    outputs, targets = torch.randn(2, 6, 3, dtype=torch.float64)
+    options = {"delta": 0.5} if isinstance(loss, Huber) else {}
+    losses = loss.build(3, targets)(outputs, targets)
+    torch.testing.assert_close(losses.mean(), expected(outputs, targets, **options))
+
+
+@pytest.mark.parametrize("loss", [MSE(), Huber()])
+def test_a_broken_image_has_no_gradient_among_values(loss: Any) -> None:
+    outputs = torch.randn(4, 2, requires_grad=True)
+    labels = torch.randn(4, 2)
+    labels[1, 0] = torch.nan
+    masked = MaskedLoss(loss.build(2, labels), tolerates_broken=True)
+    losses = masked.counted(masked(outputs, labels), labels)
+    losses.sum().backward()
+    assert outputs.grad is not None
+    assert (outputs.grad.abs().sum(1) > 0).tolist() == [True, False, True, True]
+    assert losses[1] == 0
+
+
+class Recorded:
+    """A micro-batch for a task, with a network and a loss of one's own."""
+
+    def __init__(self, images: Tensor, targets: Tensor, network: Any, loss: Any) -> None:
+        self.images, self.targets, self.network, self.loss = images, targets, network, loss
+        self.logged: dict[str, Tensor] = {}
+
+    def log(self, name: str, values: Tensor) -> None:
+        self.logged[name] = values
+
+
+def test_distillation_is_the_formula_of_its_paper_with_the_teachers_own_pixels(tmp_path: Path) -> None:
+    own = ("input.mean=[0.1]", "input.std=[0.5]")
+    teacher = train_here(tmp_path / "teacher", *JOB, *own, "precision=fp64")
+    job = resolved(*JOB, "task=distill", f"task.teacher={teacher.path}", "task.temperature=3", "task.share=0.7")
+    task = job.task.ready(card_of(job), torch.device("cpu"))
+    pixels, targets = torch.rand(6, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
+    outputs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
+    (mean,), (std,) = job.input.mean, job.input.std
+    batch = Recorded((pixels - mean) / std, targets, lambda images: outputs, F.cross_entropy)
+    batch.loss = lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")
+    losses, _ = task.losses(batch)
+    network = built(*JOB).model.build(3, (1, 8, 8)).double()
+    network.load_state_dict(load_file(teacher.weights))
+    with torch.no_grad():
+        taught = network((pixels - 0.1) / 0.5)
+    distance = (F.softmax(taught / 3, 1) * (F.log_softmax(taught / 3, 1) - F.log_softmax(outputs / 3, 1))).sum(1)
+    expected = 0.3 * batch.loss(outputs, targets) + 0.7 * 9 * distance
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(batch.logged["distill/kl"], distance)
+    losses.sum().backward()
+    assert outputs.grad is not None
+
+
+def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_path: Path) -> None:
+    teachers = [train_here(tmp_path / name, *JOB, f"seed={seed}") for seed, name in enumerate("ab")]
+    job = (*JOB, "task=distill", f"task.teacher={teachers[0].path}")
+    run = train_here(tmp_path / "run", *job)
+    assert [line["step"] for line in records(run) if "distill/kl" in line] == [3, 6, 9, 10]
+    split = train_here(tmp_path / "split", *job, stop_at=4)
+    split = train_here(tmp_path / "split", *job)
+    logged, again = ([line.get("distill/kl") for line in records(of)] for of in (run, split))
+    assert logged == again, "to the bit, with a window that a stop cut"
+    assert not [name for name, value in weights(run).items() if not torch.equal(value, weights(split)[name])]
+    with pytest.raises(InputError, match=r"task: here Distill\(\) teacher \w+, there Distill\(\) teacher \w+"):
+        train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={teachers[1].path}", "epochs=3")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("task.teacher=nowhere",), "task.teacher: there are no weights at nowhere"),
+        (("dataset.classes=4",), "task.teacher: the classes of .* are 3, expected those of this job, 4; train the"),
+        (("dataset.size=9",), r"task.teacher: the input_shape of .* are \(1, 8, 8\), expected"),
+    ],
+)
+def test_a_teacher_that_does_not_fit_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    teacher = train_here(tmp_path / "teacher", *JOB, "steps=1")
+    with pytest.raises(InputError, match=expected):
+        train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={teacher.path}", *words)
