@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from helpers import FAKE, Done, forked, records, weights
+from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Fake
-from lockstep.data.loading.sampler import permutation
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 

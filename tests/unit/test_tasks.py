@@ -78,11 +78,11 @@ def test_the_scores_of_labels_are_those_of_scikit_learn_on_any_ranks(ranks: int,
     labels[7], outputs[7] = torch.nan, 50.0  # a broken image counts nothing
     whole = ~is_broken(labels)
     chosen = {name: metric for name, (metric, _) in LABEL_METRICS.items()}
-    got = scores_of(ranks, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
-    assert got == scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch), "to the bit"
+    scored = scores_of(ranks, chosen, outputs, labels, "sigmoid", "labels", monkeypatch)
+    assert scored == scores_of(1, chosen, outputs, labels, "sigmoid", "labels", monkeypatch), "to the bit"
     y, p = labels[whole].numpy().astype(int), outputs[whole].sigmoid().numpy()
     for name, (_, expected) in LABEL_METRICS.items():
-        assert got[name] == pytest.approx(expected(y, p), rel=1e-12), name
+        assert scored[name] == pytest.approx(expected(y, p), rel=1e-12), name
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -92,20 +92,22 @@ def test_the_scores_of_values_are_those_of_scikit_learn_on_any_ranks(ranks: int,
     labels[3, 1] = torch.nan
     whole = ~is_broken(labels)
     chosen = {name: metric for name, (metric, _) in VALUE_METRICS.items()}
-    got = scores_of(ranks, chosen, outputs, labels, "values", "values", monkeypatch)
-    assert got == scores_of(1, chosen, outputs, labels, "values", "values", monkeypatch), "to the bit"
+    scored = scores_of(ranks, chosen, outputs, labels, "values", "values", monkeypatch)
+    assert scored == scores_of(1, chosen, outputs, labels, "values", "values", monkeypatch), "to the bit"
     for name, (_, expected) in VALUE_METRICS.items():
-        assert got[name] == pytest.approx(expected(labels[whole].double(), outputs[whole].double()), rel=1e-12), name
+        assert scored[name] == pytest.approx(expected(labels[whole].double(), outputs[whole].double()), rel=1e-12), (
+            name
+        )
 
 
 def test_a_label_that_no_image_has_counts_for_no_average(monkeypatch: Any) -> None:
     labels = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
     outputs = torch.tensor([[2.0, 1.0, 1.0], [-1.0, 1.0, -1.0]])
-    each = {"f1": metrics.F1(average="none"), "auroc": metrics.AUROC(average="none"), "mean": metrics.F1()}
-    got = scores_of(1, each, outputs, labels, "sigmoid", "labels", monkeypatch)
-    values = [got[f"{name}/{label}"] for name in ("f1", "auroc") for label in range(3)]
+    by_label = {"f1": metrics.F1(average="none"), "auroc": metrics.AUROC(average="none"), "mean": metrics.F1()}
+    scored = scores_of(1, by_label, outputs, labels, "sigmoid", "labels", monkeypatch)
+    values = [scored[f"{name}/{label}"] for name in ("f1", "auroc") for label in range(3)]
     assert values == pytest.approx([1.0, np.nan, 2 / 3, 1.0, np.nan, np.nan], nan_ok=True)
-    assert got["mean"] == pytest.approx((1 + 2 / 3) / 2)
+    assert scored["mean"] == pytest.approx((1 + 2 / 3) / 2)
 
 
 @pytest.mark.parametrize(("loss", "expected"), [(MSE(), F.mse_loss), (Huber(delta=0.5), F.huber_loss)])
