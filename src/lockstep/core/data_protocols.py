@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
+from lockstep.core.model_card import CLASSES
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
@@ -26,7 +27,8 @@ ImageReader = Callable[[Iterable[ReadRequest]], Iterator[ReadResult]]
 class Split(Protocol):
     """The examples of one split, in a fixed order, each stored at one shape.
 
-    `labels` is int64 of shape (N,). `images` is uint8 of shape (N, C, H, W) if the split is an array, else None.
+    `labels` is int64 of shape (N,), or float32 (N, K) for labels of which an example has several and for values, see
+    `Source.targets`. `images` is uint8 of shape (N, C, H, W) if the split is an array, else None.
     `fetch` decodes and returns any of the images.
     """
 
@@ -109,8 +111,11 @@ class Source(Component, Protocol):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """The names, indexed by label; empty if the classes have no names."""
+        """The names of the classes, labels or values, in their order; empty if they have no names."""
         return ()
+
+    targets: str = CLASSES
+    """What the labels of an example are, one of `model_card.TARGETS`: a class, a share of each label, or values."""
 
     @property
     def generated_bytes(self) -> int:

@@ -11,8 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
+
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.model_card import VALUES
 from lockstep.data.datasets.files import check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
@@ -60,7 +63,12 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         yield Finding("classes", note, Level.warning)
     if not notes:
         counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
-        yield Finding("classes", f"all {source.classes} have images in both splits: {counts}")
+        what = (
+            f"{source.classes} values"
+            if source.targets == VALUES
+            else f"all {source.classes} have images in both splits"
+        )
+        yield Finding("classes", f"{what}: {counts}")
     yield _broken((train, val), seconds / 2)
     yield from _repeated([*_shuffled(val), *_shuffled(train)], seconds / 2)
 
@@ -120,7 +128,7 @@ def _repeated(images: Sequence[Image], seconds: float) -> Iterator[Finding]:
     pairs = [(one, other) for one, other in pairs if one is not other]
     in_both = [pair for pair in pairs if pair[0][0] is not pair[1][0]]
     in_one = [pair for pair in pairs if pair[0][0] is pair[1][0]]
-    two_labels = [pair for pair in pairs if len({int(split.labels[index]) for split, index in pair}) == 2]
+    two_labels = [pair for pair in pairs if not torch.equal(*(split.labels[index] for split, index in pair))]
     for of_kind, where, effect in (
         (in_both, "in both splits", "the score is too good"),
         (in_one, "in one split", "they count twice"),

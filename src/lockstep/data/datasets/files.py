@@ -35,7 +35,9 @@ ResultT = TypeVar("ResultT")
 
 
 def check_labels(labels: Tensor, classes: int, where: str) -> None:
-    """Raise InputError for the first label that is not a class."""
+    """Raise InputError for the first label that is not a class. Floats were checked when they were read."""
+    if labels.ndim == 2:
+        return
     wrong = ((labels < 0) | (labels >= classes)).nonzero()
     if len(wrong):
         index = int(wrong[0])
@@ -197,7 +199,7 @@ class FileSource(PhotoSource):
     @property
     def place(self) -> Hashable:
         """A key that identifies the files of this data set in this process."""
-        return type(self), *(getattr(self, field.name) for field in fields(self) if field.name not in DECODING)
+        return type(self), *(repr(getattr(self, field.name)) for field in fields(self) if field.name not in DECODING)
 
     @abstractmethod
     def list_files(self) -> tuple[Files, Files]:
@@ -251,7 +253,9 @@ class FileSource(PhotoSource):
 
 
 def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
-    """Sentences about classes without images, by the labels of both splits."""
+    """Sentences about classes or labels without images, by the labels of both splits."""
+    if train.ndim == 2:
+        return [] if _are_values(train) else _label_notes(names, train, val)
     notes = [f"all images are of one class, {names[0]}, so there is nothing to learn"] if len(names) == 1 else []
     for split, labels, effect in (
         ("training", train, "the model never sees one"),
@@ -263,6 +267,21 @@ def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
             notes.append(
                 f"{len(missing)} of {len(names)} classes have no image in the {split} split, so {effect}: {shown}"
             )
+    return notes
+
+
+def _are_values(labels: Tensor) -> bool:
+    return bool(((labels != 0) & (labels != 1)).any())
+
+
+def _label_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
+    notes = []
+    for split, labels in (("training", train), ("evaluation", val)):
+        if missing := [name for name, count in zip(names, labels.sum(0).tolist(), strict=True) if not count]:
+            few = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
+            notes.append(f"{len(missing)} of {len(names)} labels have no image in the {split} split: {few}")
+        if bare := int((labels.sum(1) == 0).sum()):
+            notes.append(f"{bare:,} of {len(labels):,} images of the {split} split have no label")
     return notes
 
 

@@ -21,7 +21,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices, share
 
-# The label of a broken image: cross_entropy ignores it by default, and no prediction equals it.
+# The label of a broken image: cross_entropy ignores it by default, and no prediction equals it. Of floats it is NaN.
 IGNORE_INDEX = -100
 
 
@@ -32,8 +32,8 @@ class Shard:
     Fields:
         step, epoch: of the global batch.
         images: (b, C, H, W), as stored (uint8) or as the model takes them.
-        known_labels, indices: int64 (b,). Under balanced sampling an index also says which time an example comes in
-            its epoch (see `balanced_order`).
+        known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). Under balanced sampling an index also
+            says which time an example comes in its epoch (see `balanced_order`).
         count: the number of examples in the global batch.
         number: the number of this piece, from 0.
         mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
@@ -92,7 +92,7 @@ class BatchGroup:
     """A rank's shards of consecutive steps of one epoch, read together.
 
     For small batches a call costs more than the work on the pixels. `images` are uint8 (n, C, H, W), `known_labels`
-    and `indices` int64 (n,), on the device, in the order of the steps.
+    as `Split.labels` and `indices` int64 (n,), on the device, in the order of the steps.
     """
 
     steps: list[ShardIndices]
@@ -124,7 +124,7 @@ class EvalLoader:
 
     Fields:
         eval_batch: images per block of the split.
-        eval_labels: int64 (N,) on the device; the labels of broken images are overwritten.
+        eval_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
         eval_feed: reads the images.
         skip: the most broken images that are left out.
         broken_seen: the broken images so far, as (whether of this split, index).
@@ -164,7 +164,7 @@ class EvalLoader:
             example = (labels is self.eval_labels, index)
             if example not in self.broken_seen:
                 self.broken_seen.add(example)
-                labels[index] = IGNORE_INDEX
+                labels[index] = torch.nan if labels.is_floating_point() else IGNORE_INDEX
                 if len(self.broken_seen) > self.skip:
                     raise self._too_many(f"{error.failure} too")
                 log.warn(f"{error.failure}: left out, {len(self.broken_seen)} of at most {self.skip}")
@@ -194,7 +194,7 @@ class Loader(EvalLoader):
     """The two splits of a run on their way to one rank's device.
 
     Fields:
-        train_labels: int64 (N,) on the device; the labels of broken images are overwritten.
+        train_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
         train_feed: reads the images.
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.

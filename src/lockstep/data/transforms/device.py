@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Augment, Source
+from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
@@ -159,17 +160,18 @@ class Mix:
     def apply(self, images: Tensor, labels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         """Mix samples with their partners.
 
-        A broken image has a negative label. A sample whose partner is broken stays as it is. The target of a broken
+        For broken images see `is_broken`. A sample whose partner is broken stays as it is. The target of a broken
         sample means nothing, because its loss does not count.
 
         Args:
             images: float (b + 1, C, H, W), each the partner of the one before it; or no images at all.
-            labels, keys: int64 (b + 1,), of the images.
+            labels: int64 (b + 1,), or floats (b + 1, classes), of the images.
+            keys: int64 (b + 1,).
 
         Returns:
-            Images (b, C, H, W) and class probabilities (b, classes), both of the images' dtype.
+            Images (b, C, H, W) and the mixed targets (b, classes), both of the images' dtype.
         """
-        own, partners, broken, keys = images[:-1], images[1:], labels < 0, keys[:-1]
+        own, partners, broken, keys = images[:-1], images[1:], is_broken(labels), keys[:-1]
         cut = uniform(keys, 1) < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
         quantile = uniform(keys, 0)
         share = torch.where(cut, beta(quantile, self.cutmix), beta(quantile, self.mixup))
@@ -181,9 +183,15 @@ class Mix:
         area = images.shape[-2] * images.shape[-1]
         share = torch.where(cut, 1 - inside.sum((1, 2)) / area, share)
         share = share.to(images.dtype)[:, None]
-        one_hot = (labels[:, None] == torch.arange(self.classes, device=labels.device)).to(images.dtype)
-        targets = one_hot[:-1] * share + one_hot[1:] * (1 - share)
+        shares = self.shares(labels).to(images.dtype)
+        targets = shares[:-1] * share + shares[1:] * (1 - share)
         return mixed, targets
+
+    def shares(self, labels: Tensor) -> Tensor:
+        """The targets before mixing, (n, classes), without NaN: a broken partner has a share of zero."""
+        if labels.ndim == 1:
+            return labels[:, None] == torch.arange(self.classes, device=labels.device)
+        return labels.nan_to_num(0)
 
 
 def beta(uniforms: Tensor, alpha: float) -> Tensor:

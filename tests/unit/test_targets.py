@@ -1,0 +1,194 @@
+"""Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with broken images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+from sklearn.preprocessing import MultiLabelBinarizer
+
+from helpers import records, resolved, train_here
+from lockstep.core.errors import InputError
+from lockstep.core.model import is_broken
+from lockstep.core.rng import MIX, sample_keys
+from lockstep.data.datasets.tables import CSV, HF
+from lockstep.data.transforms.device import Mix
+
+LABELS = [["cat", "dog"], ["dog"], [], ["bird"], ["cat"], ["bird", "cat"], ["dog"], ["cat"]]
+VALUES = [[1.5, -2.0], [0.0, 3.25], [1e-3, 7.0], [2.0, 0.0], [-1.0, 1.0], [4.0, 4.0], [0.5, 0.5], [9.0, -9.0]]
+
+
+def images(folder: Path, number: int = 8) -> list[str]:
+    names = [f"{n}.png" for n in range(number)]
+    for n, name in enumerate(names):
+        Image.new("RGB", (8, 8), (20 * n, 10, 200)).save(folder / name)
+    return names
+
+
+def table(folder: Path, columns: str, cells: list[str], name: str = "all.csv") -> str:
+    names = images(folder, len(cells))
+    splits = ["train"] * (len(cells) - 3) + ["val"] * 3
+    lines = [f"{name},{cell},{split}" for name, cell, split in zip(names, cells, splits, strict=True)]
+    path = folder / name
+    path.write_text("\n".join([f"path,{columns},split", *lines]))
+    return str(path)
+
+
+def test_labels_of_a_cell_and_of_columns_are_those_of_scikit_learn(tmp_path: Path) -> None:
+    expected = MultiLabelBinarizer(classes=["bird", "cat", "dog"]).fit_transform(LABELS)
+    joined = CSV(path=table(tmp_path, "label", [" ; ".join(own) for own in LABELS]), targets="labels")
+    cells = [",".join("true" if cell else "0" for cell in row) for row in expected]
+    columns = ["bird", "cat", "dog"]
+    wide = CSV(path=table(tmp_path, "bird,cat,dog", cells, "wide.csv"), label_columns=columns, targets="labels")
+    for source in (joined, wide):
+        assert source.class_names == ("bird", "cat", "dog")
+        both = torch.cat([source.train().labels, source.eval().labels])
+        assert both.dtype == torch.float32
+        np.testing.assert_array_equal(both.numpy(), expected)
+        assert [source.train().name(n)[-5:] for n in range(5)] == [f"{n}.png" for n in range(5)]
+    assert any("1 of 5 images of the training split have no label" in note for note in joined.notes())
+    other = CSV(path=table(tmp_path, "label", ["cat"] * 8, "other.csv"), targets="labels")
+    assert other.fingerprint() != joined.fingerprint()
+
+
+def test_values_of_columns_are_their_numbers(tmp_path: Path) -> None:
+    path = table(tmp_path, "x,y", [f"{x},{y}" for x, y in VALUES])
+    source = CSV(path=path, label_columns=["x", "y"], targets="values")
+    assert (source.class_names, source.classes) == (("x", "y"), 2)
+    torch.testing.assert_close(torch.cat([source.train().labels, source.eval().labels]), torch.tensor(VALUES))
+    one = CSV(path=path, label_column="y", targets="values", val_share=None)
+    assert one.eval().labels.tolist() == [[4.0], [0.5], [-9.0]]
+
+
+@pytest.mark.parametrize("targets", ["labels", "values"])
+def test_a_share_is_held_out_of_any_targets(targets: str, tmp_path: Path) -> None:
+    names = images(tmp_path, 40)
+    cells = [";".join(LABELS[n % 2]) if targets == "labels" else str(n) for n in range(40)]
+    rows = [f"{name},{cell}" for name, cell in zip(names, cells, strict=True)]
+    (tmp_path / "all.csv").write_text("\n".join(["path,label", *rows]))
+    source = CSV(path=str(tmp_path / "all.csv"), targets=targets, val_share=0.2)
+    train, val = source.train(), source.eval()
+    assert (len(train), len(val)) == (32, 8)
+    if targets == "labels":
+        assert val.labels.sum(0).tolist() == [4, 8], "four of each kind of image"
+
+
+@pytest.mark.parametrize(
+    ("columns", "cell", "options", "expected"),
+    [
+        ("label", "high", {"targets": "values"}, "has 'high', expected a finite number; correct it"),
+        ("label", "nan", {"targets": "values"}, "has 'nan', expected a finite number"),
+        ("label", "1e99", {"targets": "values"}, "has '1e99', expected a finite number"),
+        ("a,b", "1,2", {"targets": "labels", "label_columns": ["a", "b"]}, "has '2', expected 0 or 1"),
+        ("a,b", "1,", {"targets": "labels", "label_columns": ["a", "b"]}, "has nothing in the column 'b'"),
+        ("label", "", {"targets": "values"}, "has nothing in the column 'label'"),
+        ("a,b", "1,0", {"targets": "values", "label_columns": ["a", "c"]}, "dataset.label_columns is 'c', but"),
+        ("a,b", "1,0", {"label_columns": ["a", "b"]}, "an image of task=multiclass has one class; use"),
+    ],
+)
+def test_a_cell_that_is_no_target_is_one_sentence(
+    columns: str, cell: str, options: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    cells = ["1" + ",1" * columns.count(",")] * 8
+    cells[2] = cell
+    source = CSV(path=table(tmp_path, columns, cells), **options)
+    with pytest.raises(InputError, match=expected):
+        source.prepare()
+
+
+def test_a_label_of_the_evaluation_split_alone_is_refused(tmp_path: Path) -> None:
+    source = CSV(path=table(tmp_path, "label", ["cat"] * 7 + ["cat;dog"]), targets="labels")
+    with pytest.raises(InputError, match=r"line 9 of .* has the label 'dog', which no training example has"):
+        source.prepare()
+
+
+def test_the_targets_of_a_data_set_are_those_of_the_task(tmp_path: Path) -> None:
+    words = ("dataset=csv", f"dataset.path={table(tmp_path, 'label', ['1'] * 8)}")
+    kinds = {
+        task: resolved(*words, f"task={task}").dataset.targets for task in ("multiclass", "multilabel", "regression")
+    }
+    assert kinds == {"multiclass": "classes", "multilabel": "labels", "regression": "values"}
+    with pytest.raises(InputError, match=r"the targets of dataset=digits are classes, .* of csv, fake, hf"):
+        resolved("task=regression")
+
+
+def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    images(tmp_path)
+    paths = [str(tmp_path / f"{n}.png") for n in range(8)]
+    expected = MultiLabelBinarizer(classes=["bird", "cat", "dog"]).fit_transform(LABELS)
+    columns = {"image": paths, "names": LABELS, "pair": VALUES, "one": [row[0] for row in VALUES]}
+    rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
+    named = datasets.Sequence(datasets.ClassLabel(names=["bird", "cat", "dog"]))
+    rows = rows.add_column("numbers", [[["bird", "cat", "dog"].index(name) for name in own] for own in LABELS])
+    rows = rows.cast_column("numbers", named)
+    embedded = rows.map(lambda row: row)
+    table = embedded.with_format("arrow").map(datasets.table.embed_table_storage, batched=True).with_format(None)
+    datasets.DatasetDict({"train": table, "validation": table}).save_to_disk(str(tmp_path / "saved"))
+    for column in ("names", "numbers"):
+        source = HF(path=str(tmp_path / "saved"), label_column=column, targets="labels")
+        assert source.class_names == ("bird", "cat", "dog")
+        np.testing.assert_array_equal(source.train().labels.numpy(), expected)
+    pair = HF(path=str(tmp_path / "saved"), label_column="pair", targets="values")
+    assert pair.class_names == ("pair_0", "pair_1")
+    torch.testing.assert_close(pair.eval().labels, torch.tensor(VALUES))
+    assert HF(path=str(tmp_path / "saved"), label_column="one", targets="values").class_names == ("one",)
+    with pytest.raises(InputError, match=r"row 0 of .* has the labels 1\.5, expected a list of classes"):
+        HF(path=str(tmp_path / "saved"), label_column="one", targets="labels").prepare()
+
+
+@given(
+    labels=st.lists(
+        st.lists(st.sampled_from([0.0, 1.0, -3.5, float("nan")]), min_size=2, max_size=2), min_size=2, max_size=8
+    ),
+    kind=st.sampled_from(["mixup", "cutmix"]),
+)
+def test_mixed_targets_are_shares_of_both_and_no_broken_partner_leaks(labels: list[list[float]], kind: str) -> None:
+    stored = torch.tensor(labels, dtype=torch.float64)
+    size = len(labels)
+    pictures = torch.arange(size, dtype=torch.float64).view(-1, 1, 1, 1).expand(-1, 1, 8, 8).contiguous()
+    keys = sample_keys(0, 0, torch.arange(size), MIX)
+    mix = Mix(classes=2, mixup=1.0 if kind == "mixup" else 0.0, cutmix=1.0 if kind == "cutmix" else 0.0)
+    mixed, targets = mix.apply(pictures, stored, keys)
+    broken = is_broken(stored)
+    for n in range(size - 1):
+        if broken[n]:
+            continue
+        share = 1 - (mixed[n].mean() - n).item()  # the pixels of example n are all n
+        partner = torch.zeros(2, dtype=torch.float64) if broken[n + 1] else stored[n + 1]
+        assert not targets[n].isnan().any()
+        assert share == pytest.approx(1.0) if broken[n + 1] else 0 <= share <= 1
+        torch.testing.assert_close(targets[n], stored[n] * share + partner * (1 - share), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> None:
+    cells = [";".join(own) for own in LABELS] if task == "multilabel" else [str(row[0]) for row in VALUES]
+    words = (
+        "dataset=csv",
+        "dataset.decode_size=8",
+        "model=linear",
+        "batch=4",
+        "steps=4",
+        "precision=fp64",
+        "augment=none",
+    )
+    whole = table(tmp_path, "label", cells)
+    lines = (tmp_path / "all.csv").read_text().splitlines()
+    (tmp_path / "fewer.csv").write_text("\n".join(line for line in lines if not line.startswith("6.png")))
+    job = (*words, f"task={task}", "train.eval_every=2", "optimizer.lr=1e-300")
+    fewer = train_here(tmp_path / "fewer", *job, f"dataset.path={tmp_path / 'fewer.csv'}")
+    (tmp_path / "6.png").write_bytes(b"broken")
+    skipped = train_here(tmp_path / "skipped", *job, f"dataset.path={whole}", "dataset.skip=2")
+    tags = [tag for line in records(fewer) for tag in line if tag.startswith(("loss/val", "metric/"))]
+    assert len({*tags}) == 4
+    for line, other in zip(records(fewer), records(skipped), strict=True):
+        assert {tag: line[tag] for tag in line if tag in tags} == pytest.approx(
+            {tag: other[tag] for tag in other if tag in tags}, rel=1e-12
+        )
