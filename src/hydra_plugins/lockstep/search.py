@@ -111,7 +111,7 @@ class OptunaSweeper(GridSweeper):
             ledger, score = Ledger(folder), Direction(self.study["direction"])
             identity = ledger.identity() if ledger.exists else Identity(swept=tuple(sorted(space)), direction=score)
             try:
-                study = self._open(folder, self._name(identity, space))
+                study = self._open(folder, self._name(identity, space), identity.direction)
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
                 reason = (str(error).strip() or "no reason given").splitlines()[0]
                 raise InputError(
@@ -181,7 +181,7 @@ class OptunaSweeper(GridSweeper):
         facts = str([identity.id, identity.direction, [*self.objectives], sorted(space.items())])
         return f"{self.study['study_name']}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
 
-    def _open(self, folder: Path, name: str) -> optuna.Study:
+    def _open(self, folder: Path, name: str, score: Direction) -> optuna.Study:
         import optuna
         from optuna.storages import JournalStorage
         from optuna.storages.journal import JournalFileBackend
@@ -199,7 +199,7 @@ class OptunaSweeper(GridSweeper):
             storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=name,
-            directions=[d.value for d in directions(self.objectives, Direction(self.study["direction"]))],
+            directions=[d.value for d in directions(self.objectives, score)],
             load_if_exists=True,
         )
 

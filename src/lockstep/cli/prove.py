@@ -30,6 +30,7 @@ from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Numeri
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir
 from lockstep.models.nets import sketch
+from lockstep.optim.schedule import Chain, Plateau
 from lockstep.telemetry.progress import progress
 
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
@@ -40,17 +41,18 @@ KEEP_ALL = MOST_STEPS = 1_000_000
 OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 # Those that cut state over the ranks; besides ddp, they are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
+EVALUATIONS = 5  # of a run whose scores decide its rates or its end; any other run is evaluated at its end
 # The overrides of every run, after the user's.
 COMMON = (
     "precision=fp64",
     "launcher.threads=1",
-    "train.eval_every=100%",
     "checkpoint.every=100%",
     "telemetry.interval=1",
     "logger=jsonl",
     "telemetry.samples=true",
 )
-OF_RUNS = {"steps", "epochs", "resume", "output_root", "logger.", *RUN_FOLDERS, *map(key_of, COMMON)}
+OF_RUNS = {"steps", "epochs", "resume", "output_root", "train.eval_every", "logger.", *RUN_FOLDERS}
+OF_RUNS |= {*map(key_of, COMMON)}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 EXPLANATION = (
     f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
@@ -90,6 +92,8 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     overrides = without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), everything=everything)
+    scored = job.train.patience is not None or isinstance(job.schedule, Plateau | Chain)
+    overrides += [f"train.eval_every={max(1, steps // EVALUATIONS) if scored else '100%'}"]
     with _folder_of_runs() as folder:
         _compare_all(planned, folder, overrides, steps)
 
@@ -196,6 +200,8 @@ def compare(case: Case, result: RunResult, reference: RunResult) -> tuple[list[s
     """The row of a case in the table, and whether it passes."""
     # Take the maxima of tensors: they keep a NaN, which then fails every comparison.
     losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (result, reference))
+    if len(losses) != len(expected):  # the scores have ended one of them earlier
+        return [f"{len(losses)} steps", f"of {len(expected)}", ""], False
     loss = float(((losses - expected) / expected).abs().max())
     expected_weights, weights = _flat(reference, reference.weights), _flat(result, reference.weights)
     weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())

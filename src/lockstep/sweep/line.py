@@ -13,11 +13,12 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
+from lockstep.config.options import declared
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
-from lockstep.core.monitor import Direction
+from lockstep.core.monitor import USUAL, Monitor, chosen_monitor
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import locked
@@ -56,10 +57,9 @@ def choose_folder(config: DictConfig) -> Ledger:
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     searches = config.hydra.runtime.choices["hydra/sweeper"] not in GRIDS
+    swept = _swept([*params, *config.hydra.overrides.task], searches=searches)
     identity = Identity(
-        base=_base(config),
-        swept=_swept([*params, *config.hydra.overrides.task], searches=searches),
-        words=tuple(words),
+        base=_base(config), swept=swept, words=tuple(words), direction=_monitor(config, swept).direction
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     with alone_in(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
@@ -74,11 +74,13 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     for word in config.hydra.overrides.hydra:
         if launcher in POOLS and (reason := useless.get(key_of(word))):
             raise InputError(f"{word} has no effect: {reason}; leave it out")
-    for key in ("launcher", "sweeper"):
-        if checked_direction(config.hydra[key].get("direction", Direction.maximize)) is Direction.minimize:
+    direction = _monitor(config, ()).direction
+    for word in config.hydra.overrides.hydra:
+        key, value = key_of(word), word.partition("=")[2]
+        if key.endswith(".direction") and checked_direction(value) is not direction:
             raise InputError(
-                f"hydra.{key}.direction is minimize, but the score of a job is its top-1, of which more is better; "
-                "leave it out"
+                f"{word}, but the jobs are compared by monitor={config.monitor}, whose direction is {direction}; "
+                "leave it out, or choose another score with monitor=NAME"
             )
     block, batches = config.sweep, config.hydra.sweeper.get("max_batch_size")
     contradictions = {
@@ -89,6 +91,28 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     for sentence, applies in contradictions.items():
         if applies:
             raise InputError(f"{sentence} prevents that; leave out one of them")
+
+
+def _monitor(config: DictConfig, swept: Sequence[str]) -> Monitor:
+    """The figure by which the jobs of a sweep are compared.
+
+    Raises:
+        InputError: the jobs would have different ones.
+    """
+    text, tasks = str(config.monitor), declared("task")
+    if different := {"monitor", *(["task"] if text == "auto" else [])} & {*swept}:
+        key = min(different)
+        remedy = "give all of them one monitor: monitor=loss" if key == "task" else "give it one value"
+        raise InputError(f"the jobs of a sweep are compared by one score, and {key} differs between them; {remedy}")
+    name = str(config.hydra.runtime.choices.get("task", "multiclass"))
+    names = [name, *(cls.__name__.lower() for cls in getattr(tasks.get(name), "__mro__", ()))]
+    less = [cls.__name__ for cls in declared("metric").values() if not getattr(cls, "higher_is_better", True)]
+    return chosen_monitor(
+        text,
+        task=next((known for known in names if known in USUAL), ""),
+        metrics={key: str(node["_target_"]).rpartition(".")[2] for key, node in (config.metric or {}).items()},
+        less_is_better=less,
+    )
 
 
 def _check_needs_no_figures(config: DictConfig) -> None:

@@ -94,7 +94,8 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
 
 
 def score_text(score: float | None) -> str:
-    return "" if score is None else f"{score:.2f}"
+    """A score with two digits behind the point, as percentages have, and with four digits below 1."""
+    return "" if score is None else f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
 
 
 def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -116,9 +117,11 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: D
         if record.score is not None and SEED in swept:
             others = [key for key in swept if key != SEED]
             scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
+    by_mean = sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
     return [
-        f"{words}: {statistics.mean(values):.2f} ± {statistics.stdev(values):.2f} over {len(values)} seeds"
-        for words, values in sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
+        f"{words}: {score_text(statistics.mean(values))} ± {score_text(statistics.stdev(values))} "
+        f"over {len(values)} seeds"
+        for words, values in by_mean
         if len(values) > 1
     ]
 

@@ -39,9 +39,13 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
     count, best = Counter(record.present_state for record in records), best_of(records, identity.direction)
+    best_text = ""
+    if best is not None:
+        words = " ".join(varied(best.overrides, swept))
+        best_text = f"job {best.number} with {score_text(best.score)}: {words}"
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
-        "best": f"job {best.number} with {best.score:.2f}: {' '.join(varied(best.overrides, swept))}" if best else "",
+        "best": best_text,
         "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }

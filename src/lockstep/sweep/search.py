@@ -31,10 +31,6 @@ ENDED, ERROR = "ended", "error"  # attributes of a trial
 JOURNAL = "optuna.log"
 
 
-# The score of an evaluation in `metrics.jsonl`, of the averaged weights where there are some: they decide the best.
-SCORES = ("acc/val_ema_top1", "acc/val_top1")
-
-
 def shares(jobs: int, factor: int) -> list[float]:
     """The share of its steps that each job of a round has done at the round's end; the last is 1."""
     rounds = int(math.log(jobs, factor) + 1e-9) if jobs else 0
@@ -45,7 +41,7 @@ def evaluations(ledger: Ledger, record: Record) -> list[tuple[float, float]]:
     """The evaluations of a job so far: the share of its steps that was done, and the score."""
     run = Run(ledger.folder / record.folder)
     total = run.summary.get("steps")
-    return [(step / total, score) for step, score in run.series(*SCORES)] if total else []
+    return [(step / total, score) for step, score in run.series(*run.monitor.tags)] if total else []
 
 
 def score_at(ledger: Ledger, record: Record, share: float, direction: Direction) -> float | None:
