@@ -14,6 +14,7 @@ from lockstep.config.commands import override, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.fields import problems
+from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
@@ -29,6 +30,7 @@ from lockstep.training.resolved_job import ResolvedJob
 
 MOST = 64  # rows or columns
 CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
+LINES = 4  # the most labels or values under an image
 CHARACTER = 6.5  # the usual width of a character, in pixels
 Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
 # Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.
@@ -69,7 +71,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
     drawn = io.BytesIO()
-    picture(cells, classes).save(drawn, "png")
+    picture(cells, classes, job.task.targets).save(drawn, "png")
     write_atomic(file, drawn.getvalue())
     log.show(f"wrote {file}: {len(cells)} images in epochs 1 to {epochs}, augmentation: {job.augment}")
 
@@ -98,12 +100,12 @@ def stored_pixels(images: Tensor, transforms: DeviceTransforms) -> Tensor:
     return pixels.round().clamp(0, 255).to(torch.uint8).cpu()
 
 
-def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str]) -> Image.Image:
-    """The images in rows and columns, small ones enlarged by a whole number, with their classes under them."""
+def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str], targets: str = CLASSES) -> Image.Image:
+    """The images in rows and columns, small ones enlarged by a whole number, with their targets under them."""
     present = [cell for row in cells for cell in row if cell is not None]
     height, width = present[0][0].shape[1:]
     zoom = max(1, -(-CELL // max(height, width)))
-    lines = max(len(caption(shares, classes)) for _, shares in present)
+    lines = max(len(caption(shares, classes, targets)) for _, shares in present)
     across, down = max(CELL, zoom * width) + GAP, zoom * height + lines * LINE + GAP
     sheet = Image.new("RGB", (across * len(cells[0]) + GAP, down * len(cells) + LINE + GAP), "white")
     draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
@@ -115,13 +117,19 @@ def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str]) -> I
                 pixels = cell[0] if len(cell[0]) == 3 else cell[0][:1].expand(3, -1, -1)
                 image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
                 sheet.paste(image.resize((zoom * width, zoom * height), Image.Resampling.NEAREST), (left, top))
-                texts = [text[: int(across / CHARACTER)] for text in caption(cell[1], classes)]
+                texts = [text[: int(across / CHARACTER)] for text in caption(cell[1], classes, targets)]
                 draw.multiline_text((left, top + zoom * height), "\n".join(texts), "black", font)
     return sheet
 
 
-def caption(shares: Tensor, classes: Sequence[str]) -> list[str]:
-    """The class of an image, or the two of a mixed one, with their shares in front."""
+def caption(shares: Tensor, classes: Sequence[str], targets: str = CLASSES) -> list[str]:
+    """The class of an image, or the two of a mixed one, with their shares in front; some labels; or some values."""
+    if targets != CLASSES:
+        named = [(float(share), escaped(name, keep="")) for share, name in zip(shares, classes, strict=True)]
+        if targets == VALUES:
+            return [f"{name} {value:.4g}" for value, name in named[:LINES]]
+        some = [name if share == 1 else f"{100 * share:.0f} % {name}" for share, name in named if share > 0]
+        return some[:LINES] or ["no label"]
     ordered = [(round(100 * float(shares[label])), escaped(classes[label], keep="")) for label in shares.argsort()]
     mixed = [f"{percent} % {name}" for percent, name in ordered[:-3:-1] if percent]
     return mixed if len(mixed) == 2 else [ordered[-1][1]]

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
-from lockstep.core.model_card import SIGMOID
+from lockstep.core.model_card import SIGMOID, VALUES
 from lockstep.core.safe_read import MB
 from lockstep.inference.predictor import Predictor, find_weights, load, say_which
 from lockstep.runtime.signals import listen
@@ -50,6 +50,8 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     """
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
+    if predictor.card.targets == VALUES:
+        raise InputError("the page shows classes, and this model predicts values; use `lockstep predict`")
     server = DemoServer(predictor, port)
     listen(server.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
     with server.socket:

@@ -13,6 +13,7 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
+from lockstep.cli.evaluate_others import check_outputs, evaluate_outputs, report_outputs
 from lockstep.cli.rows import csv_row
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of
@@ -21,7 +22,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model import probabilities
-from lockstep.core.model_card import TrainedInput, class_name
+from lockstep.core.model_card import CLASSES, TrainedInput, class_name
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
@@ -30,6 +31,7 @@ from lockstep.data.datasets.files import interpolated, with_sizes
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
+from lockstep.job.resolve import with_targets
 from lockstep.losses import MaskedLoss
 from lockstep.metrics import Calibration
 from lockstep.runtime.host import cores
@@ -116,10 +118,18 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
         raise InputError(f"--out is {folder}, expected a folder that exists")
     card = TrainedInput.of_card(predictor.card)
     source = with_sizes(data_of(run, overrides), card)
+    has_classes = predictor.card.targets == CLASSES
+    source = source if has_classes else with_targets(source, predictor.card.targets)
     labels = check_data(predictor, source)
     examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)
     if run is not None:
         take_threads(run)
+    if not has_classes:
+        with progress("evaluating", len(examples)) as advance:
+            outputs = evaluate_outputs(predictor, examples, advance)
+        facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
+        report_outputs(outputs, predictor, examples, folder, facts)
+        return
     with progress("evaluating", len(examples)) as advance:
         evaluation = evaluate_split(predictor, examples, advance, labels)
     _show(evaluation, predictor, split, source)
@@ -264,6 +274,8 @@ def evaluate_split(
 def check_data(predictor: Predictor, source: Source) -> Tensor:
     """The model's label of each class of a data set, by name: int64 (classes,). Raises InputError for other data."""
     card = predictor.card
+    if card.targets != CLASSES:
+        check_outputs(predictor, source)
     labels = {name: label for label, name in enumerate(card.names)}
     names = [*map(class_name, source.class_names or map(str, range(source.classes)))]
     unknown = next((f" ({name!r} is none of them)" for name in names if name not in labels), "")

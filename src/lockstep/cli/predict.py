@@ -2,8 +2,10 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.cells import cell_len, set_cell_size
@@ -12,6 +14,7 @@ from torch import Tensor
 from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
+from lockstep.core.model_card import LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
@@ -22,10 +25,23 @@ from lockstep.telemetry.progress import progress
 AT_ONCE = 32  # images in one batch of the model
 MOST = 24  # columns for the name of a class
 Results = Iterator[tuple[Path, Prediction]]
+Values = Iterator[tuple[Path, Tensor]]
+ResultT = TypeVar("ResultT")
 
 
-def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str | None, out: str | None) -> None:
-    """Print the `top` classes of each image in `files`, images and folders of images, or write them to `out`.
+def predict(
+    path: str,
+    files: Sequence[str],
+    *,
+    form: str,
+    top: int,
+    device: str | None,
+    out: str | None,
+    threshold: float | None = None,
+) -> None:
+    """Print what a model predicts for each image in `files`, images and folders of images, or write it to `out`.
+
+    Of classes these are the `top` ones, of several labels those with a probability of at least `threshold`.
 
     Raises:
         InputError: the weights cannot be loaded. Or some files are not images: it is raised after the classes of the
@@ -38,14 +54,25 @@ def predict(path: str, files: Sequence[str], *, form: str, top: int, device: str
         check_out(Path(out))
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
+    targets = predictor.card.targets
+    if threshold is not None and targets != LABELS:
+        raise InputError(f"--threshold is {threshold:g}, but this model predicts {targets}; leave it out")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise InputError(f"--threshold is {threshold:g}, expected a probability: --threshold 0.5")
     problems: list[str] = []
     paths = list(_images(files, problems))
     with progress("predicting", len(paths)) as advance:
-        results = _predictions(predictor, paths, problems, advance)
-        if form == "table":
-            lines = _table(paths, results, top, predictor.names)
+        if targets == VALUES:
+            values = _results(predictor, paths, problems, advance, predictor.values)
+            shown = {"table": _table_of_values, "csv": _csv_of_values, "json": _json_of_values}
+            lines = shown[form](values, predictor.names)
         else:
-            lines = {"csv": _csv, "json": _json}[form](results, top)
+            results = _results(predictor, paths, problems, advance, predictor.predict)
+            rows = _Rows(top, None if targets != LABELS else 0.5 if threshold is None else threshold)
+            if form == "table":
+                lines = _table(paths, results, rows, predictor.names)
+            else:
+                lines = {"csv": _csv, "json": _json}[form](results, rows)
         if out is None:
             for line in lines:
                 log.console.print(line, soft_wrap=True)
@@ -66,10 +93,25 @@ def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
             problems.append(str(error))
 
 
-def _predictions(
-    predictor: Predictor, paths: list[Path], problems: list[str], advance: Callable[[int], None]
-) -> Iterator[tuple[Path, Prediction]]:
-    """The prediction of each readable file, in order. For any other file, a sentence is added to `problems`."""
+@dataclass(frozen=True)
+class _Rows:
+    """Which classes of a prediction are shown: the first `top`, or the labels above `threshold`."""
+
+    top: int
+    threshold: float | None
+
+    def __call__(self, prediction: Prediction) -> list[tuple[int, str, float]]:
+        return prediction.top(self.top) if self.threshold is None else prediction.above(self.threshold)
+
+
+def _results(
+    predictor: Predictor,
+    paths: list[Path],
+    problems: list[str],
+    advance: Callable[[int], None],
+    predict: Callable[[Tensor], Iterable[ResultT]],
+) -> Iterator[tuple[Path, ResultT]]:
+    """What `predict` makes of each readable file, in order. For any other file, a sentence is added to `problems`."""
 
     def read(chunk: list[Path]) -> list[tuple[Path, Tensor | InputError]]:
         return [(path, _read(predictor, path)) for path in chunk]
@@ -79,7 +121,7 @@ def _predictions(
         problems += [str(image) for _, image in chunk if isinstance(image, InputError)]
         whole = [(path, image) for path, image in chunk if isinstance(image, Tensor)]
         if whole:
-            predictions = predictor.predict(torch.cat([image for _, image in whole]))
+            predictions = predict(torch.cat([image for _, image in whole]))
             yield from zip((path for path, _ in whole), predictions, strict=True)
         advance(len(chunk))
 
@@ -91,19 +133,19 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return error
 
 
-def _table(paths: Sequence[Path], results: Results, top: int, names: Sequence[str]) -> Iterator[str]:
+def _table(paths: Sequence[Path], results: Results, rows: _Rows, names: Sequence[str]) -> Iterator[str]:
     """Lines with the classes of each image, in columns, and a line with the number of images of each class."""
     width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
     name_width = min(MOST, max(map(cell_len, names)))
     for path, prediction in results:
-        cells = [(escaped(name, keep=""), 100 * share) for _, name, share in prediction.top(top)]
+        cells = [(escaped(name, keep=""), 100 * share) for _, name, share in rows(prediction)]
         classes = "  ".join(f"{set_cell_size(name, name_width)} {share:5.1f} %" for name, share in cells)
-        counts[cells[0][0]] += 1
+        counts.update([name for name, _ in cells[: None if rows.threshold is not None else 1]] or ["no label"])
         line = f"{set_cell_size(_shown(path), width)}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
         yield from [line] if fits else [_shown(path), f"  {classes}"]
-    if number := counts.total():
+    if number := len(paths) if counts else 0:
         of_classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
         yield f"{number:,} image{'s' * (number != 1)}: {of_classes}"
 
@@ -112,17 +154,36 @@ def _shown(path: Path) -> str:
     return escaped(str(path), keep="")
 
 
-def _csv(results: Results, top: int) -> Iterator[str]:
+def _csv(results: Results, rows: _Rows) -> Iterator[str]:
     yield "file,rank,label,class,probability"
     for path, prediction in results:
-        for rank, (label, name, probability) in enumerate(prediction.top(top), start=1):
+        for rank, (label, name, probability) in enumerate(rows(prediction), start=1):
             yield csv_row([str(path), rank, label, name, f"{probability:.6g}"])
 
 
-def _json(results: Results, top: int) -> Iterator[str]:
+def _json(results: Results, rows: _Rows) -> Iterator[str]:
     keys = ("label", "name", "probability")
     records = [
-        {"file": str(path), "classes": [dict(zip(keys, values, strict=True)) for values in prediction.top(top)]}
+        {"file": str(path), "classes": [dict(zip(keys, values, strict=True)) for values in rows(prediction)]}
         for path, prediction in results
+    ]
+    yield from json.dumps(records, indent=1).splitlines()
+
+
+def _table_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
+    for path, values in results:
+        cells = (f"{escaped(name, keep='')} {value:.4g}" for name, value in zip(names, values.tolist(), strict=True))
+        yield f"{_shown(path)}  {'  '.join(cells)}"
+
+
+def _csv_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
+    yield csv_row(["file", *names])
+    for path, values in results:
+        yield csv_row([str(path), *(f"{value:.6g}" for value in values.tolist())])
+
+
+def _json_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
+    records = [
+        {"file": str(path), "values": dict(zip(names, values.tolist(), strict=True))} for path, values in results
     ]
     yield from json.dumps(records, indent=1).splitlines()

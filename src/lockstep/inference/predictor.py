@@ -16,7 +16,7 @@ from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes, infinite_buffers, is_sound, probabilities
-from lockstep.core.model_card import ModelCard
+from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, RunDir, relative
@@ -61,6 +61,10 @@ class Prediction:
         order[self.label] += 1  # the first of equal ones
         best = order.topk(min(k, len(order))).indices.tolist()
         return [(label, self.names[label], float(self.probabilities[label])) for label in best]
+
+    def above(self, threshold: float) -> list[tuple[int, str, float]]:
+        """The labels with at least this probability, the most probable first: label, name and probability."""
+        return [row for row in self.top(len(self.names)) if row[2] >= threshold]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +122,14 @@ class Predictor:
             views=self.card.eval_views,
         )
 
+    def values(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
+        """The outputs for each image, float (B, outputs) on the CPU: the values of a regression, otherwise logits.
+
+        `images` are those of `predict`. Raises InputError: one is no image.
+        """
+        blocks = [self.logits(block).cpu() for block in self.stored(images).split(self.card.eval_batch) if len(block)]
+        return torch.cat(blocks) if blocks else torch.zeros(0, self.card.classes)
+
     def predict(self, images: ImageLike | Iterable[ImageLike]) -> list[Prediction]:
         """The model's prediction for each image.
 
@@ -126,8 +138,12 @@ class Predictor:
                 Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W).
 
         Raises:
-            InputError: one is no image.
+            InputError: one is no image, or the model predicts values (see `values`).
         """
+        if self.card.targets == VALUES:
+            raise InputError(
+                f"{KEY}: this model predicts values ({', '.join(self.names)}) and no classes; use Predictor.values"
+            )
         predictions: list[Prediction] = []
         stored = self.stored(images)
         for block in stored.split(self.card.eval_batch) if len(stored) else ():

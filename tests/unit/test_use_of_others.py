@@ -1,0 +1,109 @@
+"""Trained models of several labels and of values in use: evaluation, prediction and pictures."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn.metrics as reference
+import torch
+
+import lockstep
+from helpers import FAKE, train_here
+from lockstep.cli.data import caption
+from lockstep.cli.evaluate import evaluate
+from lockstep.cli.predict import predict
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+
+JOB = (*FAKE, "augment=none", "dataset.classes=3", "dataset.examples=120", "model=linear", "batch=8", "epochs=3")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
+    folder = tmp_path_factory.mktemp("runs")
+    return {task: train_here(folder / task, *JOB, f"task={task}") for task in ("multilabel", "regression")}
+
+
+def columns(run: RunDir) -> tuple[Any, Any]:
+    with (run.path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return tuple(
+        np.array([[float(row[f"{kind} {n}"]) for n in range(3)] for row in rows]) for kind in ("true", "predicted")
+    )
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_an_evaluation_has_the_scores_of_the_training_and_of_scikit_learn(
+    task: str, runs: dict[str, RunDir], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = runs[task]
+    evaluate(str(run.path), (), split="val", device="cpu", out=None)
+    facts, of_training = json.loads((run.path / "evaluation.json").read_text()), run.read_summary()["scores"]
+    assert {name: facts[name] for name in of_training} == of_training, "to the bit"
+    true, predicted = columns(run)
+    by_output: dict[str, Any] = {
+        "map": lambda y, p: reference.average_precision_score(y, p),
+        "f1": lambda y, p: reference.f1_score(y, p > 0.5, zero_division=0),
+        "mae": reference.mean_absolute_error,
+        "rmse": reference.root_mean_squared_error,
+        "r2": reference.r2_score,
+    }
+    rows = facts["labels" if task == "multilabel" else "values"]
+    assert [row["name"] for row in rows] == ["0", "1", "2"]
+    for number, row in enumerate(rows):
+        assert row["images"] == (true[:, number].sum() if task == "multilabel" else 30)
+        for metric in row.keys() - {"name", "images"}:
+            right = by_output[metric](true[:, number], predicted[:, number])
+            assert row[metric] == pytest.approx(right, rel=1e-4, abs=1e-5), metric
+    assert "30 images of Fake" in capsys.readouterr().out
+
+
+def test_a_prediction_of_labels_has_those_above_the_threshold(
+    runs: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from PIL import Image
+
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (prediction,) = lockstep.load(runs["multilabel"].path, device="cpu").predict(tmp_path / "a.png")
+    shares = sorted(prediction.probabilities.tolist(), reverse=True)
+    between = (shares[0] + shares[1]) / 2
+    assert [share for *_, share in prediction.above(between)] == shares[:1]
+    options: dict[str, Any] = {"top": 3, "device": "cpu", "out": None}
+    predict(str(runs["multilabel"].path), [str(tmp_path)], form="json", threshold=between, **options)
+    (record,) = json.loads(capsys.readouterr().out)
+    assert [row["probability"] for row in record["classes"]] == shares[:1]
+    predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=1.0, **options)
+    assert "1 image: 1 no label" in capsys.readouterr().out
+    with pytest.raises(InputError, match="--threshold is 2, expected a probability"):
+        predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=2.0, **options)
+    with pytest.raises(InputError, match=r"--threshold is 0\.5, but this model predicts values"):
+        predict(str(runs["regression"].path), [str(tmp_path)], form="table", threshold=0.5, **options)
+    predictor = lockstep.load(runs["regression"].path, device="cpu")
+    values = predictor.values(tmp_path / "a.png")[0].tolist()
+    for form, digits in (("table", ".4g"), ("csv", ".6g")):
+        predict(str(runs["regression"].path), [str(tmp_path)], form=form, **options)
+        assert all(f"{value:{digits}}" in capsys.readouterr().out for value in values[:1])
+    predict(str(runs["regression"].path), [str(tmp_path)], form="json", **options)
+    assert [*json.loads(capsys.readouterr().out)[0]["values"].values()] == values
+    with pytest.raises(InputError, match=r"predicts values \(0, 1, 2\) and no classes; use Predictor.values"):
+        predictor.predict(tmp_path / "a.png")
+
+
+def test_other_data_is_refused(runs: dict[str, RunDir]) -> None:
+    words = ("dataset=fake", "dataset.classes=4", "dataset.channels=1", "dataset.size=8")
+    for task, targets in (("multilabel", "labels"), ("regression", "values")):
+        with pytest.raises(InputError, match=f"it has the {targets} 4, expected the {targets} of the model, 0, 1, 2"):
+            evaluate(str(runs[task].path), words, split="val", device="cpu", out=None)
+
+
+def test_a_caption_has_labels_or_values() -> None:
+    names = ("cat", "dog", "bird")
+    assert caption(torch.tensor([1.0, 0.3, 0.0]), names, "labels") == ["cat", "30 % dog"]
+    assert caption(torch.zeros(3), names, "labels") == ["no label"]
+    assert caption(torch.tensor([1.5, -2.0, 0.0]), names, "values") == ["cat 1.5", "dog -2", "bird 0"]
