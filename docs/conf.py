@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = (".md", ".ipynb")
 # The documents in the order of the navigation. The first part also has those that are not named here.
 PARTS = {
-    "Training": ("docs/before", "docs/configuration", "docs/recipes", "docs/fine_tuning", "docs/use"),
+    "Training": ("docs/before", "docs/configuration", "docs/recipes", "docs/tasks", "docs/fine_tuning", "docs/use"),
     "From Python": ("docs/extending", "docs/notebook", "docs/python"),
     "How it works": ("docs/distributed", "docs/clusters", "docs/scale", "docs/reliability", "docs/performance"),
     "The project": ("CONTRIBUTING", "CHANGELOG"),

@@ -38,6 +38,7 @@ DOCUMENTS = (
     "docs/performance.md",
     "docs/reliability.md",
     "docs/scale.md",
+    "docs/tasks.md",
     "docs/use.md",
 )
 CI = (ROOT / ".ci" / "run").read_text()

@@ -53,7 +53,9 @@ def _show_groups(runs: Sequence[Run], rows: Sequence[Row]) -> None:
     table = Table("what differs", Column("score", no_wrap=True), "done", "not done", "to the best")
     for row in rows:
         settings = " ".join(f"{key}={row[key]}" for key in takewhile(lambda key: key != "score", row) if row[key])
-        score = score_text(row["score"]) + ("" if row["spread"] is None else f" ± {score_text(row['spread'])}")
+        score = score_text(row["score"]) + (
+            "" if row["spread"] is None else f" ± {score_text(row['spread'], row['score'])}"
+        )
         table.add_row(settings, score, str(row["done"]), row["not_done"], _difference(row))
     log.show_table(table)
     if any(row["low"] is not None for row in rows):

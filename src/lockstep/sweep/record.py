@@ -15,6 +15,7 @@ from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State, born
 
 SCORE, SEED = "score", "seed"
+SAMPLES = (SEED, "dataset.fold")  # keys whose jobs are samples of one setting: their scores have a mean and a spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,13 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
     return max(gains, key=gains.__getitem__, default=None)
 
 
-def score_text(score: float | None) -> str:
-    """A score with two digits behind the point, as percentages have, and with four digits below 1."""
-    return "" if score is None else f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
+def score_text(score: float | None, beside: float | None = None) -> str:
+    """A score with two digits behind the point, as percentages have, and with four digits below 1.
+
+    A spread has the digits of the mean that it is shown `beside`.
+    """
+    size = abs(score or 0.0) if beside is None else abs(beside)
+    return "" if score is None else f"{score:.2f}" if score == 0 or size >= 1 else f"{score:.4g}"
 
 
 def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -114,15 +119,16 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: D
     """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        if record.score is not None and SEED in swept:
-            others = [key for key in swept if key != SEED]
+        if record.score is not None and {*SAMPLES} & {*swept}:
+            others = [key for key in swept if key not in SAMPLES]
             scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
-    by_mean = sorted(scores.items(), key=lambda item: -direction.gain(statistics.mean(item[1])))
+    kind = "folds" if SAMPLES[1] in swept else "seeds"
+    rows = [
+        (statistics.mean(of), statistics.stdev(of), len(of), words) for words, of in scores.items() if len(of) > 1
+    ]
     return [
-        f"{words}: {score_text(statistics.mean(values))} ± {score_text(statistics.stdev(values))} "
-        f"over {len(values)} seeds"
-        for words, values in by_mean
-        if len(values) > 1
+        f"{words}: {score_text(mean)} ± {score_text(spread, mean)} over {number} {kind}"
+        for mean, spread, number, words in sorted(rows, key=lambda row: (-direction.gain(row[0]), row[3]))
     ]
 
 

@@ -17,7 +17,7 @@ from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SEED, Record
+from lockstep.sweep.record import SAMPLES, SEED, Record
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -142,7 +142,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
     direction = direction_of(runs)
-    keys = [*by] or [key for key in differing(runs) if key != SEED]
+    keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)

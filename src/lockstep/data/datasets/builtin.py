@@ -24,6 +24,7 @@ from lockstep.core.fields import choice, pathname, ranged
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
+from lockstep.data.datasets.listing import within
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,7 @@ class ArraySource(Source):
     """A data set that fits in memory."""
 
     input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    limit: float | None = ranged(None, above=0.0, most=1e9)
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
@@ -66,6 +68,9 @@ def _arrays(source: ArraySource, train: bool) -> ArraySplit:
     if images.shape != expected:
         raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
     check_labels(labels, source.classes, where)
+    if source.limit is not None:
+        chosen = torch.from_numpy(within(source.limit, [b"%d" % number for number in range(len(labels))], labels))
+        images, labels = images[chosen], labels[chosen]
     return ArraySplit(images, labels)
 
 

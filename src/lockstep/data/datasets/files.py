@@ -9,6 +9,7 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.data_protocols import Source, Split
@@ -17,7 +18,7 @@ from lockstep.core.fields import choice, ranged
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
-from lockstep.data.datasets.listing import Files, Member
+from lockstep.data.datasets.listing import Files, Member, folded, held_out, within
 
 AUTO = "auto"
 SIZES = ("decode_size", "input_size", "crop")
@@ -192,9 +193,37 @@ class FileSource(PhotoSource):
     crop_from: str = choice("square", "square", "file")
     skip: int = ranged(0, least=0, most=1_000_000_000)
     val_share: float | None = ranged(None, above=0.0, below=1)
+    folds: int | None = ranged(None, least=2, most=1000)
+    fold: int | None = ranged(None, least=0, most=999)
+    limit: float | None = ranged(None, above=0.0, most=1e9)
 
     mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # ImageNet's
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
+
+    def __post_init__(self) -> None:
+        folds = self.folds
+        if folds is None and self.fold is not None:
+            raise InputError(f"dataset.fold is {self.fold}, but dataset.folds is null; add dataset.folds=5")
+        if folds is not None and (self.fold is None or self.fold >= folds):
+            every = ",".join(map(str, range(folds))) if folds <= CLASSES_NAMED else f"0,1,...,{folds - 1}"
+            raise InputError(
+                f"dataset.fold is {'null' if self.fold is None else self.fold}, expected a fold from 0 to "
+                f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"
+            )
+        if folds is not None and self.val_share is not None:
+            raise InputError("dataset.folds and dataset.val_share both choose the evaluation split; leave out one")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the evaluation split is cut from the training split."""
+        return self.val_share is not None or self.folds is not None
+
+    def cut(self, whole: Files, names: NDArray[np.bytes_]) -> tuple[Files, Files]:
+        """The training and the evaluation split of files with these names. Raises InputError."""
+        if self.folds is not None and self.fold is not None:
+            return folded(whole, names, self.folds, self.fold)
+        assert self.val_share is not None
+        return held_out(whole, names, self.val_share)
 
     @property
     def place(self) -> Hashable:
@@ -230,8 +259,15 @@ class FileSource(PhotoSource):
     def listings(self) -> tuple[Files, Files]:
         """The files of both splits, listed once per process. Raises InputError."""
         if self.place not in LISTINGS:
-            LISTINGS[self.place] = self.list_files()
+            train, val = self.list_files()
+            LISTINGS[self.place] = self._limited(train), self._limited(val)
         return LISTINGS[self.place]
+
+    def _limited(self, files: Files) -> Files:
+        if self.limit is None:
+            return files
+        names = [key if isinstance(key, bytes) else str(key).encode() for key in files.keys.tolist()]
+        return files.part(within(self.limit, names, files.labels))
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         train, val = self.listings()
@@ -239,14 +275,15 @@ class FileSource(PhotoSource):
 
     def notes(self) -> list[str]:
         train, val = self.listings()
-        return [*train.notes, *val.notes, *class_notes(val.classes, train.labels, val.labels)]
+        part = "" if self.limit is None else f"{self.limit:.0%}" if self.limit <= 1 else f"{self.limit:,.0f} images"
+        limit = [f"dataset.limit leaves {part} of each split: a first try"] if part else []
+        return [*train.notes, *val.notes, *limit, *class_notes(val.classes, train.labels, val.labels)]
 
     def refuse_val_share(self, split: str, remedy: str) -> None:
         """Raise InputError if a share is to be held out, although there is a split to evaluate."""
-        if self.val_share is not None:
-            raise InputError(
-                f"dataset.val_share is {self.val_share:g}, but {split} too; leave out dataset.val_share, or {remedy}"
-            )
+        for key, value in (("val_share", self.val_share), ("folds", self.folds)):
+            if value is not None:
+                raise InputError(f"dataset.{key} is {value:g}, but {split} too; leave out dataset.{key}, or {remedy}")
 
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, self.image_shape[1], self.skip)

@@ -21,7 +21,7 @@ from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import Files, as_names, held_out, in_folder, in_order
+from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
 
 SUFFIXES = frozenset(
     [
@@ -49,7 +49,7 @@ class Folder(FileSource):
     def list_files(self) -> tuple[Files, Files]:
         train, val = Path(self.path, self.train_folder), Path(self.path, self.val_folder)
         scan_split(train)  # raises if there is no such folder
-        if self.val_share is None:
+        if not self.is_cut:
             if not val.is_dir():
                 others = (name for part in VAL for name in _subfolders(Path(self.path)) if part in name.lower())
                 remedy = f"name the one of the validation split with dataset.val_folder={next(others, 'NAME')}"
@@ -59,7 +59,7 @@ class Folder(FileSource):
         if val.exists():
             self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
         whole = list_split(train, train)
-        return held_out(whole, whole.keys, self.val_share)
+        return self.cut(whole, whole.keys)
 
 
 @option("dataset", "imagenet")

@@ -22,7 +22,8 @@ from lockstep.core.model_card import class_name
 OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
 LARGEST = 3e38  # a value in float32
-SHARE_KEY = b"lockstep val_share"  # the key of the hash that decides which files are held out
+# The keys of the hashes that decide which files are held out, which fold they are of, and which a limit leaves.
+SHARE_KEY, FOLD_KEY, LIMIT_KEY = b"lockstep val_share", b"lockstep folds", b"lockstep limit"
 # Numbers that number no class. A table often has one of them where a label is missing.
 NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
 
@@ -125,6 +126,50 @@ def held_out(files: Files, names: NDArray[np.bytes_], share: float) -> tuple[Fil
     if not evaluated.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
     return files.part(~evaluated), replace(files.part(evaluated), notes=())
+
+
+def ranked(names: Sequence[bytes], labels: Tensor, key: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rank of each example among those of its stratum, by a hash of its name, and their number: (N,) each.
+
+    The rank follows from the names alone, so an example that is added moves the others by one at most. Examples of
+    one name have one rank.
+    """
+    digests = np.array([hashlib.blake2b(name, digest_size=16, key=key).digest() for name in names], dtype="S16")
+    rank, count = np.zeros((2, len(names)), dtype=np.int64)
+    strata = strata_of(labels).numpy()
+    for stratum in np.unique(strata):
+        own = np.flatnonzero(strata == stratum)
+        hashes, rank[own] = np.unique(digests[own], return_inverse=True)
+        count[own] = len(hashes)
+    return rank, count
+
+
+def folded(files: Files, names: NDArray[np.bytes_], folds: int, fold: int) -> tuple[Files, Files]:
+    """Divide files for cross-validation: those of the other folds, and those of `fold`.
+
+    Each stratum (see `strata_of`) is cut in the order of the hashes of its names, so the folds have as many of it,
+    within one, and a file that is added moves at most one other over each of the cuts.
+
+    Raises:
+        InputError: a fold would have no file of a class.
+    """
+    rank, count = ranked(names.tolist(), files.labels, FOLD_KEY)
+    if files.labels.ndim == 1 and (count < folds).any():
+        label = int(files.labels[int(count.argmin())])
+        raise InputError(
+            f"dataset.folds is {folds}, but the class {files.classes[label]} has {count.min()} images, so a fold "
+            f"would have none; use dataset.folds={max(2, count.min())} or fewer, or leave out the class"
+        )
+    chosen = ((rank + 1) * folds - 1) // count == fold
+    return files.part(~chosen), replace(files.part(chosen), notes=())
+
+
+def within(limit: float, names: Sequence[bytes], labels: Tensor) -> NDArray[np.bool_]:
+    """Which examples a limit leaves, bool (N,): a share up to 1, or a number; at least one of each stratum."""
+    rank, count = ranked(names, labels, LIMIT_KEY)
+    share = limit if limit <= 1 else limit / max(1, len(names))
+    chosen: NDArray[np.bool_] = rank < np.maximum(1, np.floor(share * count + 0.5))
+    return chosen
 
 
 def strata_of(labels: Tensor) -> Tensor:

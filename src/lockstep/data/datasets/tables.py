@@ -25,7 +25,6 @@ from lockstep.data.datasets.listing import (
     as_numbers,
     as_shares,
     classes_of,
-    held_out,
     in_folder,
     in_order,
     option_of,
@@ -77,9 +76,9 @@ class CSV(FileSource):
         where = f"the column {self.split_column!r} of {self.path}"
         train = option_of(by_split, self.train_split, where, key="train_split")
         classes = self._classes(train)
-        if self.val_share is not None:
+        if self.is_cut:
             whole = self._listing(train, classes, notes)
-            return held_out(whole, whole.keys, self.val_share)
+            return self.cut(whole, whole.keys)
         val = option_of(by_split, self.val_split, where, key="val_split")
         other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
@@ -176,7 +175,7 @@ class CSV(FileSource):
         """The numbers of the columns of the path, the labels and (without `val_share`) the split."""
         key = "label_columns" if self.label_columns else "label_column"
         columns = [("path_column", self.path_column), *((key, name) for name in self._columns_of_labels)]
-        if self.val_share is None:
+        if not self.is_cut:
             columns.append(("split_column", self.split_column))
         elif self.split_column in names:
             self.refuse_val_share(
@@ -228,11 +227,11 @@ class HF(FileSource):
         names = self._labels(table)
         classes = self._classes(table, names)
         train = self._members(table, self.train_split, names, classes)
-        if self.val_share is not None:
+        if self.is_cut:
             if self.val_split in splits:
                 split = f"{self.path} has the split {self.val_split!r}"
                 self.refuse_val_share(split, "name none with dataset.val_split=none")
-            return held_out(train, as_names(map(str, range(len(train)))), self.val_share)
+            return self.cut(train, as_names(map(str, range(len(train)))))
         val = option_of(splits, self.val_split, self.path, key="val_split")
         return train, self._members(val, self.val_split, self._labels(val), classes)
 

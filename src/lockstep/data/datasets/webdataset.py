@@ -18,7 +18,7 @@ from lockstep.core.safe_read import opened
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
-from lockstep.data.datasets.listing import Files, as_labels, as_names, classes_of, held_out
+from lockstep.data.datasets.listing import Files, as_labels, as_names, classes_of
 
 LABEL_BYTES = 1000
 
@@ -63,12 +63,12 @@ class WebDataset(FileSource):
         train = self._labels("train_shards", self.train_shards, left_out)
         images = list(train)
         classes = classes_of([*train.values()], lambda index: str(images[index]), gaps=True)
-        if self.val_share is not None:
+        if self.is_cut:
             if val_shards := self._shards(self.val_shards):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
             whole = _members(train, classes, left_out_note(Path(self.path), left_out))
-            return held_out(whole, as_names(image.key for image in images), self.val_share)
+            return self.cut(whole, as_names(image.key for image in images))
         val = self._labels("val_shards", self.val_shards, left_out)
         return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
 
