@@ -142,6 +142,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
         "torchrun --standalone --nproc-per-node 2 train.py epochs=2",
         "python train.py experiment=cifar10_resnet34_modern",
         "python train.py experiment=mnist_tutorial seed=1",
+        "python train.py train.patience=3 epochs=100",
         "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
         "model.pretrained=true",
         "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true",
@@ -160,7 +161,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     # test_course.py runs them, and the photos are there before the first command.
     is_a_script: (
         *(f"python docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("pitfall_*.py")),
-        *("python docs/photos.py", "python docs/course/figures.py"),
+        *("python docs/photos.py", "python docs/digits.py", "python docs/course/figures.py"),
     ),
     # The environment is not installed here; test_course.py types the second, and test_slurm.py the third.
     bool: (
@@ -174,10 +175,11 @@ ELSEWHERE = {text: check for check, texts in CHECKS.items() for text in texts}
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything of this one but its outputs and data, and some photos."""
+    """A folder with everything of this one but its outputs and data, and some photos and digits."""
     folder = tmp_path_factory.mktemp("checkout")
-    done = forked(str(ROOT / "docs" / "photos.py"), cwd=folder)
-    assert done.code == 0, done.err
+    for script in ("photos.py", "digits.py"):
+        done = forked(str(ROOT / "docs" / script), cwd=folder)
+        assert done.code == 0, done.err
     (folder / "flowers").symlink_to(folder / "photos" / "train")
     for name in ("train.py", "conf", "src", "pyproject.toml"):
         (folder / name).symlink_to(ROOT / name)
