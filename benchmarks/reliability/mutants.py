@@ -90,8 +90,8 @@ checkpoint/files.py: the optimizer's state is not hashed before it is used [chec
 - if digest != digests[name]:
 + if digest != digests[name] and name != STATE:
 checkpoint/files.py: the worst checkpoint stays in the place of the best one [checkpoint]
-- key=lambda path: -scores[path]
-+ key=lambda path: scores[path]
+- key=lambda path: -gains[path]
++ key=lambda path: gains[path]
 training/trainer.py: replicas are not compared when a checkpoint is saved between log points [trainer]
 - if not self.plan.due("log", self.progress.step):
 + if self.plan.due("log", self.progress.step):
@@ -145,8 +145,8 @@ training/trainer.py: the model that is not averaged counts in the metrics and pr
 - decides=ema is None)
 + decides=True)
 training/trainer.py: a checkpoint that is overdue by the clock is not saved [trainer]
-- if improved or overdue or self.plan.due
-+ if improved or self.plan.due
+- if improved or overdue or ends or self.plan.due
++ if improved or ends or self.plan.due
 training/evaluate.py: an example is named by the number of another one on several ranks [evaluate]
 - ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
 + (done - 1 + loader.world.rank * loader.world.size) * loader.eval_batch
@@ -237,7 +237,7 @@ training/train_step.py: the gradient norm is measured a step after the log point
 - self.state, self.plan.due("log", shard.step)
 + self.state, self.plan.due("log", shard.step - 1)
 training/train_state.py: a resume loses the figures of the evaluation that was saved last [metrics]
-- self.step if self.score is None else self.step + 0.5
+- self.step + 0.5 if self.is_evaluated else self.step
 + self.step
 training/resolved_job.py: a resume may have other images [fingerprint]
 -         **job.dataset.fingerprint(),
