@@ -13,7 +13,7 @@ import torch
 from rich.table import Column, Table
 from torch import Tensor
 
-from lockstep.cli.evaluate_others import check_outputs, evaluate_outputs, report_outputs
+from lockstep.cli.evaluate_others import check_outputs, evaluate_blocks, evaluate_outputs, report_outputs
 from lockstep.cli.rows import csv_row
 from lockstep.config import components, composition
 from lockstep.config.commands import key_of
@@ -28,17 +28,13 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
 from lockstep.data.datasets.files import interpolated, with_sizes
-from lockstep.data.loading.loaders import Streaming
-from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
+from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.job.resolve import with_targets
-from lockstep.losses import MaskedLoss
 from lockstep.metrics import Calibration
 from lockstep.runtime.host import cores
 from lockstep.scores import Block, EvaluationObserver, Scores
-from lockstep.tasks import Multiclass
 from lockstep.telemetry.progress import progress
-from lockstep.training.evaluate import evaluate as evaluate_model
 from lockstep.training.predictions import counts_by_class
 
 KEYS = ("dataset", "data_root")  # what an override may change
@@ -239,31 +235,13 @@ def evaluate_split(
     """
     card, world = predictor.card, World.solo(predictor.device)
     labels = split.labels if model_labels is None else model_labels[split.labels]
-    loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
-    loader = EvalLoader(
-        world=world,
-        eval_batch=card.eval_batch,
-        eval_labels=labels.to(world.device, copy=True),  # the loader marks broken images in them
-        eval_feed=Streaming(workers=cores() if split.images is None else 0).feed(split, world),
-        skip=split.skip,
-    )
     scores = Scores({"calibration": Calibration()}, card.classes, card.names, world, card.probabilities)
     predictions = PredictedClasses(card.probabilities, advance)
-    figures = evaluate_model(
-        predictor.model,
-        task=Multiclass(),
-        loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
-        loader=loader,
-        transforms=predictor.transforms,
-        precision=predictor.precision,
-        world=world,
-        views=card.eval_views,
-        observers=(scores, predictions),
-    )
+    marked, figures = evaluate_blocks(predictor, split, labels, (scores, predictions))
     predicted, shares = (torch.cat(parts) for parts in zip(*predictions.blocks, strict=True))
     return Evaluation(
         names=predictor.names,
-        labels=loader.eval_labels.cpu(),
+        labels=marked,
         predicted=predicted,
         probabilities=shares,
         calibration_error=100 * scores.compute()["calibration"],

@@ -1,7 +1,7 @@
 """`lockstep evaluate` for models of several labels or of values: the scores of their task, and a table by output."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken, probabilities
-from lockstep.core.model_card import LABELS, VALUES, class_name
+from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.core.monitor import figure_text
+from lockstep.core.protocols import Task
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
@@ -27,10 +28,10 @@ from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
 from lockstep.runtime.host import cores
 from lockstep.scores import Block, EvaluationObserver, Scores
-from lockstep.tasks import Multilabel, Regression
+from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.training.evaluate import evaluate
 
-TASKS = {LABELS: Multilabel(), VALUES: Regression()}
+TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,19 +59,40 @@ class Collected(EvaluationObserver):
         self.advance(len(block.labels))
 
 
-def evaluate_outputs(predictor: Predictor, split: Split, advance: Callable[[int], None]) -> Outputs:
-    """Evaluate a model on every example of a split, in the same blocks as during its training."""
+def evaluate_blocks(
+    predictor: Predictor, split: Split, labels: Tensor, observers: Sequence[EvaluationObserver]
+) -> tuple[Tensor, Mapping[str, float]]:
+    """Evaluate a model on every example of a split, in the same blocks as during its training.
+
+    Returns the `labels` of the split, where broken images are marked, and the loss and the scores of the task.
+    """
     card, world = predictor.card, World.solo(predictor.device)
-    task = TASKS[card.targets]
-    loss = components.build("loss", card.loss).build(card.classes, split.labels).to(world.device)
+    loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
     loader = EvalLoader(
         world=world,
         eval_batch=card.eval_batch,
-        eval_labels=split.labels.to(world.device, copy=True),  # the loader marks broken images in them
+        eval_labels=labels.to(world.device, copy=True),  # the loader marks broken images in them
         eval_feed=Streaming(workers=cores() if split.images is None else 0).feed(split, world),
         skip=split.skip,
     )
-    nodes = {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in task.metrics}
+    figures = evaluate(
+        predictor.model,
+        task=TASKS[card.targets],
+        loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
+        loader=loader,
+        transforms=predictor.transforms,
+        precision=predictor.precision,
+        world=world,
+        views=card.eval_views,
+        observers=observers,
+    )
+    return loader.eval_labels.cpu(), figures
+
+
+def evaluate_outputs(predictor: Predictor, split: Split, advance: Callable[[int], None]) -> Outputs:
+    """The scores and predictions of a model for every example of a split."""
+    card, world = predictor.card, World.solo(predictor.device)
+    nodes = {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in TASKS[card.targets].metrics}
     by_output = {name: {**node, "average": "none"} for name, node in nodes.items() if "average" in node}
     scores, scores_by_output = (
         Scores(
@@ -84,19 +106,10 @@ def evaluate_outputs(predictor: Predictor, split: Split, advance: Callable[[int]
         for chosen in (nodes, by_output)
     )
     predictions = Collected(card.probabilities, advance)
-    figures = evaluate(
-        predictor.model,
-        task=task,
-        loss=MaskedLoss(loss, tolerates_broken=split.skip > 0),
-        loader=loader,
-        transforms=predictor.transforms,
-        precision=predictor.precision,
-        world=world,
-        views=card.eval_views,
-        observers=(scores, scores_by_output, predictions),
-    )
+    observers = (scores, scores_by_output, predictions)
+    labels, figures = evaluate_blocks(predictor, split, split.labels, observers)
     return Outputs(
-        labels=loader.eval_labels.cpu(),
+        labels=labels,
         predictions=torch.cat(predictions.blocks),
         scores={**figures, **scores.compute(), **scores_by_output.compute()},
     )
