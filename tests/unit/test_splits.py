@@ -16,7 +16,8 @@ from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import Crop, FileSplit, check_labels
+from lockstep.data.datasets.files import Crop, FileSplit
+from lockstep.data.datasets.targets import check_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
 

@@ -23,7 +23,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, ranged
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
+from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit
+from lockstep.data.datasets.targets import check_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,7 @@ def _arrays(source: ArraySource, train: bool) -> ArraySplit:
     expected = (len(labels), *source.image_shape)
     if images.shape != expected:
         raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
-    check_labels(labels, source.classes, where)
+    check_labels(labels, source.classes, where, source.targets)
     return ArraySplit(images, labels)
 
 
