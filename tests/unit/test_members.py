@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import shutil
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.preprocessing import MultiLabelBinarizer
 
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import HF, WebDataset
@@ -86,7 +89,7 @@ def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     [
         ({"a__png": b"x"}, r"train-2.tar:a.png has no label, expected a.cls beside it"),
         ({"a__png": b"x", "a__PNG": b"x", "a__cls": b"1"}, r"train-2\.tar has two images a\.png, expected one"),
-        ({"a__png": b"x", "a__cls": b"\xff\xfe"}, "train-2.tar cannot be indexed"),
+        ({"a__png": b"x", "a__cls": b"\xff\xfe"}, "train-2.tar:a.cls is no label"),
     ],
 )
 def test_a_shard_that_does_not_fit_is_named(shards: Path, files: dict[str, bytes], sentence: str) -> None:
@@ -109,6 +112,116 @@ def test_a_compressed_shard_and_a_class_only_to_evaluate_are_refused(shards: Pat
 def test_a_pattern_that_names_no_shard_is_one_sentence(shards: Path, pattern: str) -> None:
     with pytest.raises(InputError, match=f"there is no {re.escape(pattern)} in"):
         WebDataset(path=str(shards), train_shards=pattern).prepare()
+
+
+LABELS = [["cat", "dog"], ["dog"], [], ["bird", "cat"]]
+
+
+def npy(cells: Any) -> bytes:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array(cells))
+    return buffer.getvalue()
+
+
+def labelled(folder: Path, suffix: str, labels: list[bytes]) -> str:
+    """A shard of images with these label files, to train on and to evaluate."""
+    images = {f"{number}__png": png(number) for number in range(len(labels))}
+    for split in ("train", "val"):
+        files = {f"{number}__{suffix}": label for number, label in enumerate(labels)}
+        shard(folder / f"{split}.tar", **images, **files)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "stored", "options", "names"),
+    [
+        ("cls", [" ; ".join(own).encode() for own in LABELS], {}, ["bird", "cat", "dog"]),
+        ("txt", [",".join(own).encode() for own in LABELS], {"label_separator": ","}, ["bird", "cat", "dog"]),
+        ("json", [json.dumps(own).encode() for own in LABELS], {}, ["bird", "cat", "dog"]),
+        (
+            "json",
+            [json.dumps({"of": own}).encode() for own in LABELS],
+            {"label_keys": ["of"]},
+            ["bird", "cat", "dog"],
+        ),
+        ("json", None, {"label_keys": ["bird", "cat", "dog"]}, ["bird", "cat", "dog"]),
+        ("json", b"list", {}, ["label_0", "label_1", "label_2"]),
+        ("npy", b"npy", {}, ["label_0", "label_1", "label_2"]),
+    ],
+)
+def test_labels_beside_an_image_are_those_of_scikit_learn(
+    suffix: str, stored: Any, options: dict[str, Any], names: list[str], tmp_path: Path
+) -> None:
+    expected = MultiLabelBinarizer(classes=["bird", "cat", "dog"]).fit_transform(LABELS)
+    if stored is None:
+        stored = [json.dumps(dict(zip(names, row, strict=True))).encode() for row in expected.tolist()]
+    elif isinstance(stored, bytes):
+        stored = [
+            npy(row) if stored == b"npy" else json.dumps(row.astype(float).tolist()).encode() for row in expected
+        ]
+    source = WebDataset(path=labelled(tmp_path, suffix, stored), label=suffix, targets="labels", **options)
+    assert source.class_names == tuple(names)
+    assert source.train().labels.dtype == torch.float32
+    np.testing.assert_array_equal(source.eval().labels.numpy(), expected)
+    assert "1 of 4 images of the training split have no label" in source.notes()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "write", "options", "names"),
+    [
+        ("cls", lambda row: ";".join(map(str, row)).encode(), {}, ("value_0", "value_1")),
+        ("json", lambda row: json.dumps(row).encode(), {}, ("value_0", "value_1")),
+        ("npy", npy, {}, ("value_0", "value_1")),
+        ("json", lambda row: json.dumps({"x": row[0], "y": row[1]}).encode(), {"label_keys": ["x", "y"]}, ("x", "y")),
+    ],
+)
+def test_values_beside_an_image_are_its_numbers(
+    suffix: str, write: Any, options: dict[str, Any], names: tuple[str, ...], tmp_path: Path
+) -> None:
+    values = [[1.5, -2.0], [0.0, 3.25], [1e-3, 7.0]]
+    source = WebDataset(
+        path=labelled(tmp_path, suffix, [*map(write, values)]), label=suffix, targets="values", **options
+    )
+    assert source.class_names == names
+    torch.testing.assert_close(source.train().labels, torch.tensor(values), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "label", "options", "sentence"),
+    [
+        (
+            "json",
+            b"[1, NaN]",
+            {"targets": "values"},
+            r"train\.tar:1\.png has nan for 'value_1', expected a finite number",
+        ),
+        ("json", b"[1]", {"targets": "values"}, "has 1 number, expected 2, as the first example to train on has"),
+        ("json", b"{", {}, r"train\.tar:1\.json is no label \(Expecting property"),
+        ("json", b"[" * 9999, {}, r"train\.tar:1\.json is no label"),
+        ("json", b"[0, 1]", {}, r"has the label \[0, 1\], expected a class; correct it, or use task=multilabel"),
+        ("json", b'{"y": 1}', {"label_keys": ["x"]}, r"dataset\.label_keys: .*1\.json has no 'x'; name a field"),
+        ("json", b"[[1], 2]", {"targets": "labels"}, r"has the labels \[\[1\], 2\], expected a list of classes"),
+        ("npy", npy([1, 2]), {"targets": "labels"}, "has 2.0 for 'label_1', expected 0 or 1"),
+        ("npy", npy(["a", "b"]), {"targets": "values"}, r"1\.npy is no label \(Cannot cast"),
+        ("npy", npy(np.array([None])), {"targets": "values"}, r"1\.npy is no label \(Object arrays cannot be loaded"),
+        ("npy", b"no", {"targets": "values"}, r"1\.npy is no label"),
+        ("cls", b"x" * 2**21, {"targets": "labels"}, r"1\.cls is no label \(it has more than 1,048,576 bytes\)"),
+    ],
+)
+def test_a_file_that_is_no_label_is_one_sentence(
+    suffix: str, label: bytes, options: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    first = {"json": b"[0.0, 1.0]" if "targets" in options else b"1", "npy": npy([0, 1]), "cls": b"1"}[suffix]
+    if "label_keys" in options:
+        first = b'{"x": 1}'
+    source = WebDataset(path=labelled(tmp_path, suffix, [first, label]), label=suffix, **options)
+    with pytest.raises(InputError, match=sentence):
+        source.prepare()
+
+
+def test_fields_of_what_is_no_json_are_refused() -> None:
+    with pytest.raises(InputError, match=r"dataset\.label_keys names fields of JSON, .* use dataset\.label=json"):
+        WebDataset(path="shards", label_keys=["x"])
 
 
 def test_shards_that_webdataset_wrote_are_read(tmp_path: Path) -> None:

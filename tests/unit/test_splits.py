@@ -20,8 +20,9 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import Crop, FileSplit, check_labels
+from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.targets import check_labels
 from lockstep.sweep.record import Record, seeds_together
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)

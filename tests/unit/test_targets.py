@@ -12,12 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from sklearn.preprocessing import MultiLabelBinarizer
+from torch import Tensor
 
 from helpers import records, resolved, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
 from lockstep.data.datasets.tables import CSV, HF
+from lockstep.data.datasets.targets import check_labels, class_notes
+from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
 
 LABELS = [["cat", "dog"], ["dog"], [], ["bird"], ["cat"], ["bird", "cat"], ["dog"], ["cat"]]
@@ -82,10 +85,10 @@ def test_a_share_is_held_out_of_any_targets(targets: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("columns", "cell", "options", "expected"),
     [
-        ("label", "high", {"targets": "values"}, "has 'high', expected a finite number; correct it"),
-        ("label", "nan", {"targets": "values"}, "has 'nan', expected a finite number"),
-        ("label", "1e99", {"targets": "values"}, "has '1e99', expected a finite number"),
-        ("a,b", "1,2", {"targets": "labels", "label_columns": ["a", "b"]}, "has '2', expected 0 or 1"),
+        ("label", "high", {"targets": "values"}, "has .high. for .label., expected a finite number; correct it"),
+        ("label", "nan", {"targets": "values"}, "has .nan. for .label., expected a finite number"),
+        ("label", "1e99", {"targets": "values"}, "has .1e99. for .label., expected a finite number"),
+        ("a,b", "1,2", {"targets": "labels", "label_columns": ["a", "b"]}, "has .2. for .b., expected 0 or 1"),
         ("a,b", "1,", {"targets": "labels", "label_columns": ["a", "b"]}, "has nothing in the column 'b'"),
         ("label", "", {"targets": "values"}, "has nothing in the column 'label'"),
         ("a,b", "1,0", {"targets": "values", "label_columns": ["a", "c"]}, "dataset.label_columns is 'c', but"),
@@ -118,29 +121,105 @@ def test_the_targets_of_a_data_set_are_those_of_the_task(tmp_path: Path) -> None
         resolved("task=regression")
 
 
+def saved(folder: Path, **columns: Any) -> str:
+    """A table of eight images with these columns, written by `save_to_disk`."""
+    datasets = pytest.importorskip("datasets")
+    images(folder)
+    pixels = [{"bytes": (folder / f"{n}.png").read_bytes(), "path": None} for n in range(8)]
+    features = {name: feature for name, (_, feature) in columns.items() if feature is not None}
+    rows = datasets.Dataset.from_dict({"image": pixels, **{name: cells for name, (cells, _) in columns.items()}})
+    for name, feature in {"image": datasets.Image(), **features}.items():
+        rows = rows.cast_column(name, feature)
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(folder / "saved"))
+    return str(folder / "saved")
+
+
 def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    images(tmp_path)
-    paths = [str(tmp_path / f"{n}.png") for n in range(8)]
-    expected = MultiLabelBinarizer(classes=["bird", "cat", "dog"]).fit_transform(LABELS)
-    columns = {"image": paths, "names": LABELS, "pair": VALUES, "one": [row[0] for row in VALUES]}
-    rows = datasets.Dataset.from_dict(columns).cast_column("image", datasets.Image())
-    named = datasets.Sequence(datasets.ClassLabel(names=["bird", "cat", "dog"]))
-    rows = rows.add_column("numbers", [[["bird", "cat", "dog"].index(name) for name in own] for own in LABELS])
-    rows = rows.cast_column("numbers", named)
-    embedded = rows.map(lambda row: row)
-    table = embedded.with_format("arrow").map(datasets.table.embed_table_storage, batched=True).with_format(None)
-    datasets.DatasetDict({"train": table, "validation": table}).save_to_disk(str(tmp_path / "saved"))
-    for column in ("names", "numbers"):
-        source = HF(path=str(tmp_path / "saved"), label_column=column, targets="labels")
-        assert source.class_names == ("bird", "cat", "dog")
+    names = ["bird", "cat", "dog"]
+    expected = MultiLabelBinarizer(classes=names).fit_transform(LABELS)
+    path = saved(
+        tmp_path,
+        names=(LABELS, None),
+        numbers=([[*map(names.index, own)] for own in LABELS], datasets.Sequence(datasets.ClassLabel(names=names))),
+        floats=(expected.astype(float).tolist(), None),
+        bools=(expected.astype(bool).tolist(), None),
+        fixed=(expected.tolist(), datasets.Sequence(datasets.Value("int64"), length=3)),
+        pair=(VALUES, None),
+        one=([row[0] for row in VALUES], None),
+    )
+    for column in ("names", "numbers", "floats", "bools", "fixed"):
+        source = HF(path=path, label_column=column, targets="labels")
+        numbered = tuple(f"{column}_{number}" for number in range(3))
+        assert source.class_names == (tuple(names) if column in ("names", "numbers") else numbered)
         np.testing.assert_array_equal(source.train().labels.numpy(), expected)
-    pair = HF(path=str(tmp_path / "saved"), label_column="pair", targets="values")
+    pair = HF(path=path, label_column="pair", targets="values")
     assert pair.class_names == ("pair_0", "pair_1")
     torch.testing.assert_close(pair.eval().labels, torch.tensor(VALUES))
-    assert HF(path=str(tmp_path / "saved"), label_column="one", targets="values").class_names == ("one",)
-    with pytest.raises(InputError, match=r"row 0 of .* has the labels 1\.5, expected a list of classes"):
-        HF(path=str(tmp_path / "saved"), label_column="one", targets="labels").prepare()
+    assert HF(path=path, label_column="one", targets="values").class_names == ("one",)
+
+
+def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) -> None:
+    columns = {
+        "one": [float(n) for n in range(8)],
+        "gap": [1.0, None, *[1.0] * 6],
+        "ragged": [[1.0, 0.0], [1.0], *[[0.0, 1.0]] * 6],
+        "vector": [[0, 1, 0]] * 8,
+        "none": [[]] * 8,
+        "texts": ["high"] * 8,
+    }
+    path = saved(tmp_path, **{name: (cells, None) for name, cells in columns.items()})
+    for column, targets, sentence in (
+        ("one", "labels", r"row 0 of .* has the labels 0\.0, expected a list of classes"),
+        ("one", "classes", r"row 0 of .* has the label 0\.0, expected a class; .* task=regression"),
+        ("gap", "values", "row 1 of train in .* has None for 'gap', expected a finite number"),
+        ("ragged", "labels", "row 1 of .* has 1 number, expected 2"),
+        ("vector", "labels", r"row 0 of .* has the labels 0, 1, 0, expected each class once; .* store floats"),
+        ("none", "labels", "none of the 8 training examples has a label, the first is row 0"),
+        ("texts", "values", "row 0 of .* has 'high' for 'texts', expected a finite number"),
+    ):
+        with pytest.raises(InputError, match=sentence):
+            HF(path=path, label_column=column, targets=targets).prepare()
+
+
+@pytest.mark.parametrize(
+    ("labels", "targets", "sentence"),
+    [
+        (
+            torch.tensor([[0.0, 1.0], [0.5, 1.5]]),
+            "labels",
+            r"example 1 of .* \[0\.5, 1\.5\], expected shares from 0 to 1",
+        ),
+        (torch.tensor([[0.0, torch.nan]]), "values", r"example 0 of .* label \[0\.0, nan\], expected finite numbers"),
+        (torch.ones(4, 3), "values", r"the values of .* are float32 \(4, 3\), expected floats \(N, 2\)"),
+        (torch.ones(4, dtype=torch.int64), "labels", r"the labels of .* are int64 \(4,\), expected floats"),
+        (torch.ones(4, 2), "classes", r"the classes of .* are float32 \(4, 2\), expected int64 \(N,\)"),
+    ],
+)
+def test_labels_that_are_not_those_of_their_kind_are_refused(labels: Tensor, targets: str, sentence: str) -> None:
+    check_labels(torch.tensor([[0.0, 1.0]]), 2, "the training split", "labels")
+    with pytest.raises(InputError, match=sentence):
+        check_labels(labels, 2, "the training split", targets)
+
+
+def test_what_is_known_of_labels_and_values_before_a_run() -> None:
+    labels, values = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 2.0]])
+    assert class_notes(["x", "y"], values, values, "values") == [
+        "x is the same for all images to train on, so there is nothing to learn"
+    ]
+    notes = class_notes(["cat", "dog"], labels, labels[:1], "labels")
+    assert notes[:2] == [
+        "1 of 2 labels have no image in the training split, so the model never sees one: cat",
+        "1 of 2 images of the training split have no label",
+    ]
+    job = resolved("dataset=fake", "dataset.size=8", "dataset.classes=2", "dataset.examples=16", "task=regression")
+    column = job.dataset.train().labels[:, 1].numpy()
+    texts = [finding.text for finding in inspect(job.dataset, 1)]
+    assert f"1 {column.min():.4g} to {column.max():.4g} (mean {column.mean():.4g}): 16 to train on" in texts[0]
+    counts = resolved("dataset=fake", "dataset.size=8", "dataset.classes=9", "dataset.examples=16", "task=multilabel")
+    rows = counts.dataset.train().labels.sum(0).int().tolist()
+    text = ", ".join(f"{label} {count}" for label, count in enumerate(rows[:8]))
+    assert any(f"{text}, and 1 more: 16 to train on" in finding.text for finding in inspect(counts.dataset, 1))
 
 
 @given(

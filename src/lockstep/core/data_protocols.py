@@ -114,8 +114,10 @@ class Source(Component, Protocol):
         """The names of the classes, labels or values, in their order; empty if they have no names."""
         return ()
 
-    targets: str = CLASSES
-    """What the labels of an example are, one of `model_card.TARGETS`: a class, a share of each label, or values."""
+    @property
+    def targets(self) -> str:
+        """What labels are, one of `model_card.TARGETS`: a class, a share of each of several labels, or values."""
+        return CLASSES
 
     @property
     def generated_bytes(self) -> int:

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.core.model_card import VALUES
-from lockstep.data.datasets.files import check_labels, class_notes
+from lockstep.core.model_card import LABELS, VALUES
+from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 
 CHUNK = 64  # images that a thread looks at in a row
+COLUMNS = 8  # the most labels or values that a finding names
 Image = tuple[Split, int]  # an image by its split and its number there
 ResultT = TypeVar("ResultT")
 
@@ -57,20 +59,29 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         yield Finding("data", str(error), Level.warning if source.downloads else Level.error)
         return
     for split, where in ((train, "the training split"), (val, "the evaluation split")):
-        check_labels(split.labels, source.classes, where)
-    notes = class_notes(source.class_names or tuple(map(str, range(source.classes))), train.labels, val.labels)
+        check_labels(split.labels, source.classes, where, source.targets)
+    names = source.class_names or tuple(map(str, range(source.classes)))
+    notes = class_notes(names, train.labels, val.labels, source.targets)
     for note in dict.fromkeys([*source.notes(), *notes]):
         yield Finding("classes", note, Level.warning)
-    if not notes:
-        counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
-        what = (
-            f"{source.classes} values"
-            if source.targets == VALUES
-            else f"all {source.classes} have images in both splits"
-        )
-        yield Finding("classes", f"{what}: {counts}")
+    counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
+    if source.targets in (LABELS, VALUES):
+        yield Finding(source.targets, f"{_columns(names, train.labels, source.targets)}: {counts}")
+    elif not notes:
+        yield Finding("classes", f"all {source.classes} have images in both splits: {counts}")
     yield _broken((train, val), seconds / 2)
     yield from _repeated([*_shuffled(val), *_shuffled(train)], seconds / 2)
+
+
+def _columns(names: Sequence[str], labels: Tensor, targets: str) -> str:
+    """The images to train on that have each label, or the range and the mean of each value."""
+    few = [
+        f"{name} {int(column.sum()):,}"
+        if targets == LABELS
+        else f"{name} {column.min():.4g} to {column.max():.4g} (mean {column.mean():.4g})"
+        for name, column in zip(names[:COLUMNS], labels.T, strict=False)
+    ]
+    return ", ".join(few + [f"and {len(names) - COLUMNS} more"] * (len(names) > COLUMNS))
 
 
 def _shuffled(*splits: Split) -> list[Image]:

@@ -23,8 +23,9 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, ranged
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit, check_labels
+from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit
 from lockstep.data.datasets.listing import within
+from lockstep.data.datasets.targets import check_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def _arrays(source: ArraySource, train: bool) -> ArraySplit:
     expected = (len(labels), *source.image_shape)
     if images.shape != expected:
         raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
-    check_labels(labels, source.classes, where)
+    check_labels(labels, source.classes, where, source.targets)
     if source.limit is not None:
         chosen = torch.from_numpy(within(source.limit, [b"%d" % number for number in range(len(labels))], labels))
         images, labels = images[chosen], labels[chosen]

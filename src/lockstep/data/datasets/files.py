@@ -19,6 +19,7 @@ from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
 from lockstep.data.datasets.listing import Files, Member, folded, held_out, within
+from lockstep.data.datasets.targets import CLASSES_NAMED, class_notes
 
 AUTO = "auto"
 SIZES = ("decode_size", "input_size", "crop")
@@ -27,24 +28,11 @@ SIZES = ("decode_size", "input_size", "crop")
 USUAL_STORED, USUAL_SEEN = 256, 224
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
-CLASSES_NAMED = 5  # the most classes that a note names
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
 # The files of both splits by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
 LISTINGS: dict[Hashable, tuple[Files, Files]] = {}
 ResultT = TypeVar("ResultT")
-
-
-def check_labels(labels: Tensor, classes: int, where: str) -> None:
-    """Raise InputError for the first label that is not a class. Floats were checked when they were read."""
-    if labels.ndim == 2:
-        return
-    wrong = ((labels < 0) | (labels >= classes)).nonzero()
-    if len(wrong):
-        index = int(wrong[0])
-        raise InputError(
-            f"dataset: example {index} of {where} has label {int(labels[index])}, expected 0 to {classes - 1}"
-        )
 
 
 @dataclass(frozen=True)
@@ -277,7 +265,7 @@ class FileSource(PhotoSource):
         train, val = self.listings()
         part = "" if self.limit is None else f"{self.limit:.0%}" if self.limit <= 1 else f"{self.limit:,.0f} images"
         limit = [f"dataset.limit leaves {part} of each split: a first try"] if part else []
-        return [*train.notes, *val.notes, *limit, *class_notes(val.classes, train.labels, val.labels)]
+        return [*train.notes, *val.notes, *limit, *class_notes(val.classes, train.labels, val.labels, self.targets)]
 
     def refuse_val_share(self, split: str, remedy: str) -> None:
         """Raise InputError if a share is to be held out, although there is a split to evaluate."""
@@ -287,39 +275,6 @@ class FileSource(PhotoSource):
 
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, self.image_shape[1], self.skip)
-
-
-def class_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
-    """Sentences about classes or labels without images, by the labels of both splits."""
-    if train.ndim == 2:
-        return [] if _are_values(train) else _label_notes(names, train, val)
-    notes = [f"all images are of one class, {names[0]}, so there is nothing to learn"] if len(names) == 1 else []
-    for split, labels, effect in (
-        ("training", train, "the model never sees one"),
-        ("evaluation", val, "no score tells anything about them"),
-    ):
-        present = set(labels.unique().tolist())
-        if missing := [name for label, name in enumerate(names) if label not in present]:
-            shown = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
-            notes.append(
-                f"{len(missing)} of {len(names)} classes have no image in the {split} split, so {effect}: {shown}"
-            )
-    return notes
-
-
-def _are_values(labels: Tensor) -> bool:
-    return bool(((labels != 0) & (labels != 1)).any())
-
-
-def _label_notes(names: Sequence[str], train: Tensor, val: Tensor) -> list[str]:
-    notes = []
-    for split, labels in (("training", train), ("evaluation", val)):
-        if missing := [name for name, count in zip(names, labels.sum(0).tolist(), strict=True) if not count]:
-            few = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
-            notes.append(f"{len(missing)} of {len(names)} labels have no image in the {split} split: {few}")
-        if bare := int((labels.sum(1) == 0).sum()):
-            notes.append(f"{bare:,} of {len(labels):,} images of the {split} split have no label")
-    return notes
 
 
 def crops_files(source: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +20,6 @@ from lockstep.core.model_card import class_name
 
 OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
-LARGEST = 3e38  # a value in float32
 # The keys of the hashes that decide which files are held out, which fold they are of, and which a limit leaves.
 SHARE_KEY, FOLD_KEY, LIMIT_KEY = b"lockstep val_share", b"lockstep folds", b"lockstep limit"
 # Numbers that number no class. A table often has one of them where a label is missing.
@@ -179,53 +177,6 @@ def strata_of(labels: Tensor) -> Tensor:
     if ((labels == 0) | (labels == 1)).all():
         return labels.unique(dim=0, return_inverse=True)[1]
     return torch.zeros(len(labels), dtype=torch.int64)
-
-
-def as_shares(names: Sequence[Sequence[str]], labels: Sequence[str], place: Callable[[int], str]) -> Tensor:
-    """Which of the `labels` each example has, float32 (N, K), by their names.
-
-    Raises:
-        InputError: a name is no label; `place` says where it is.
-    """
-    numbers = {name: number for number, name in enumerate(labels)}
-    shares = torch.zeros(len(names), len(labels))
-    for example, own in enumerate(names):
-        for name in own:
-            if class_name(name) not in numbers:
-                raise InputError(
-                    f"dataset: {place(example)} has the label {name!r}, which no training example has; leave it out"
-                )
-            shares[example, numbers[class_name(name)]] = 1
-    return shares
-
-
-def as_numbers(cells: Sequence[Sequence[Any]], place: Callable[[int], str], *, binary: bool) -> Tensor:
-    """The numbers of examples, float32 (N, K); with `binary` 0 and 1 only.
-
-    Raises:
-        InputError: a cell is no finite number, or examples have different numbers of them; `place` says where.
-    """
-    expected = "0 or 1 (also true or false) in each column of a label" if binary else "a finite number"
-    words = {"true": "1", "false": "0"} if binary else {}
-    rows = []
-    for example, row in enumerate(cells):
-        numbers = []
-        for cell in row:
-            text = str(cell).strip()
-            try:
-                number = float(words.get(text.lower(), text))
-            except ValueError:
-                number = math.nan
-            if not math.isfinite(number) or abs(number) > LARGEST or (binary and number not in (0, 1)):
-                raise InputError(f"dataset: {place(example)} has {shown(cell)}, expected {expected}; correct it")
-            numbers.append(number)
-        if len(row) != len(cells[0]) or not row:
-            raise InputError(
-                f"dataset: {place(example)} has {len(row)} values, and {place(0)} has {len(cells[0])}; give all of "
-                "them the same number"
-            )
-        rows.append(numbers)
-    return torch.tensor(rows, dtype=torch.float32).view(len(rows), -1)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:

@@ -37,8 +37,9 @@ from lockstep.core.fields import pathname
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
-from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource, check_labels
+from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
 
 SPLITS = ("train", "val")

@@ -18,17 +18,8 @@ from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import opened
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.listing import (
-    Files,
-    as_labels,
-    as_names,
-    as_numbers,
-    as_shares,
-    classes_of,
-    in_folder,
-    in_order,
-    option_of,
-)
+from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order, option_of
+from lockstep.data.datasets.targets import SEPARATOR, as_numbers, as_targets, names_of, split_text, target_of
 
 DELIMITERS = ",;\t"
 SPLITS_SHOWN = 5
@@ -58,7 +49,7 @@ class CSV(FileSource):
     path_column: str = ruled("path", TEXT)
     label_column: str = ruled("label", TEXT)
     label_columns: list[str] = ruled([], TEXT)
-    label_separator: str = ruled(";", TEXT)
+    label_separator: str = ruled(";", SEPARATOR)
     split_column: str = ruled("split", TEXT)
     train_split: str = ruled("train", TEXT)
     val_split: str = ruled("val", TEXT)
@@ -93,33 +84,33 @@ class CSV(FileSource):
         """The names of the classes, labels or values, by the lines of the training split."""
         if self.targets == VALUES or (self.targets == LABELS and self.label_columns):
             return tuple(self._columns_of_labels)
-        if self.targets == LABELS:
-            return in_order(sorted({name for row in train for name in self._names(row)}))
         if self.label_columns:
             raise InputError(
                 f"dataset.label_columns is [{','.join(self.label_columns)}], and an image of task=multiclass has one "
                 "class; use task=multilabel or task=regression, or dataset.label_column=NAME"
             )
-        return classes_of([row.label[0] for row in train], lambda index: self._line(train[index]), gaps=False)
+        examples = [self._target(row) for row in train]
+        return names_of(examples, self.targets, lambda index: self._line(train[index]), "label", gaps=False)
 
-    def _names(self, row: Row) -> list[str]:
-        return [name.strip() for name in row.label[0].split(self.label_separator) if name.strip()]
+    def _target(self, row: Row) -> Any:
+        """The label of a line as `as_targets` takes it."""
+        if self.targets == LABELS and not self.label_columns:
+            return split_text(row.label[0], self.label_separator)
+        return row.label if self.targets in (LABELS, VALUES) else row.label[0]
 
     def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
         def place(index: int) -> str:
             return self._line(rows[index])
 
-        if self.targets not in (LABELS, VALUES):
-            labels = as_labels([row.label[0] for row in rows], classes, place)
-            by_class = sorted(zip(labels.tolist(), (row.name for row in rows), strict=True))
-            names = as_names(name for _, name in by_class)
-            return Files(in_folder(self.folder), names, labels.sort().values, classes, notes=notes)
-        rows = sorted(rows, key=lambda row: row.name)
-        if self.targets == LABELS and not self.label_columns:
-            labels = as_shares([self._names(row) for row in rows], classes, place)
+        examples = [self._target(row) for row in rows]
+        if self.targets == LABELS and self.label_columns:
+            labels = as_numbers(examples, classes, place, binary=True)
         else:
-            labels = as_numbers([row.label for row in rows], place, binary=self.targets == LABELS)
-        return Files(in_folder(self.folder), as_names(row.name for row in rows), labels, classes, notes=notes)
+            labels = as_targets(examples, self.targets, classes, place)
+        class_of = labels.tolist() if labels.ndim == 1 else [0] * len(rows)
+        order = sorted(range(len(rows)), key=lambda index: (class_of[index], rows[index].name))
+        names = as_names(rows[index].name for index in order)
+        return Files(in_folder(self.folder), names, labels[order], classes, notes=notes)
 
     def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
         """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
@@ -235,16 +226,12 @@ class HF(FileSource):
         val = option_of(splits, self.val_split, self.path, key="val_split")
         return train, self._members(val, self.val_split, self._labels(val), classes)
 
-    def _classes(self, table: Any, names: list[Any]) -> tuple[str, ...]:
+    def _classes(self, table: Any, examples: list[Any]) -> tuple[str, ...]:
         """The names of the classes, labels or values, by the rows of the training split."""
         feature = table.features[self.label_column]
-        if self.targets == VALUES:
-            width = len(names[0]) if names else 1
-            return tuple([self.label_column] if width == 1 else (f"{self.label_column}_{at}" for at in range(width)))
-        declared = in_order(getattr(getattr(feature, "feature", feature), "names", None) or ())
-        if self.targets == LABELS:
-            return declared or in_order(sorted({name for row in names for name in row}))
-        return declared or classes_of(names, lambda row: f"row {row} of {self.path}", gaps=True)
+        if self.targets != VALUES and (names := getattr(getattr(feature, "feature", feature), "names", None)):
+            return in_order(names)
+        return names_of(examples, self.targets, lambda row: f"row {row} of {self.path}", self.label_column)
 
     def _load(self) -> dict[str, Any]:
         check_installed("datasets", "dataset=hf", extra="hf")
@@ -282,39 +269,21 @@ class HF(FileSource):
         return hashlib.sha256(sizes.tobytes()).hexdigest()[:16]
 
     def _labels(self, table: Any) -> list[Any]:
-        """The class of each row by name; for labels a list of their names, for values a list of numbers."""
-        labels = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
+        """The label of each row as `as_targets` takes it."""
+        values = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
         feature = table.features[self.label_column]
-        if self.targets == VALUES:
-            return [label if isinstance(label, list) else [label] for label in labels]
-        if self.targets == LABELS:
-            return [
-                self._names_of(row, label, getattr(feature, "feature", feature)) for row, label in enumerate(labels)
-            ]
-        for row, label in enumerate(labels):
-            if label is None or isinstance(label, float | list | dict) or label == -1:
-                raise InputError(f"dataset: row {row} of {self.path} has the label {label!r}, expected a class")
-        return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
-
-    def _names_of(self, row: int, labels: Any, feature: Any) -> list[str]:
-        """The names of the labels in a row of the table."""
-        if not isinstance(labels, list) or any(label is None or isinstance(label, float | list) for label in labels):
-            raise InputError(
-                f"dataset: row {row} of {self.path} has the labels {labels!r}, expected a list of classes; use "
-                "another task, or dataset.label_column=NAME"
-            )
-        return [feature.int2str(label) if hasattr(feature, "int2str") else str(label) for label in labels]
+        cell = getattr(feature, "feature", feature)
+        name = getattr(cell, "int2str", str)
+        if getattr(feature, "length", -1) > 0 and name is str:  # a list of a fixed length is no list of some classes
+            values = [[float(cell) if isinstance(cell, int) else cell for cell in row or ()] for row in values]
+        return [target_of(value, self.targets, f"row {row} of {self.path}", name) for row, value in enumerate(values)]
 
     def _members(self, table: Any, split: str, names: list[Any], classes: tuple[str, ...]) -> Files:
         import datasets
 
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
-        place = f"row {{}} of {where}".format
-        if self.targets == VALUES:
-            labels = as_numbers(names, place, binary=False)
-        else:
-            labels = (as_shares if self.targets == LABELS else as_labels)(names, classes, place)
+        labels = as_targets(names, self.targets, classes, f"row {{}} of {where}".format)
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
         return Files(
             lambda row: TableRow(stored, where, self.image_column, int(row)),

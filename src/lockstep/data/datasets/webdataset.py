@@ -1,26 +1,29 @@
 """Tar shards of images and labels: `dataset=webdataset`, read by offset with the standard library."""
 
 import hashlib
+import io
 import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError
-from lockstep.core.fields import TEXT, pathname, ruled
-from lockstep.core.safe_read import opened
+from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import TEXT, choice, pathname, ruled
+from lockstep.core.model_card import LABELS, TARGETS, VALUES
+from lockstep.core.safe_read import MB, opened, parsed_json
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
-from lockstep.data.datasets.listing import Files, as_labels, as_names, classes_of
+from lockstep.data.datasets.listing import Files, as_names
+from lockstep.data.datasets.targets import SEPARATOR, as_targets, names_of, split_text, target_of
 
-LABEL_BYTES = 1000
+LABEL_BYTES = MB
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class TarMember:
 class WebDataset(FileSource):
     """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
 
-    Of several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png).
+    Several labels or values are in a text, in JSON (or in its fields `label_keys`), or in an array of NumPy. Of
+    several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png).
     Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
     """
 
@@ -57,20 +61,37 @@ class WebDataset(FileSource):
     train_shards: str = pathname("train*.tar")
     val_shards: str = pathname("val*.tar")
     label: str = ruled("cls", TEXT)
+    label_keys: list[str] = ruled([], TEXT)
+    label_separator: str = ruled(";", SEPARATOR)
+    targets: str = choice("auto", "auto", *TARGETS)
+
+    def __post_init__(self) -> None:
+        if self.label_keys and self._kind != "json":
+            raise InputError(
+                f"dataset.label_keys names fields of JSON, but dataset.label is {self.label}; use dataset.label=json"
+            )
+
+    @property
+    def _kind(self) -> str:
+        return self.label.lower().rpartition(".")[2]
 
     def list_files(self) -> tuple[Files, Files]:
         left_out: Counter[str] = Counter()
         train = self._labels("train_shards", self.train_shards, left_out)
         images = list(train)
-        classes = classes_of([*train.values()], lambda index: str(images[index]), gaps=True)
+        classes = tuple(self.label_keys)
+        if len(classes) < 2:
+            column = "".join(classes) or self.targets.removesuffix("s")
+            classes = names_of([*train.values()], self.targets, lambda index: str(images[index]), column)
         if self.is_cut:
             if val_shards := self._shards(self.val_shards):
                 split = f"there are shards for validation, {val_shards[0]},"
                 self.refuse_val_share(split, "name none with dataset.val_shards=none")
-            whole = _members(train, classes, left_out_note(Path(self.path), left_out))
+            whole = self._members(train, classes, left_out_note(Path(self.path), left_out))
             return self.cut(whole, as_names(image.key for image in images))
         val = self._labels("val_shards", self.val_shards, left_out)
-        return _members(train, classes, left_out_note(Path(self.path), left_out)), _members(val, classes)
+        notes = left_out_note(Path(self.path), left_out)
+        return self._members(train, classes, notes), self._members(val, classes)
 
     def _shards(self, pattern: str) -> list[Path]:
         try:
@@ -78,8 +99,11 @@ class WebDataset(FileSource):
         except (NotImplementedError, ValueError):  # a whole path, or ** within a name: no name here matches
             return []
 
-    def _labels(self, key: str, pattern: str, left_out: Counter[str]) -> dict[TarMember, str]:
-        """The labels of the images in shards, in their order. Counts all other files in `left_out`, by suffix."""
+    def _labels(self, key: str, pattern: str, left_out: Counter[str]) -> dict[TarMember, Any]:
+        """The labels of the images in shards, in their order, as `as_targets` takes them.
+
+        Counts all other files in `left_out`, by suffix.
+        """
         shards = self._shards(pattern)
         if not shards:
             remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
@@ -89,9 +113,9 @@ class WebDataset(FileSource):
             )
         return {image: label for shard in shards for image, label in self._index(shard, left_out).items()}
 
-    def _index(self, shard: Path, left_out: Counter[str]) -> dict[TarMember, str]:
+    def _index(self, shard: Path, left_out: Counter[str]) -> dict[TarMember, Any]:
         images: dict[str, dict[str, TarMember]] = {}
-        labels: dict[str, str] = {}
+        labels: dict[str, Any] = {}
         with opened(shard, links=True) as file:
             try:
                 for name, offset, size in stored_files(file):
@@ -105,22 +129,61 @@ class WebDataset(FileSource):
                         sample[suffix] = TarMember(shard, name, key, offset, size)
                     elif suffix == self.label.lower().removeprefix("."):
                         file.seek(offset)
-                        labels[key] = file.read(min(size, LABEL_BYTES)).decode().strip()
+                        labels[key] = self._target(file.read(min(size, LABEL_BYTES + 1)), f"{shard}:{name}")
                     else:
                         left_out[f".{suffix}"] += 1
-            except ValueError as error:  # also of a label that is no text
+            except ValueError as error:
                 raise InputError(
                     f"dataset: {shard} cannot be indexed ({error}), expected a tar file that is not compressed"
                 ) from error
         first = {key: min(sample, key=lambda suffix: (suffix.count("."), suffix)) for key, sample in images.items()}
         for key, sample in images.items():
             left_out.update(f".{suffix}" for suffix in sample if suffix != first[key])
-            if not labels.get(key):
+            if labels.get(key) in ("", None):
                 raise InputError(
                     f"dataset: {sample[first[key]]} has no label, expected {key}.{self.label} beside it; name "
                     "another suffix with dataset.label=SUFFIX"
                 )
         return {sample[first[key]]: labels[key] for key, sample in images.items()}
+
+    def _target(self, content: bytes, place: str) -> Any:
+        """The label in a file, as `as_targets` takes it."""
+        try:
+            if len(content) > LABEL_BYTES:
+                raise ValueError(f"it has more than {LABEL_BYTES:,} bytes")
+            if self._kind == "npy":
+                array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+                return target_of(array.astype(float, casting="same_kind").tolist(), self.targets, place)
+            text = content.decode().strip()
+            if self._kind == "json":
+                return target_of(self._field(parsed_json(text), place), self.targets, place)
+        except InputError:
+            raise
+        except Exception as error:  # NumPy raises all kinds of errors for a damaged header
+            reason = str(error).partition("\n")[0]
+            raise InputError(
+                f"dataset: {place} is no label ({reason}); name another suffix with dataset.label=SUFFIX"
+            ) from error
+        return split_text(text, self.label_separator) if self.targets in (LABELS, VALUES) else text
+
+    def _field(self, value: Any, place: str) -> Any:
+        """The part of a value of JSON that the `label_keys` name."""
+        for key in self.label_keys:
+            if not isinstance(value, dict) or key not in value:
+                raise InputError(
+                    f"dataset.label_keys: {place} has no {shown(key)}; name a field that every label has with "
+                    "dataset.label_keys=[NAME]"
+                )
+        cells = [value[key] for key in self.label_keys]
+        if len(cells) < 2:
+            return cells[0] if cells else value
+        return [float(cell) if isinstance(cell, int) else cell for cell in cells]
+
+    def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
+        images = list(labels)
+        digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
+        targets = as_targets([*labels.values()], self.targets, classes, lambda index: str(images[index]))
+        return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, notes)
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:
@@ -128,13 +191,6 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
     folder, slash, file = name.rpartition("/")
     stem, _, suffix = file.partition(".")
     return f"{folder}{slash}{stem}", suffix.lower()
-
-
-def _members(labels: dict[TarMember, str], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
-    images = list(labels)
-    digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
-    numbers = as_labels([*labels.values()], classes, lambda index: str(images[index]))
-    return Files(images.__getitem__, np.arange(len(images)), numbers, classes, digest, notes)
 
 
 def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:

@@ -1,0 +1,202 @@
+"""From what a data set stores beside an image to its label: a class by name, several labels, or values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.core.errors import InputError, is_one_line, shown
+from lockstep.core.fields import Check
+from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
+from lockstep.data.datasets.listing import as_labels, classes_of
+
+LARGEST = 3e38  # a value in float32
+CLASSES_NAMED = 5  # the most classes that a note names
+SEPARATOR = Check(
+    "from 1 to 10 characters in one line",
+    lambda value: isinstance(value, str) and 1 <= len(value) <= 10 and is_one_line(value),
+    "a text",
+)
+
+
+def target_of(value: Any, targets: str, place: str, name: Callable[[Any], str] = str) -> Any:
+    """A stored value as `as_targets` takes it: a name; a list of names, or of a 0 or 1 for each label; or of numbers.
+
+    Args:
+        value: a plain value, also from JSON.
+        targets: one of `model_card.TARGETS`; otherwise it is a class.
+        place: says where it is, for errors.
+        name: turns the number of a class into its name.
+    """
+    if targets == VALUES:
+        return value if isinstance(value, list) else [value]
+    if targets == LABELS:
+        if not isinstance(value, list) or not all(
+            isinstance(cell, str | int | float) and cell != -1 for cell in value
+        ):
+            raise InputError(
+                f"dataset: {place} has the labels {shown(value)}, expected a list of classes, or of a 0 or 1 for "
+                "each label as floats; correct it, or use another task"
+            )
+        return value if are_vectors([value]) else [name(cell) for cell in value]
+    if value is None or isinstance(value, float | list | dict) or value == -1:
+        many = ", or use task=multilabel or task=regression" * isinstance(value, float | list)
+        raise InputError(f"dataset: {place} has the label {shown(value)}, expected a class; correct it{many}")
+    return name(value)
+
+
+def split_text(text: str, separator: str) -> list[str]:
+    """The names or numbers in a text; none in an empty one."""
+    return [part.strip() for part in text.split(separator) if part.strip()]
+
+
+def are_vectors(examples: Sequence[Sequence[Any]]) -> bool:
+    """Whether the labels of examples have a 0 or 1 for each label, as floats or bools, and not the names of some."""
+    return any(isinstance(cell, float | bool) for cells in examples for cell in cells)
+
+
+def names_of(
+    examples: Sequence[Any], targets: str, place: Callable[[int], str], column: str, *, gaps: bool = True
+) -> tuple[str, ...]:
+    """The names of the classes, labels or values, by the training examples.
+
+    Args:
+        examples: as `target_of` returns them.
+        targets: as for `target_of`.
+        place: says where an example is.
+        column: names values, and labels without names, with their number if there are several.
+        gaps: as for `classes_of`.
+
+    Raises:
+        InputError: no example has a label, or a name may be meant otherwise.
+    """
+    if targets == VALUES or (targets == LABELS and are_vectors(examples)):
+        width = len(examples[0]) if examples else 1
+        return (column,) if width <= 1 else tuple(f"{column}_{number}" for number in range(width))
+    if targets != LABELS:
+        return classes_of(examples, place, gaps=gaps)
+    names = [name for own in examples for name in own]
+    owners = [example for example, own in enumerate(examples) for _ in own]
+    if not names:
+        raise InputError(
+            f"dataset: none of the {len(examples):,} training examples has a label, the first is {place(0)}; correct "
+            "them, or use another task"
+        )
+    twice = next((example for example, own in enumerate(examples) if len({*own}) < len(own)), None)
+    if twice is not None and {*names} <= {"0", "1"} and len({*map(len, examples)}) == 1:
+        raise InputError(
+            f"dataset: {place(twice)} has the labels {', '.join(examples[twice])}, expected each class once; for a 0 "
+            "or 1 for each label, store floats (0.0, 1.0) or bools, or a column for each label"
+        )
+    return classes_of(names, lambda index: place(owners[index]), gaps=True)
+
+
+def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], place: Callable[[int], str]) -> Tensor:
+    """The labels of examples, see `Split.labels`, from what `target_of` returns and the names of the training split.
+
+    Raises:
+        InputError: an example has none of these classes or labels, or not a number for each of them.
+    """
+    if targets == VALUES or (targets == LABELS and are_vectors(examples)):
+        return as_numbers(examples, names, place, binary=targets == LABELS)
+    return as_shares(examples, names, place) if targets == LABELS else as_labels(examples, names, place)
+
+
+def as_shares(examples: Sequence[Sequence[str]], labels: Sequence[str], place: Callable[[int], str]) -> Tensor:
+    """Which of the `labels` each example has, float32 (N, K), by their names.
+
+    Raises:
+        InputError: a name is no label; `place` says where it is.
+    """
+    numbers = {name: number for number, name in enumerate(labels)}
+    shares = torch.zeros(len(examples), len(labels))
+    for example, own in enumerate(examples):
+        for name in own:
+            if class_name(name) not in numbers:
+                raise InputError(
+                    f"dataset: {place(example)} has the label {name!r}, which no training example has; leave it out"
+                )
+            shares[example, numbers[class_name(name)]] = 1
+    return shares
+
+
+def as_numbers(
+    cells: Sequence[Sequence[Any]], names: Sequence[str], place: Callable[[int], str], *, binary: bool
+) -> Tensor:
+    """The numbers of examples, float32 (N, K), one for each of `names`; with `binary` 0 and 1 only.
+
+    Raises:
+        InputError: a cell is no finite number, or an example has more or fewer; `place` says where it is.
+    """
+    expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
+    words = {"true": 1.0, "false": 0.0} if binary else {}
+    numbers = torch.empty(len(cells), len(names))
+    for example, row in enumerate(cells):
+        if len(row) != len(names):
+            raise InputError(
+                f"dataset: {place(example)} has {len(row)} number{'s' * (len(row) != 1)}, expected {len(names)}, as "
+                "the first example to train on has; correct it"
+            )
+        own = [_number(cell, words) for cell in row]
+        for name, cell, number in zip(names, row, own, strict=True):
+            if not abs(number) <= LARGEST or (binary and number not in (0, 1)):
+                raise InputError(
+                    f"dataset: {place(example)} has {shown(cell)} for {shown(name)}, expected {expected}; correct it"
+                )
+        numbers[example] = torch.tensor(own)
+    return numbers
+
+
+def _number(cell: Any, words: dict[str, float]) -> float:
+    try:
+        text = str(cell).strip()
+        return words[text.lower()] if text.lower() in words else float(text)
+    except ValueError:
+        return math.nan
+
+
+def check_labels(labels: Tensor, classes: int, where: str, targets: str = CLASSES) -> None:
+    """Raise InputError for the first label that is not a class, no share of a label or no finite value."""
+    many = targets in (LABELS, VALUES)
+    fits = labels.is_floating_point() and labels.shape[1:] == (classes,) if many else labels.ndim == 1
+    if not fits:
+        expected = f"floats (N, {classes})" if many else "int64 (N,)"
+        raise InputError(
+            f"dataset: the {targets if many else CLASSES} of {where} are {str(labels.dtype)[6:]} "
+            f"{(*labels.shape,)}, expected {expected}; correct them, or use another task"
+        )
+    inside = (labels >= 0) & (labels <= 1) if targets == LABELS else labels.isfinite()
+    wrong = (~inside.all(1) if many else (labels < 0) | (labels >= classes)).nonzero()
+    if len(wrong):
+        index = int(wrong[0])
+        expected = {LABELS: "shares from 0 to 1", VALUES: "finite numbers"}.get(targets, f"0 to {classes - 1}")
+        raise InputError(
+            f"dataset: example {index} of {where} has label {labels[index].tolist()}, expected {expected}"
+        )
+
+
+def class_notes(names: Sequence[str], train: Tensor, val: Tensor, targets: str = CLASSES) -> list[str]:
+    """Sentences about classes or labels without images and values that never change, by the labels of both splits."""
+    if targets == VALUES:
+        same = [name for name, values in zip(names, train.T, strict=True) if len(values.unique()) == 1]
+        return [f"{name} is the same for all images to train on, so there is nothing to learn" for name in same]
+    what = LABELS if targets == LABELS else CLASSES
+    alone = len(names) == 1 and what == CLASSES
+    notes = [f"all images are of one class, {names[0]}, so there is nothing to learn"] if alone else []
+    for split, labels, effect in (
+        ("training", train, "the model never sees one"),
+        ("evaluation", val, "no score tells anything about them"),
+    ):
+        counts = labels.bincount(minlength=len(names)) if labels.ndim == 1 else labels.sum(0)
+        if missing := [name for name, count in zip(names, counts.tolist(), strict=True) if not count]:
+            few = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))
+            notes.append(
+                f"{len(missing)} of {len(names)} {what} have no image in the {split} split, so {effect}: {few}"
+            )
+        if what == LABELS and (bare := int((labels.sum(1) == 0).sum())):
+            notes.append(f"{bare:,} of {len(labels):,} images of the {split} split have no label")
+    return notes
