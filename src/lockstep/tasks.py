@@ -48,7 +48,7 @@ class Multilabel(Task):
     metrics: ClassVar[tuple[str, ...]] = ("map", "f1", "subset_accuracy")
 
     def predict(self, outputs: Tensor) -> Tensor:
-        return outputs > 0  # a probability above a half
+        return outputs.sigmoid() > 0.5  # as the metrics decide; a tiny logit rounds to a half
 
 
 @option("task")

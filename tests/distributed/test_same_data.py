@@ -20,6 +20,7 @@ from PIL import Image
 
 from helpers import FAKE, NARROW, launch, losses, run_dir, run_until, train_here
 from lockstep.core.data_protocols import Augment, Source, Split
+from lockstep.core.monitor import tagged
 from lockstep.core.plan import Plan
 from lockstep.core.rng import permutation
 from lockstep.core.run_dir import RunDir
@@ -199,7 +200,7 @@ def scores(here: World, n: int, block: int) -> dict[str, float]:
             observers=(further,),
         )
     )
-    return {**figures, **further.compute()}
+    return {**figures, **tagged(further.compute())}
 
 
 def exit_as_rank(folder: Path) -> None:

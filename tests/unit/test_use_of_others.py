@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sklearn.metrics as reference
 import torch
+from PIL import Image
 
 import lockstep
 from helpers import FAKE, train_here
@@ -60,21 +61,19 @@ def test_an_evaluation_has_the_scores_of_the_training_and_of_scikit_learn(
         for metric in row.keys() - {"name", "images"}:
             right = by_output[metric](true[:, number], predicted[:, number])
             assert row[metric] == pytest.approx(right, rel=1e-4, abs=1e-5), metric
-    assert "30 images of Fake" in capsys.readouterr().out
+    assert "30 images of the evaluation split of Fake" in capsys.readouterr().out
 
 
 def test_a_prediction_of_labels_has_those_above_the_threshold(
     runs: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from PIL import Image
-
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     (prediction,) = lockstep.load(runs["multilabel"].path, device="cpu").predict(tmp_path / "a.png")
     shares = sorted(prediction.probabilities.tolist(), reverse=True)
     between = (shares[0] + shares[1]) / 2
     assert [share for *_, share in prediction.above(between)] == shares[:1]
-    options: dict[str, Any] = {"top": 3, "device": "cpu", "out": None}
+    options: dict[str, Any] = {"top": None, "device": "cpu", "out": None}
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="json", threshold=between, **options)
     (record,) = json.loads(capsys.readouterr().out)
     assert [row["probability"] for row in record["classes"]] == shares[:1]
@@ -95,10 +94,33 @@ def test_a_prediction_of_labels_has_those_above_the_threshold(
         predictor.predict(tmp_path / "a.png")
 
 
+def test_a_file_that_is_no_image_is_not_counted(
+    runs: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Image.new("L", (8, 8), 9).save(tmp_path / "a.png")
+    (tmp_path / "b.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match=r"b\.png"):
+        predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", top=None, device="cpu", out=None)
+    assert "\n1 image: " in capsys.readouterr().out
+    with pytest.raises(InputError, match="--top is 3, but this model predicts labels; leave it out"):
+        predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", top=3, device="cpu", out=None)
+
+
+def test_an_evaluation_has_the_metrics_of_its_run(tmp_path: Path) -> None:
+    chosen = ("metric=[f1,auroc]", "metric.f1.average=micro", "monitor=auroc")
+    run = train_here(tmp_path, *JOB, "task=multilabel", *chosen)
+    evaluate(str(run.path), (), split="val", device="cpu", out=None)
+    facts, of_training = json.loads((run.path / "evaluation.json").read_text()), run.read_summary()["scores"]
+    assert of_training.keys() == {"loss", "map", "f1", "subset_accuracy", "auroc"}
+    assert {name: facts[name] for name in of_training} == of_training
+
+
 def test_other_data_is_refused(runs: dict[str, RunDir]) -> None:
     words = ("dataset=fake", "dataset.classes=4", "dataset.channels=1", "dataset.size=8")
     for task, targets in (("multilabel", "labels"), ("regression", "values")):
-        with pytest.raises(InputError, match=f"it has the {targets} 4, expected the {targets} of the model, 0, 1, 2"):
+        with pytest.raises(
+            InputError, match=f"it has the {targets} 0, 1, 2, 3, expected the {targets} of the model, 0, 1, 2"
+        ):
             evaluate(str(runs[task].path), words, split="val", device="cpu", out=None)
 
 

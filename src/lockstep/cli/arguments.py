@@ -97,8 +97,8 @@ def _of_models(commands: Any) -> None:
     predict.add_argument("files", nargs="+", metavar="FILE", help="an image, a folder of images, or a pattern")
     forms = ("table", "csv", "json")
     predict.add_argument("--format", dest="form", choices=forms, default="table", help="output format [table]")
-    predict.add_argument("--top", type=int, default=3, metavar="K", help="how many classes of each image [3]")
-    threshold = "the least probability of a label, for task=multilabel [0.5]"
+    predict.add_argument("--top", type=int, metavar="K", help="how many classes of each image [3]")
+    threshold = "show labels above this probability, for task=multilabel [0.5]"
     predict.add_argument("--threshold", type=float, metavar="P", help=threshold)
     predict.add_argument("--out", metavar="FILE", help="the file to write instead of printing")
     export = commands.add_parser(

@@ -122,7 +122,8 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
         take_threads(run)
     if not has_classes:
         with progress("evaluating", len(examples)) as advance:
-            outputs = evaluate_outputs(predictor, examples, advance)
+            metrics = components.load(run.config).get("metric") if run is not None else None
+            outputs = evaluate_outputs(predictor, examples, advance, metrics)
         facts = {"weights": file.name, "step": predictor.card.step, "dataset": type(source).__name__, "split": split}
         report_outputs(outputs, predictor, examples, folder, facts)
         return

@@ -89,10 +89,16 @@ def evaluate_blocks(
     return loader.eval_labels.cpu(), figures
 
 
-def evaluate_outputs(predictor: Predictor, split: Split, advance: Callable[[int], None]) -> Outputs:
-    """The scores and predictions of a model for every example of a split."""
+def evaluate_outputs(
+    predictor: Predictor, split: Split, advance: Callable[[int], None], metrics: Mapping[str, Any] | None = None
+) -> Outputs:
+    """The scores and predictions of a model for every example of a split.
+
+    `metrics` are the config nodes of the run's metrics, by name; None are those of every job of the task.
+    """
     card, world = predictor.card, World.solo(predictor.device)
-    nodes = {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in TASKS[card.targets].metrics}
+    usual = TASKS[card.targets].metrics
+    nodes = metrics or {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in usual}
     by_output = {name: {**node, "average": "none"} for name, node in nodes.items() if "average" in node}
     scores, scores_by_output = (
         Scores(
@@ -117,10 +123,11 @@ def evaluate_outputs(predictor: Predictor, split: Split, advance: Callable[[int]
 
 def check_outputs(predictor: Predictor, source: Source) -> None:
     """Raise InputError if a data set has other labels or values than a model."""
-    card, names = predictor.card, tuple(map(class_name, source.class_names))
-    if source.targets != card.targets or (names or card.names) != card.names or source.classes != card.classes:
+    card = predictor.card
+    names = tuple(map(class_name, source.class_names or map(str, range(source.classes))))
+    if source.targets != card.targets or names != card.names:
         raise InputError(
-            f"dataset: it has the {source.targets} {', '.join(names) or source.classes}, expected the {card.targets} "
+            f"dataset: it has the {source.targets} {', '.join(names)}, expected the {card.targets} "
             f"of the model, {', '.join(card.names)}; name data of these, such as that of its run"
         )
 
@@ -129,11 +136,16 @@ def report_outputs(outputs: Outputs, predictor: Predictor, split: Split, folder:
     """Show the result and write `evaluation.json` and `predictions.csv`."""
     card, whole = predictor.card, ~is_broken(outputs.labels)
     of_all = {name: value for name, value in outputs.scores.items() if "/" not in name}
-    log.show(f"{int(whole.sum()):,} images of {facts['dataset']}, weights of step {card.step}")
+    split_name = {"val": "evaluation", "train": "training"}[facts["split"]]
+    log.show(
+        f"{int(whole.sum()):,} images of the {split_name} split of {facts['dataset']}, weights of step {card.step}"
+    )
     log.show("  ".join(figure_text(name, value) for name, value in of_all.items()))
+    if facts["split"] == "val" and card.score:
+        log.show(f"in training it was {card.score}")
     metrics = list(dict.fromkeys(name.partition("/")[0] for name in outputs.scores if "/" in name))
     with_labels = card.targets == LABELS
-    counts = outputs.labels[whole].sum(0).long().tolist() if with_labels else [int(whole.sum())] * card.classes
+    counts = (outputs.labels[whole] > 0.5).sum(0).tolist() if with_labels else [int(whole.sum())] * card.classes
     head = "label" if with_labels else "value"
     table = Table(head, Column("images", justify="right"), *(Column(name, justify="right") for name in metrics))
     rows: list[dict[str, Any]] = []

@@ -65,7 +65,8 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     shape = "x".join(map(str, stored.shape[1:]))
     inputs = "float32 pixels from 0 to 1" if pixels == "float" else "uint8 pixels"
     log.show(
-        f"wrote {target}: {inputs} of shape batch x {shape} to logits of {predictor.card.classes:,} classes; on "
+        f"wrote {target}: {inputs} of shape batch x {shape} to logits of "
+        f"{predictor.card.classes:,} {predictor.card.targets}; on "
         f"{len(stored)} images{origin} they differ by at most {difference:.1e} from the model's "
         f"(allowed {TOLERANCE:g}, or {SHARE:g} of the largest)"
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
-from lockstep.core.model_card import LABELS, VALUES
+from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
@@ -23,6 +23,7 @@ from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
 AT_ONCE = 32  # images in one batch of the model
+USUAL_TOP = 3  # classes of an image
 MOST = 24  # columns for the name of a class
 Results = Iterator[tuple[Path, Prediction]]
 Values = Iterator[tuple[Path, Tensor]]
@@ -34,27 +35,29 @@ def predict(
     files: Sequence[str],
     *,
     form: str,
-    top: int,
+    top: int | None,
     device: str | None,
     out: str | None,
     threshold: float | None = None,
 ) -> None:
     """Print what a model predicts for each image in `files`, images and folders of images, or write it to `out`.
 
-    Of classes these are the `top` ones, of several labels those with a probability of at least `threshold`.
+    Of classes these are the `top` ones, of several labels those with a probability above `threshold`.
 
     Raises:
         InputError: the weights cannot be loaded. Or some files are not images: it is raised after the classes of the
             other files are printed, with a sentence for each.
         StorageError: `out` cannot be written.
     """
-    if top < 1:
+    if top is not None and top < 1:
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
     if out is not None:
         check_out(Path(out))
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     targets = predictor.card.targets
+    if top is not None and targets != CLASSES:
+        raise InputError(f"--top is {top}, but this model predicts {targets}; leave it out")
     if threshold is not None and targets != LABELS:
         raise InputError(f"--threshold is {threshold:g}, but this model predicts {targets}; leave it out")
     if threshold is not None and not 0 <= threshold <= 1:
@@ -68,7 +71,10 @@ def predict(
             lines = shown[form](values, predictor.names)
         else:
             results = _results(predictor, paths, problems, advance, predictor.predict)
-            rows = _Rows(top, None if targets != LABELS else 0.5 if threshold is None else threshold)
+            rows = _Rows(
+                USUAL_TOP if top is None else top,
+                None if targets != LABELS else 0.5 if threshold is None else threshold,
+            )
             if form == "table":
                 lines = _table(paths, results, rows, predictor.names)
             else:
@@ -137,7 +143,9 @@ def _table(paths: Sequence[Path], results: Results, rows: _Rows, names: Sequence
     """Lines with the classes of each image, in columns, and a line with the number of images of each class."""
     width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
     name_width = min(MOST, max(map(cell_len, names)))
+    number = 0
     for path, prediction in results:
+        number += 1
         cells = [(escaped(name, keep=""), 100 * share) for _, name, share in rows(prediction)]
         classes = "  ".join(f"{set_cell_size(name, name_width)} {share:5.1f} %" for name, share in cells)
         counts.update([name for name, _ in cells[: None if rows.threshold is not None else 1]] or ["no label"])
@@ -145,7 +153,7 @@ def _table(paths: Sequence[Path], results: Results, rows: _Rows, names: Sequence
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
         yield from [line] if fits else [_shown(path), f"  {classes}"]
-    if number := len(paths) if counts else 0:
+    if number:
         of_classes = ", ".join(f"{count:,} {name}" for name, count in counts.most_common())
         yield f"{number:,} image{'s' * (number != 1)}: {of_classes}"
 

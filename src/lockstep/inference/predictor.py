@@ -63,8 +63,8 @@ class Prediction:
         return [(label, self.names[label], float(self.probabilities[label])) for label in best]
 
     def above(self, threshold: float) -> list[tuple[int, str, float]]:
-        """The labels with at least this probability, the most probable first: label, name and probability."""
-        return [row for row in self.top(len(self.names)) if row[2] >= threshold]
+        """The labels above this probability, the most probable first: label, name and probability."""
+        return [row for row in self.top(len(self.names)) if row[2] > threshold]
 
 
 @dataclass(frozen=True, kw_only=True)
