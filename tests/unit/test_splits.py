@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 import shutil
 import struct
@@ -22,6 +23,7 @@ from lockstep.core.run import State
 from lockstep.data.datasets import decode
 from lockstep.data.datasets.files import Crop, FileSplit
 from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.listing import ranked
 from lockstep.data.datasets.targets import check_labels
 from lockstep.sweep.record import Record, seeds_together
 
@@ -238,3 +240,14 @@ def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
     ]
     lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Direction.maximize)
     assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
+
+
+def test_ranks_are_those_of_the_hashes_in_each_stratum() -> None:
+    rng = np.random.default_rng(0)
+    names = [b"%d" % number for number in rng.integers(0, 40, 60)]  # some are listed twice
+    labels = torch.from_numpy(rng.integers(0, 3, 60))
+    rank, count = ranked(names, labels, b"key")
+    for example, (name, label) in enumerate(zip(names, labels.tolist(), strict=True)):
+        own = {other for other, of in zip(names, labels.tolist(), strict=True) if of == label}
+        ordered = sorted(own, key=lambda other: hashlib.blake2b(other, digest_size=16, key=b"key").digest())
+        assert (rank[example], count[example]) == (ordered.index(name), len(own))

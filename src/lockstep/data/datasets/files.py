@@ -254,7 +254,11 @@ class FileSource(PhotoSource):
     def _limited(self, files: Files) -> Files:
         if self.limit is None:
             return files
-        names = [key if isinstance(key, bytes) else str(key).encode() for key in files.keys.tolist()]
+        # A member of a shard by its own name: an image that is added moves few others.
+        keys = (
+            [getattr(files[at], "key", key) for at, key in enumerate(files.keys.tolist())] if files.identity else []
+        )
+        names = [key if isinstance(key, bytes) else str(key).encode() for key in keys or files.keys.tolist()]
         return files.part(within(self.limit, names, files.labels))
 
     def fingerprint(self) -> dict[str, dict[str, str]]:

@@ -133,13 +133,11 @@ def ranked(names: Sequence[bytes], labels: Tensor, key: bytes) -> tuple[NDArray[
     one name have one rank.
     """
     digests = np.array([hashlib.blake2b(name, digest_size=16, key=key).digest() for name in names], dtype="S16")
-    rank, count = np.zeros((2, len(names)), dtype=np.int64)
-    strata = strata_of(labels).numpy()
-    for stratum in np.unique(strata):
-        own = np.flatnonzero(strata == stratum)
-        hashes, rank[own] = np.unique(digests[own], return_inverse=True)
-        count[own] = len(hashes)
-    return rank, count
+    hashes, hash_of = np.unique(digests, return_inverse=True)  # numbered in their order
+    units, unit_of = np.unique(strata_of(labels).numpy() * len(hashes) + hash_of, return_inverse=True)
+    stratum_of = units // max(1, len(hashes))
+    first, end = (np.searchsorted(stratum_of, stratum_of, side) for side in ("left", "right"))
+    return (np.arange(len(units)) - first)[unit_of], (end - first)[unit_of]
 
 
 def folded(files: Files, names: NDArray[np.bytes_], folds: int, fold: int) -> tuple[Files, Files]:
