@@ -42,6 +42,14 @@ def test_the_best_job_has_the_lowest_loss(tmp_path: Path) -> None:
     assert f"best: job {int(best[:3])} with " in done.out + done.err
 
 
+def test_the_best_job_has_the_lowest_error_of_a_metric_that_the_task_adds(tmp_path: Path) -> None:
+    words = ("dataset=fake", "dataset.classes=2", "dataset.channels=1", "dataset.size=8", "dataset.examples=256")
+    sweep(tmp_path, "task=regression", *words, "monitor=rmse", "epochs=2", RATES)
+    errors = {folder: min(values) for folder, values in figures(tmp_path, "metric/rmse").items()}
+    assert Ledger(tmp_path / "sweep").best == min(errors, key=lambda folder: errors[folder])
+    assert json.loads((tmp_path / "sweep" / "sweep.json").read_text())["direction"] == "minimize"
+
+
 def test_the_jobs_with_the_lowest_losses_go_on_in_a_halving(tmp_path: Path) -> None:
     sweep(tmp_path, "monitor=loss", "epochs=4", "optimizer.lr=0.001,0.01,0.1,30", "sweep.halving=2")
     states = {record.folder: str(record.state) for record in Ledger(tmp_path / "sweep").records()}

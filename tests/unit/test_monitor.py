@@ -61,7 +61,7 @@ def plan(steps: int = 100, every: int = 10) -> Plan:
 )
 def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str) -> None:
     classes = {"error": "Calibration", "own": "Mine", "f1": "F1", "mae": "MAE"}
-    monitor = chosen_monitor(text, task=task, metrics=classes, less_is_better=["Mine"])
+    monitor = chosen_monitor(text, task=task, metrics=classes, less_is_better={"mine": "Mine"})
     assert str(monitor) == chosen
     assert Monitor.parse(chosen) == monitor
 
@@ -70,14 +70,15 @@ def test_the_metrics_of_which_less_is_better_are_those_of_torchmetrics() -> None
     import torchmetrics
 
     assert metrics.F1  # the module declares them
-    ours = {cls.__name__ for cls in declared("metric").values() if not getattr(cls, "higher_is_better", True)}
+    options = declared("metric").items()
+    ours = {name: cls.__name__ for name, cls in options if not getattr(cls, "higher_is_better", True)}
     assert ours == LESS_IS_BETTER
     names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score"}
     for cls in declared("metric").values():
         name = names.get(cls.__name__, {"F1": "F1Score"}.get(cls.__name__, cls.__name__))
         theirs = getattr(torchmetrics, name, None) or getattr(torchmetrics.classification, name, None)
         if theirs is not None and theirs.__dict__.get("higher_is_better") is not None:
-            assert theirs.higher_is_better is (cls.__name__ not in LESS_IS_BETTER), name
+            assert theirs.higher_is_better is (cls.__name__ not in LESS_IS_BETTER.values()), name
 
 
 def test_the_usual_monitors_are_figures_of_their_tasks() -> None:
@@ -85,6 +86,16 @@ def test_the_usual_monitors_are_figures_of_their_tasks() -> None:
     for name, text in USUAL.items():
         task = declared("task")[name]
         assert Monitor.parse(text).name in (*task.counted, *task.metrics)
+
+
+def test_a_metric_that_a_task_adds_itself_is_known_by_its_option() -> None:
+    assert tasks.Multiclass  # the module declares them
+    for option in [option for option, task in declared("task").items() if task.metrics]:
+        for name, metric in resolved(f"task={option}", "dataset=fake", "device=cpu").metric.items():
+            falls = not getattr(metric, "higher_is_better", True)
+            assert str(chosen_monitor(name, task=option, metrics={})) == "-" * falls + name
+            assert str(chosen_monitor(name, task=option, metrics={name: "F1"})) == name, "the config's own metric"
+    assert str(chosen_monitor("mine", task="", metrics={}, less_is_better={"mine": "Mine"})) == "-mine"
 
 
 def test_every_figure_has_its_tag() -> None:

@@ -8,9 +8,10 @@ better.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 
 TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
 AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
@@ -18,8 +19,9 @@ METRIC = "metric/"
 # What is true of every score without a test split.
 CHOSEN_ON_ITSELF = "the score was chosen on the split that it is measured on; a test split gives an honest one"
 LOSS, TOP1 = "loss", "top1"
-# The metrics of ours of which less is better, by class. A metric of a user says so with `higher_is_better = False`.
-LESS_IS_BETTER = frozenset({"Calibration", "MAE", "RMSE"})
+# The metrics of ours of which less is better: their classes, by option. A metric of a user says so with
+# `higher_is_better = False`.
+LESS_IS_BETTER = {"calibration": "Calibration", "mae": "MAE", "rmse": "RMSE"}
 # What `monitor=auto` is for a task, by the name of its option; the loss for a task of the user that does not say it.
 USUAL = {"multiclass": TOP1, "distill": TOP1, "multilabel": "map", "regression": "-mae"}
 
@@ -60,18 +62,21 @@ class Monitor:
 
 
 def chosen_monitor(
-    text: str, *, task: str, metrics: Mapping[str, str], less_is_better: Iterable[str] = ()
+    text: str, *, task: str, metrics: Mapping[str, str], less_is_better: Mapping[str, str] = MappingProxyType({})
 ) -> Monitor:
     """The monitor that a config names.
 
     Args:
         text: the key `monitor`: `auto`, the name of a figure, or that with a minus in front, if less is better.
         task: the option of the group `task`.
-        metrics: the class of each metric of the config, by its name.
-        less_is_better: the classes of other metrics of which less is better.
+        metrics: the class of each metric of the config, by its name. Any other name is that of an option, which the
+            task adds itself.
+        less_is_better: the classes of other metrics of which less is better, by option.
     """
     monitor = Monitor.parse(USUAL.get(task, LOSS) if text == "auto" else text)
-    falls = monitor.name == LOSS or metrics.get(monitor.name.partition("/")[0]) in {*LESS_IS_BETTER, *less_is_better}
+    falling = {**LESS_IS_BETTER, **less_is_better}
+    metric = monitor.name.partition("/")[0]
+    falls = monitor.name == LOSS or metrics.get(metric, falling.get(metric)) in falling.values()
     return Monitor(monitor.name, Direction.minimize) if falls else monitor
 
 

@@ -119,7 +119,9 @@ def _monitor(job: Job, metrics: Mapping[str, Metric]) -> Monitor:
         job.monitor,
         task=next((name for name in tasks if name in USUAL), ""),
         metrics={name: cls.__name__ for name, cls in classes.items()},
-        less_is_better=[cls.__name__ for cls in classes.values() if not getattr(cls, "higher_is_better", True)],
+        less_is_better={
+            name: cls.__name__ for name, cls in classes.items() if not getattr(cls, "higher_is_better", True)
+        },
     )
 
 

@@ -106,7 +106,8 @@ def _monitor(config: DictConfig, swept: Sequence[str]) -> Monitor:
         raise InputError(f"the jobs of a sweep are compared by one score, and {key} differs between them; {remedy}")
     name = str(config.hydra.runtime.choices.get("task", "multiclass"))
     names = [name, *(cls.__name__.lower() for cls in getattr(tasks.get(name), "__mro__", ()))]
-    less = [cls.__name__ for cls in declared("metric").values() if not getattr(cls, "higher_is_better", True)]
+    declared_metrics = declared("metric").items()
+    less = {key: cls.__name__ for key, cls in declared_metrics if not getattr(cls, "higher_is_better", True)}
     return chosen_monitor(
         text,
         task=next((known for known in names if known in USUAL), ""),
