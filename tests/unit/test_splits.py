@@ -242,12 +242,14 @@ def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
     assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
 
 
-def test_ranks_are_those_of_the_hashes_in_each_stratum() -> None:
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_are_those_of_the_hashes_in_each_stratum(apart: bool) -> None:
     rng = np.random.default_rng(0)
     names = [b"%d" % number for number in rng.integers(0, 40, 60)]  # some are listed twice
     labels = torch.from_numpy(rng.integers(0, 3, 60))
-    rank, count = ranked(names, labels, b"key")
-    for example, (name, label) in enumerate(zip(names, labels.tolist(), strict=True)):
-        own = {other for other, of in zip(names, labels.tolist(), strict=True) if of == label}
-        ordered = sorted(own, key=lambda other: hashlib.blake2b(other, digest_size=16, key=b"key").digest())
-        assert (rank[example], count[example]) == (ordered.index(name), len(own))
+    rank, count = ranked(names, labels, b"key", apart=apart)
+    digests = [hashlib.blake2b(name, digest_size=16, key=b"key").digest() for name in names]
+    hashes = [(digest, position * apart) for position, digest in enumerate(digests)]
+    for example, (own_hash, label) in enumerate(zip(hashes, labels.tolist(), strict=True)):
+        ordered = sorted({other for other, of in zip(hashes, labels.tolist(), strict=True) if of == label})
+        assert (rank[example], count[example]) == (ordered.index(own_hash), len(ordered))

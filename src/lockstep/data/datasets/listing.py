@@ -110,30 +110,26 @@ def held_out(files: Files, names: NDArray[np.bytes_], share: float) -> tuple[Fil
     Raises:
         InputError: every class has one file.
     """
-    evaluated = np.zeros(len(names), dtype=np.bool_)
-    hashes = [  # other members can have the same name in other shards
-        (hashlib.blake2b(name, digest_size=16, key=SHARE_KEY).digest(), position * bool(files.identity))
-        for position, name in enumerate(names.tolist())
-    ]
-    strata = strata_of(files.labels)
-    for of_class in strata.argsort(stable=True).split(strata.bincount().tolist()):
-        positions = of_class.tolist()
-        ranked = sorted({hashes[position] for position in positions})
-        chosen = set(ranked[: max(0, min(max(1, round(share * len(ranked))), len(ranked) - 1))])
-        evaluated[positions] = [hashes[position] in chosen for position in positions]
+    # Other members can have the same name in other shards.
+    rank, count = ranked(names.tolist(), files.labels, SHARE_KEY, apart=bool(files.identity))
+    evaluated = rank < np.minimum(np.maximum(1, np.rint(share * count)), count - 1)
     if not evaluated.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
     return files.part(~evaluated), replace(files.part(evaluated), notes=())
 
 
-def ranked(names: Sequence[bytes], labels: Tensor, key: bytes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def ranked(
+    names: Sequence[bytes], labels: Tensor, key: bytes, *, apart: bool = False
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The rank of each example among those of its stratum, by a hash of its name, and their number: (N,) each.
 
     The rank follows from the names alone, so an example that is added moves the others by one at most. Examples of
-    one name have one rank.
+    one name have one rank, or follow each other if they are `apart`.
     """
-    digests = np.array([hashlib.blake2b(name, digest_size=16, key=key).digest() for name in names], dtype="S16")
-    hashes, hash_of = np.unique(digests, return_inverse=True)  # numbered in their order
+    digests = (hashlib.blake2b(name, digest_size=16, key=key).digest() for name in names)
+    places = (at.to_bytes(8, "big") if apart else b"" for at in range(len(names)))
+    # Numbered in their order.
+    hashes, hash_of = np.unique(np.array([*map(bytes.__add__, digests, places)], dtype="S24"), return_inverse=True)
     units, unit_of = np.unique(strata_of(labels).numpy() * len(hashes) + hash_of, return_inverse=True)
     stratum_of = units // max(1, len(hashes))
     first, end = (np.searchsorted(stratum_of, stratum_of, side) for side in ("left", "right"))
