@@ -17,11 +17,12 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
+from lockstep.config.options import declared
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import Crop, FileSplit
+from lockstep.data.datasets.files import Crop, FileSource, FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.listing import ranked
 from lockstep.data.datasets.targets import check_labels
@@ -218,6 +219,19 @@ def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expe
     path = folder_of(tmp_path, {"a": 9, "b": 4})
     with pytest.raises(InputError, match=expected):
         Folder(path=path, **options).eval()
+
+
+FILE_SOURCES = [cls for cls in declared("dataset").values() if issubclass(cls, FileSource)]
+
+
+@pytest.mark.parametrize("source", FILE_SOURCES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("options", [{"fold": 1}, {"folds": 3}, {"folds": 3, "fold": 0, "val_share": 0.1}])
+def test_every_source_of_files_refuses_half_a_choice_of_folds(
+    source: type[FileSource], options: dict[str, Any]
+) -> None:
+    assert {cls.__name__ for cls in FILE_SOURCES} >= {"Folder", "CSV", "HF", "WebDataset"}
+    with pytest.raises(InputError, match=r"dataset\.fold"):
+        source(path="nowhere", **options)
 
 
 def test_folds_beside_an_evaluation_split_are_refused(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class WebDataset(FileSource):
     targets: str = choice("auto", "auto", *TARGETS)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.label_keys and self._kind != "json":
             raise InputError(
                 f"dataset.label_keys names fields of JSON, but dataset.label is {self.label}; use dataset.label=json"
