@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -82,6 +83,16 @@ def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     assert [note for note in source.notes() if "left out" in note] == [f"{tmp_path}: left out 1 other file (1 .json)"]
     with pytest.raises(InputError, match=r"no val\*\.tar .*dataset\.val_share=0\.1"):
         WebDataset(path=str(tmp_path)).prepare()
+
+
+def test_images_of_one_name_in_other_shards_are_different_ones(tmp_path: Path) -> None:
+    for number in range(6):
+        shard(tmp_path / f"train-{number}.tar", image__png=png(number), image__cls=b"cat")
+    folds = [WebDataset(path=str(tmp_path), decode_size=8, folds=3, fold=fold).eval() for fold in range(3)]
+    evaluated = [fold.fetch(list(range(len(fold.labels))))[:, 0, 0, 0].tolist() for fold in folds]
+    assert [len(levels) for levels in evaluated] == [2, 2, 2]
+    assert sorted(itertools.chain(*evaluated)) == list(range(6))
+    assert len(WebDataset(path=str(tmp_path), decode_size=8, folds=3, fold=0, limit=0.5).train().labels) == 2
 
 
 @pytest.mark.parametrize(

@@ -255,11 +255,9 @@ class FileSource(PhotoSource):
         if self.limit is None:
             return files
         # A member of a shard by its own name: an image that is added moves few others.
-        keys = (
-            [getattr(files[at], "key", key) for at, key in enumerate(files.keys.tolist())] if files.identity else []
-        )
+        keys = [getattr(files[at], "key", key) for at, key in enumerate(files.keys.tolist())] if files.members else []
         names = [key if isinstance(key, bytes) else str(key).encode() for key in keys or files.keys.tolist()]
-        return files.part(within(self.limit, names, files.labels))
+        return files.part(within(self.limit, names, files.labels, apart=files.members))
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         train, val = self.listings()

@@ -82,6 +82,11 @@ class Files:
                 by_class[name] = f"{count:,} file{'s' * (count != 1)} ({digest})"
         return by_class
 
+    @property
+    def members(self) -> bool:
+        """Whether these are members of other files, of which several can have one name."""
+        return bool(self.identity)
+
     def part(self, chosen: NDArray[np.bool_]) -> Files:
         """Those of the files that are `chosen`, bool (N,)."""
         return replace(self, keys=self.keys[chosen], labels=self.labels[chosen])
@@ -110,8 +115,7 @@ def held_out(files: Files, names: NDArray[np.bytes_], share: float) -> tuple[Fil
     Raises:
         InputError: every class has one file.
     """
-    # Other members can have the same name in other shards.
-    rank, count = ranked(names.tolist(), files.labels, SHARE_KEY, apart=bool(files.identity))
+    rank, count = ranked(names.tolist(), files.labels, SHARE_KEY, apart=files.members)
     evaluated = rank < np.minimum(np.maximum(1, np.rint(share * count)), count - 1)
     if not evaluated.any():
         raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
@@ -145,7 +149,7 @@ def folded(files: Files, names: NDArray[np.bytes_], folds: int, fold: int) -> tu
     Raises:
         InputError: a fold would have no file of a class.
     """
-    rank, count = ranked(names.tolist(), files.labels, FOLD_KEY)
+    rank, count = ranked(names.tolist(), files.labels, FOLD_KEY, apart=files.members)
     if files.labels.ndim == 1 and (count < folds).any():
         label = int(files.labels[int(count.argmin())])
         raise InputError(
@@ -156,9 +160,9 @@ def folded(files: Files, names: NDArray[np.bytes_], folds: int, fold: int) -> tu
     return files.part(~chosen), replace(files.part(chosen), notes=())
 
 
-def within(limit: float, names: Sequence[bytes], labels: Tensor) -> NDArray[np.bool_]:
+def within(limit: float, names: Sequence[bytes], labels: Tensor, *, apart: bool = False) -> NDArray[np.bool_]:
     """Which examples a limit leaves, bool (N,): a share up to 1, or a number; at least one of each stratum."""
-    rank, count = ranked(names, labels, LIMIT_KEY)
+    rank, count = ranked(names, labels, LIMIT_KEY, apart=apart)
     share = limit if limit <= 1 else limit / max(1, len(names))
     chosen: NDArray[np.bool_] = rank < np.maximum(1, np.floor(share * count + 0.5))
     return chosen
