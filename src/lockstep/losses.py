@@ -19,7 +19,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model import is_broken
-from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, SOFTMAX
+from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, SOFTMAX, VALUES
 from lockstep.core.protocols import Loss, Task
 
 MOST_WEIGHT = 1e6
@@ -117,7 +117,7 @@ class Focal(_Weighted):
 class MSE:
     """The squared error: the mean over the values of an image."""
 
-    targets: ClassVar[tuple[str, ...]] = ("values",)
+    targets: ClassVar[tuple[str, ...]] = (VALUES,)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, None)
@@ -132,7 +132,7 @@ class Huber:
 
     delta: float = ranged(1.0, above=0.0, most=1e12)
 
-    targets: ClassVar[tuple[str, ...]] = ("values",)
+    targets: ClassVar[tuple[str, ...]] = (VALUES,)
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         return ExampleLoss(self.losses, None)

@@ -55,7 +55,7 @@ class Multilabel(Task):
 class Regression(Task):
     """Each image has one or several numbers."""
 
-    targets: ClassVar[str] = "values"
+    targets: ClassVar[str] = VALUES
     probabilities: ClassVar[str | None] = VALUES
     metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse", "r2")
 

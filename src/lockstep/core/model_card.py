@@ -24,14 +24,13 @@ LIMIT = 16 * MB  # characters of the text, nearly all of which are names of clas
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
 # How logits become probabilities. With softmax the classes exclude each other, and their probabilities add up to 1;
-# with sigmoid each class is judged by itself.
-# The outputs of a regression are the values themselves.
+# with sigmoid each class is judged by itself; the outputs of a regression are the values themselves.
 PROBABILITIES = ("softmax", "sigmoid", "values")
 SOFTMAX, SIGMOID, VALUES = PROBABILITIES
 # What the targets of a task are: one of the classes; a share for each label, of which an image can have several; or
 # numbers.
-TARGETS = ("classes", "labels", "values")
-CLASSES, LABELS, _ = TARGETS
+CLASSES, LABELS = "classes", "labels"
+TARGETS = (CLASSES, LABELS, VALUES)
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384
 VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can average
 

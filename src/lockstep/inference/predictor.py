@@ -203,7 +203,8 @@ def find_weights(path: str | Path, key: str = KEY) -> Path:
 
     For `latest` it is that of the newest run, or, if this one has none, the newest file of a run or a sweep's job.
 
-    `key` begins the error: an InputError if there are no weights.
+    Raises:
+        InputError: there are no weights; its sentence begins with `key`.
     """
     path = Path(path)
     folder = pointed(path, Path("outputs"), key)

@@ -91,9 +91,10 @@ def with_targets(dataset: Source, targets: str) -> Source:
     Raises:
         InputError: it has others.
     """
-    if getattr(dataset, "targets", CLASSES) == AUTO:
+    own = getattr(dataset, "targets", CLASSES)
+    if own == AUTO:
         return replace(dataset, targets=targets)
-    if (own := getattr(dataset, "targets", CLASSES)) != targets:
+    if own != targets:
         name = type(dataset).__name__.lower()
         with_any = ", ".join(options_with("dataset", "targets"))
         raise InputError(
