@@ -15,7 +15,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from PIL import Image
 import forks as forking
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
-from helpers import NARROW, forked, forks, result, train_here
+from helpers import FAKE, NARROW, forked, forks, result, train_here
 from lockstep.cli import demo
 from lockstep.cli.demo import LARGEST, DemoServer
 from lockstep.core.errors import InputError
@@ -52,7 +52,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(place: Path) -> Iterator[DemoServer]:
-    server = DemoServer(lockstep.load(RunDir(place / "run").path, device="cpu"), 0)
+    with serving(RunDir(place / "run").path) as server:
+        yield server
+
+
+@contextmanager
+def serving(run: Path) -> Iterator[DemoServer]:
+    server = DemoServer(lockstep.load(run, device="cpu"), 0)
     with server.socket:
         thread = threading.Thread(target=server.run, args=([server.socket],))
         thread.start()
@@ -137,8 +143,40 @@ def test_a_hundred_requests_at_once_are_answered_with_what_the_predictor_says(
     with ThreadPoolExecutor(100) as pool:
         answers = list(pool.map(lambda _: asked(server, "POST", "/predict", content), range(100)))
     (prediction,) = server.predictor.predict(content)
-    expected = {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(5)]}
+    expected = {
+        "classes": [{"name": name, "probability": share} for _, name, share in prediction.top(5)],
+        "predicted": 1,
+    }
     assert answers == [(200, expected)] * 100
+
+
+@pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="chromium and chromium-driver are not installed")
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_the_page_shows_the_labels_and_the_values_of_the_predictor(task: str, tmp_path: Path) -> None:
+    data = (*FAKE, "dataset.classes=7", "dataset.examples=40")
+    run = train_here(tmp_path / "run", *data, "model=linear", "steps=4", "batch=8", "augment=none", f"task={task}")
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    predictor = lockstep.load(run.path, device="cpu")
+    if task == "multilabel":
+        (prediction,) = predictor.predict(tmp_path / "a.png")
+        above = prediction.above(0.5)
+        rows = [[name, f"{100 * share:.1f} %"] for _, name, share in prediction.top(max(5, len(above)))]
+        assert above
+    else:
+        (values,) = predictor.values(tmp_path / "a.png").tolist()
+        rows = [[str(number), f"{value:.4g}"] for number, value in enumerate(values)]
+        above = []
+    texts = "[...document.querySelectorAll('#classes li')].map((row) => [...row.querySelectorAll('.name, .share')]"
+    bold = "return [...document.querySelectorAll('#classes .predicted .name')].map((each) => each.textContent)"
+    with serving(run.path) as server, browser(tmp_path / "profile") as page:
+        page.open(server.url)
+        about = page.until("return document.getElementById('about').textContent")
+        assert f"7 {'labels' if task == 'multilabel' else 'values'}, sees 1x8x8" in about
+        page.choose("#file", tmp_path / "a.png")
+        actual = page.until(f"const r = {texts}.map((each) => each.textContent)); return r.length && r")
+        page.screenshot(Path(os.environ.get("SCREENSHOTS", tmp_path)) / f"demo-{task}.png")
+        assert (actual, page.run(bold)) == (rows, [name for _, name, _ in above])
 
 
 REFUSED: dict[str, tuple[str, str, bytes | None, dict[str, str | None], int]] = {

@@ -219,7 +219,9 @@ def test_what_is_known_of_labels_and_values_before_a_run() -> None:
     counts = resolved("dataset=fake", "dataset.size=8", "dataset.classes=9", "dataset.examples=16", "task=multilabel")
     rows = counts.dataset.train().labels.sum(0).int().tolist()
     text = ", ".join(f"{label} {count}" for label, count in enumerate(rows[:8]))
-    assert any(f"{text}, and 1 more: 16 to train on" in finding.text for finding in inspect(counts.dataset, 1))
+    findings = [*inspect(counts.dataset, 1)]
+    assert any(f"{text}, and 1 more: 16 to train on" in finding.text for finding in findings)
+    assert "classes" not in {finding.check for finding in findings}, "warnings are of labels too"
 
 
 @given(

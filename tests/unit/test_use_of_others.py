@@ -50,12 +50,16 @@ def test_an_evaluation_has_the_scores_of_the_training_and_of_scikit_learn(
     by_output: dict[str, Any] = {
         "map": lambda y, p: reference.average_precision_score(y, p),
         "f1": lambda y, p: reference.f1_score(y, p > 0.5, zero_division=0),
+        "precision": lambda y, p: reference.precision_score(y, p > 0.5, zero_division=0),
+        "recall": lambda y, p: reference.recall_score(y, p > 0.5),
         "mae": reference.mean_absolute_error,
         "rmse": reference.root_mean_squared_error,
         "r2": reference.r2_score,
     }
     rows = facts["labels" if task == "multilabel" else "values"]
     assert [row["name"] for row in rows] == ["0", "1", "2"]
+    tabled = {"map", "f1", "precision", "recall"} if task == "multilabel" else {"mae", "rmse", "r2"}
+    assert all(row.keys() == {"name", "images", *tabled} for row in rows)
     for number, row in enumerate(rows):
         assert row["images"] == (true[:, number].sum() if task == "multilabel" else 30)
         for metric in row.keys() - {"name", "images"}:

@@ -19,9 +19,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
-from lockstep.core.model_card import SIGMOID, VALUES
+from lockstep.core.model_card import LABELS, SIGMOID, VALUES
 from lockstep.core.safe_read import MB
-from lockstep.inference.predictor import Predictor, find_weights, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
 from lockstep.runtime.signals import listen
 
 ADDRESS = "127.0.0.1"
@@ -50,12 +50,10 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     """
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
-    if predictor.card.targets == VALUES:
-        raise InputError("the page shows classes, and this model predicts values; use `lockstep predict`")
     server = DemoServer(predictor, port)
     listen(server.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
     with server.socket:
-        log.show(f"{server.url} shows the classes of a photo; Ctrl-C ends it")
+        log.show(f"{server.url} shows the {predictor.card.targets} of a photo; Ctrl-C ends it")
         log.console.file.flush()
         server.run([server.socket])
 
@@ -131,16 +129,30 @@ class DemoServer(uvicorn.Server):
             "model": str(card.model["_target_"]).rpartition(".")[2],
             "name": card.model.get("name"),
             "classes": card.classes,
+            "targets": card.targets,
             "input": "x".join(map(str, card.input_shape)),
             "score": card.score,
             "independent": card.probabilities == SIGMOID,
             "step": card.step,
         }
 
-    def classes(self, photo: bytes) -> dict[str, Any]:
-        """The model's prediction for an image file. Raises InputError if it is not one."""
+    def predicted(self, photo: bytes) -> dict[str, Any]:
+        """The values of an image file; or its most probable classes or labels, and how many of these are predicted.
+
+        Raises InputError if it is not one.
+        """
+        targets = self.predictor.card.targets
+        if targets == VALUES:
+            (values,) = self.predictor.values(photo).tolist()
+            pairs = zip(self.predictor.names, values, strict=True)
+            return {"values": [{"name": name, "value": value} for name, value in pairs]}
         (prediction,) = self.predictor.predict(photo)
-        return {"classes": [{"name": name, "probability": share} for _, name, share in prediction.top(SHOWN)]}
+        predicted = len(prediction.above(THRESHOLD)) if targets == LABELS else 1
+        rows = prediction.top(max(SHOWN, predicted))
+        return {
+            "classes": [{"name": name, "probability": share} for _, name, share in rows],
+            "predicted": predicted,
+        }
 
     async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
@@ -181,7 +193,7 @@ class DemoServer(uvicorn.Server):
                 async with self.photos:
                     photo = await self._photo(receive, length)
                     async with self.model:
-                        return JSON, json.dumps(await asyncio.to_thread(self.classes, photo))
+                        return JSON, json.dumps(await asyncio.to_thread(self.predicted, photo))
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
 
     def _length(self, headers: Mapping[str, str]) -> int:

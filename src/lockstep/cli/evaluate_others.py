@@ -1,7 +1,7 @@
 """`lockstep evaluate` for models of several labels or of values: the scores of their task, and a table by output."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.training.evaluate import evaluate
 
+BY_LABEL = ("precision", "recall")  # of the table alone, beside the metrics of the run
 TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
 
 
@@ -97,9 +98,9 @@ def evaluate_outputs(
     `metrics` are the config nodes of the run's metrics, by name; None are those of every job of the task.
     """
     card, world = predictor.card, World.solo(predictor.device)
-    usual = TASKS[card.targets].metrics
-    nodes = metrics or {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in usual}
-    by_output = {name: {**node, "average": "none"} for name, node in nodes.items() if "average" in node}
+    nodes = metrics or _nodes(TASKS[card.targets].metrics)
+    tabled = {**_nodes(BY_LABEL if card.targets == LABELS else ()), **nodes}
+    by_output = {name: {**node, "average": "none"} for name, node in tabled.items() if "average" in node}
     scores, scores_by_output = (
         Scores(
             components.build_many("metric", chosen),
@@ -119,6 +120,11 @@ def evaluate_outputs(
         predictions=torch.cat(predictions.blocks),
         scores={**figures, **scores.compute(), **scores_by_output.compute()},
     )
+
+
+def _nodes(names: Iterable[str]) -> dict[str, Any]:
+    """The config nodes of metrics, by name."""
+    return {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in names}
 
 
 def check_outputs(predictor: Predictor, source: Source) -> None:

@@ -18,7 +18,7 @@ from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Prediction, Predictor, find_weights, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Prediction, Predictor, find_weights, load, say_which
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
@@ -73,7 +73,7 @@ def predict(
             results = _results(predictor, paths, problems, advance, predictor.predict)
             rows = _Rows(
                 USUAL_TOP if top is None else top,
-                None if targets != LABELS else 0.5 if threshold is None else threshold,
+                None if targets != LABELS else THRESHOLD if threshold is None else threshold,
             )
             if form == "table":
                 lines = _table(paths, results, rows, predictor.names)

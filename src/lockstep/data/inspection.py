@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.core.model_card import LABELS, VALUES
+from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
@@ -61,14 +61,14 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
     for split, where in ((train, "the training split"), (val, "the evaluation split")):
         check_labels(split.labels, source.classes, where, source.targets)
     names = source.class_names or tuple(map(str, range(source.classes)))
-    notes = class_notes(names, train.labels, val.labels, source.targets)
+    kind, notes = source.targets, class_notes(names, train.labels, val.labels, source.targets)
     for note in dict.fromkeys([*source.notes(), *notes]):
-        yield Finding("classes", note, Level.warning)
+        yield Finding(kind, note, Level.warning)
     counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
-    if source.targets in (LABELS, VALUES):
-        yield Finding(source.targets, f"{_columns(names, train.labels, source.targets)}: {counts}")
+    if kind != CLASSES:
+        yield Finding(kind, f"{_columns(names, train.labels, kind)}: {counts}")
     elif not notes:
-        yield Finding("classes", f"all {source.classes} have images in both splits: {counts}")
+        yield Finding(kind, f"all {source.classes} have images in both splits: {counts}")
     yield _broken((train, val), seconds / 2)
     yield from _repeated([*_shuffled(val), *_shuffled(train)], seconds / 2)
 

@@ -28,6 +28,7 @@ from lockstep.precision import FP32
 from lockstep.training.evaluate import logits_of
 
 KEY = "weights"  # the first word of the errors
+THRESHOLD = 0.5  # above this probability a label is predicted
 
 
 @dataclass(frozen=True, kw_only=True)
