@@ -125,7 +125,7 @@ class Source(Component, Protocol):
         return 0
 
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
-        """Values that identify the examples of each split, "train" and "val", wherever the files are.
+        """Values that identify the examples of each split, wherever the files are: "train", "val" and any "test".
 
         Each part of a split that can differ has a separate key, so that an error can name the part.
         """
@@ -152,6 +152,10 @@ class Source(Component, Protocol):
     def train(self) -> Split: ...
 
     def eval(self) -> Split: ...
+
+    def test(self) -> Split | None:
+        """The examples that a run scores once, with its best weights; None if there is no such split."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
