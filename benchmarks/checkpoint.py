@@ -30,8 +30,10 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.reading import load_newest
+from lockstep.checkpoint.writing import Checkpointer
+from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync
 from measure import Figures, Rows, in_turns, parser, scaled, show, timed, write
@@ -127,9 +129,9 @@ def loading(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, re
         load_file(folder / "safetensors, fsync")
 
     def ours() -> None:
-        loaded = checkpoint.load_newest(RunDir(folder / "run"))
+        loaded = load_newest(RunDir(folder / "run"))
         assert loaded is not None
-        checkpoint.restore(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
+        reading.restore(loaded, model=model, ema=None, optimizer=optimizer, scaler=scaler)
 
     cases = {
         "torch.load": partial(timed, partial(plain, mmap=False)),
@@ -176,7 +178,7 @@ def resuming(repeats: int) -> Figures:
         with tempfile.TemporaryDirectory() as folder:
             first_step(Path(folder), 0)
             # A resume repeats the steps after the newest checkpoint: drop their lines, so that only new ones count.
-            newest = checkpoint.candidates(Path(folder, "run", "checkpoints"))[0]
+            newest = candidates(Path(folder, "run", "checkpoints"))[0]
             lines = Path(folder, "run", "metrics.jsonl").read_text().splitlines()
             earlier = [line for line in lines if json.loads(line)["step"] <= int(newest.name[5:])]
             Path(folder, "run", "metrics.jsonl").write_text("".join(f"{line}\n" for line in earlier))

@@ -66,7 +66,8 @@ def stages(model: str, size: int, folder: Path, *words: str) -> Iterator[tuple[s
     from safetensors.torch import load_file
 
     import lockstep
-    from lockstep.checkpoint import MODEL, latest_valid
+    from lockstep.checkpoint.files import MODEL
+    from lockstep.checkpoint.reading import latest_valid
     from lockstep.cli import export as exporting
     from lockstep.core.errors import Stopped
     from lockstep.core.run_dir import RunDir

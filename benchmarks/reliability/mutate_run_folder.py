@@ -43,7 +43,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from lockstep import checkpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.files import manifest_text
+from lockstep.checkpoint.reading import latest_valid
 from lockstep.config import composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
@@ -193,10 +195,10 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
 
 def bits(folder: Path) -> str:
     """A hash of everything in the newest checkpoint."""
-    newest = checkpoint.latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
+    newest = latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
     if newest is None:
         return "none"
-    loaded = checkpoint.load(newest)
+    loaded = reading.load(newest)
     digest = hashlib.sha256()
     for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
         digest.update(part)
@@ -293,7 +295,7 @@ def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: b
     for name in {*dice.sample(names, dice.randrange(1, len(names) + 1)), *(["facts.json"] if hash_again else [])}:
         shutil.copyfile(donor / name, step / name)
     if hash_again:
-        (step / MANIFEST).write_text(checkpoint.manifest_text(step))
+        (step / MANIFEST).write_text(manifest_text(step))
 
 
 def of_another_run(

@@ -39,8 +39,11 @@ from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
-from lockstep import checkpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.files import find_corruption
+from lockstep.checkpoint.reading import latest_valid, read_facts
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
@@ -112,9 +115,9 @@ class Record:
 
     @classmethod
     def of(cls, run: RunDir) -> Record:
-        newest = checkpoint.latest_valid(run.checkpoints)
+        newest = latest_valid(run.checkpoints)
         assert newest is not None, f"{run.path} has no checkpoint"
-        loaded = checkpoint.load(newest)
+        loaded = reading.load(newest)
         parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
         digest = hashlib.sha256()
         for part in leaves(parts):
@@ -281,11 +284,11 @@ def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Ran
 
 def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Random) -> int | None:
     """Start or resume a run; returns its exit code, or None if it was killed."""
-    checkpoints = checkpoint.candidates(run.checkpoints)
+    checkpoints = candidates(run.checkpoints)
     if run.path.exists():
         tally.resumes["from a checkpoint" if checkpoints else "from scratch"] += 1
-        tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := checkpoint.find_corruption(path))]
-    over = bool(checkpoints) and checkpoint.read_facts(checkpoints[0])["progress"]["step"] == steps
+        tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := find_corruption(path))]
+    over = bool(checkpoints) and read_facts(checkpoints[0])["progress"]["step"] == steps
     started = time.time()
     process = start(run.path, tally.ranks, steps)
     patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from helpers import forked, losses, train, train_here
-from lockstep import checkpoint
+from lockstep.checkpoint.files import find_corruption
+from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 
 
@@ -36,7 +37,7 @@ def run(finished: RunDir, tmp_path: Path) -> RunDir:
 
 
 def damage_all(run: RunDir) -> None:
-    for path in checkpoint.candidates(run.checkpoints):
+    for path in candidates(run.checkpoints):
         (path / "facts.json").write_text((path / "facts.json").read_text().replace('"batch": 64', '"batch": 65'))
 
 
@@ -67,7 +68,7 @@ def test_a_kept_config_that_cannot_be_put_back_is_refused_in_one_sentence(run: R
 
 
 def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> None:
-    newest, _ = checkpoint.candidates(run.checkpoints)
+    newest, _ = candidates(run.checkpoints)
     (newest / "state.pt").write_bytes(b"")
     run.summary.write_text("[1]")
     run.table.unlink()
@@ -80,7 +81,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     assert f"{run.summary} is not the summary of a run; it will be replaced" in done.out
     assert f"{run.metrics} is damaged: line 2 cannot be read, and is left out" in done.out
     assert json.loads(run.summary.read_text())["status"] == "completed"
-    assert checkpoint.find_corruption(newest) == "", "its step was done again"
+    assert find_corruption(newest) == "", "its step was done again"
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import yaml
 from hydra import initialize_config_dir
 
 from helpers import ROOT, composed, records, train, train_here
-from lockstep import checkpoint
+from lockstep.checkpoint.files import manifest_text
 from lockstep.config import messages, schema
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
@@ -227,7 +227,7 @@ class Hostile:
 def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(run: Path, tmp_path: Path) -> None:
     sent = run / "checkpoints" / "step-00000003"
     torch.save({"optimizer": Hostile(tmp_path / "executed")}, sent / "state.pt")
-    (sent / "manifest.json").write_text(checkpoint.manifest_text(sent))
+    (sent / "manifest.json").write_text(manifest_text(sent))
     with pytest.raises(InputError, match=rf"checkpoint {sent} is damaged \(state.pt contains more than"):
         train_here(tmp_path / "new", f"resume={sent}", "steps=6")
     assert not (tmp_path / "executed").exists()

@@ -17,7 +17,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from helpers import NARROW, Done, forked, records, train_here
-from lockstep.checkpoint import read_card
+from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.core.run_dir import RunDir
 

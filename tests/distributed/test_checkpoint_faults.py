@@ -20,9 +20,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from helpers import NARROW, forks, losses, records, run_dir, run_until, train_here
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.files import MODEL, find_corruption
+from lockstep.checkpoint.reading import latest_valid, mark_saved_or_not, read_facts
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import StorageError
+from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from processes import wait_for
@@ -39,7 +42,7 @@ def dice() -> random.Random:
 
 
 def writer(run: RunDir, keep: int = 3) -> Checkpointer:
-    return Checkpointer(run_dir=run, fingerprint={}, keep=keep, keep_best=1, writes=True)
+    return Checkpointer(run_dir=run, fingerprint={"monitor": "top1"}, keep=keep, keep_best=1, writes=True)
 
 
 def save(target: Checkpointer, step: int) -> None:
@@ -54,7 +57,7 @@ def save(target: Checkpointer, step: int) -> None:
 
 def loaded_step(path: Path) -> int:
     """The step of a checkpoint, which its name, its facts and each of its weights agree on."""
-    loaded = checkpoint.load(path)
+    loaded = reading.load(path)
     step = int(loaded.facts["progress"]["step"])
     assert path.name == f"step-{step:08}"
     assert (loaded.model["weight"] == step).all()
@@ -64,7 +67,7 @@ def loaded_step(path: Path) -> int:
 def saving(path: str) -> None:
     """Go on from the newest checkpoint, and save without end."""
     run = RunDir(Path(path))
-    newest = checkpoint.latest_valid(run.checkpoints)
+    newest = latest_valid(run.checkpoints)
     target, step = writer(run, keep=2), loaded_step(newest) if newest else 0
     while True:
         step += 1
@@ -91,8 +94,8 @@ def test_a_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path, d
     for _ in range(15):
         before = newest(run)
         assert killed(saving, run.path, lambda: newest(run) != before, dice.uniform(0, 0.03))  # noqa: B023
-        checkpoints = checkpoint.candidates(run.checkpoints)
-        assert [checkpoint.find_corruption(path) for path in checkpoints] == [""] * len(checkpoints)
+        checkpoints = candidates(run.checkpoints)
+        assert [find_corruption(path) for path in checkpoints] == [""] * len(checkpoints)
         assert loaded_step(checkpoints[0]) > last
         last = loaded_step(checkpoints[0])
     target = writer(run, keep=2)
@@ -116,7 +119,7 @@ def spoil(path: Path, dice: random.Random) -> None:
         case "zero":
             file.write_bytes(bytes(len(data)))
         case "swap":  # a whole file, of another checkpoint
-            shutil.copyfile(path.with_name("step-00000001") / checkpoint.MODEL, path / checkpoint.MODEL)
+            shutil.copyfile(path.with_name("step-00000001") / MODEL, path / MODEL)
 
 
 def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
@@ -132,7 +135,7 @@ def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
         shutil.copytree(whole.checkpoints, folder)
         capsys.readouterr()
         spoil(folder / "step-00000003", dice)
-        newest = checkpoint.latest_valid(folder)
+        newest = latest_valid(folder)
         assert newest is not None
         assert loaded_step(newest) == 2
         assert capsys.readouterr().out.count("is damaged") == 1
@@ -189,12 +192,12 @@ def test_saving_goes_on_once_the_disk_is_well_again(
     for step in (2, 3):
         save(target, step)
         target.wait()
-    newest = checkpoint.latest_valid(small_disk.checkpoints)
+    newest = latest_valid(small_disk.checkpoints)
     assert newest is not None
     assert loaded_step(newest) == 1
     assert capsys.readouterr().out.count(f"a checkpoint could not be written ({reason});") == 1
     repair(small_disk)
-    target.saved_at -= checkpoint.RETRY_S
+    target.saved_at -= RETRY_S
     assert target.overdue()
     save(target, 4)
     target.close()
@@ -205,13 +208,11 @@ def test_saving_goes_on_once_the_disk_is_well_again(
 def test_a_run_that_can_no_longer_save_trains_to_its_end_and_says_so(
     small_disk: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mark = checkpoint.mark_saved_or_not
-
     def mark_and_fail(run_dir: RunDir) -> None:
-        mark(run_dir)
+        mark_saved_or_not(run_dir)
         fill(run_dir)
 
-    monkeypatch.setattr(checkpoint, "mark_saved_or_not", mark_and_fail)
+    monkeypatch.setattr("lockstep.training.build_observers.mark_saved_or_not", mark_and_fail)
     with pytest.raises(StorageError, match="the last checkpoint could not be written to"):
         train_here(small_disk.path, "steps=6", "checkpoint.every=1")
     assert len(losses(small_disk)) == 6
@@ -279,7 +280,7 @@ def test_an_evaluation_that_a_resume_made_up_and_lost_is_once_in_every_file(tmp_
     job = (*JOB, "steps=6", "train.eval_batch=20")
     expected, run = train_here(tmp_path / "whole", *job), train_here(tmp_path / "run", *job, stop_in=9)
     shutil.copytree(run.checkpoints, tmp_path / "stopped")
-    progress = checkpoint.read_facts(checkpoint.candidates(run.checkpoints)[0])["progress"]
+    progress = read_facts(candidates(run.checkpoints)[0])["progress"]
     assert progress["step"] == 3 not in dict(progress["scores"])
     await_next_second()
     train_here(run.path, *job)

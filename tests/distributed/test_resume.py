@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from helpers import FAKE, NARROW, Case, gang, losses, records, train_here, weights
-from lockstep import checkpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.reading import latest_valid, read_facts
+from lockstep.core.run import candidates
 
 # 242 examples in batches of 50: five steps an epoch, so that stops fall inside epochs and on their ends.
 DATA = (*FAKE, "dataset.examples=242", "batch=50")
@@ -31,9 +33,9 @@ IN_BLOCKS = (*COMMON, "train.eval_batch=20")
 
 def everything(run: Path) -> dict[str, object]:
     """All values of the newest checkpoint, with the options of the optimizer's groups, by their places."""
-    newest = checkpoint.latest_valid(run / "checkpoints")
+    newest = latest_valid(run / "checkpoints")
     assert newest is not None
-    loaded = checkpoint.load(newest)
+    loaded = reading.load(newest)
     flat, parts = {}, [("", {"model": loaded.model, "ema": loaded.ema, "state": loaded.state, "facts": loaded.facts})]
     for place, part in parts:  # which grows
         if isinstance(part, dict | list):
@@ -88,8 +90,8 @@ def test_a_stop_within_a_step_or_an_evaluation_leaves_no_trace(
     tmp_path: Path, whole_in_blocks: Path, place: int, step: int
 ) -> None:
     run = train_here(tmp_path / "run", *IN_BLOCKS, stop_in=place).path
-    (newest, *_) = checkpoint.candidates(run / "checkpoints")
-    assert checkpoint.read_facts(newest)["progress"]["step"] == step
+    (newest, *_) = candidates(run / "checkpoints")
+    assert read_facts(newest)["progress"]["step"] == step
     train_here(run, *IN_BLOCKS)
     assert everything(run) == everything(whole_in_blocks)
     assert untimed(run) == untimed(whole_in_blocks)
@@ -106,8 +108,8 @@ def test_statistics_of_a_step_that_was_cut_are_taken_back(tmp_path: Path) -> Non
 def test_one_rank_of_several_stops_an_evaluation_for_all(tmp_path: Path) -> None:
     job = (*COMMON, "steps=7", "train.micro_batches=1", "train.eval_batch=20", "strategy=ddp")
     gang(tmp_path / "gang", 2, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=2)])
-    (newest, *_) = checkpoint.candidates(tmp_path / "run" / "checkpoints")
-    progress = checkpoint.read_facts(newest)["progress"]
+    (newest, *_) = candidates(tmp_path / "run" / "checkpoints")
+    progress = read_facts(newest)["progress"]
     assert progress["step"] == 5 not in dict(progress["scores"])
     gang(tmp_path / "again", 2, [Case(tmp_path / "run", job)])
     assert everything(tmp_path / "run") == everything(tmp_path / "whole")
@@ -127,8 +129,8 @@ def test_a_stop_at_the_very_end_changes_no_bit(tmp_path: Path, options: str, pla
     job = (*ENDING, *SOLO[options])
     whole = train_here(tmp_path / "whole", *job).path
     run = train_here(tmp_path / "run", *job, **AT_THE_END[place]).path
-    (newest, *_) = checkpoint.candidates(run / "checkpoints")
-    assert checkpoint.read_facts(newest)["progress"]["step"] == 4
+    (newest, *_) = candidates(run / "checkpoints")
+    assert read_facts(newest)["progress"]["step"] == 4
     train_here(run, *job)
     assert everything(run) == everything(whole)
     assert untimed(run) == untimed(whole)
@@ -199,7 +201,7 @@ def test_a_checkpoint_by_the_clock_is_written_at_a_step_that_all_ranks_agree_on(
         "checkpoint.keep=100",
     )
     gang(tmp_path / "gang", 2, [Case(tmp_path / "run", job)])
-    saved = [int(path.name[-8:]) for path in checkpoint.candidates(tmp_path / "run" / "checkpoints")][::-1]
+    saved = [int(path.name[-8:]) for path in candidates(tmp_path / "run" / "checkpoints")][::-1]
     assert saved[-1] == STEPS
     # Heard at once where a step is long, and at the next where it is short: after a long one, none is under way.
     assert saved[0] <= 2

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
-from lockstep import checkpoint
+from lockstep.checkpoint.reading import latest_valid
 from lockstep.core import log
 from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.run_dir import RunDir
@@ -197,7 +197,7 @@ def words(folder: Path, name: str) -> list[tuple[int, str]]:
 
 
 def last_is_finite(run: Path) -> bool:
-    newest = checkpoint.latest_valid(run / "checkpoints")
+    newest = latest_valid(run / "checkpoints")
     assert newest is not None
     return all(bool(tensor.isfinite().all()) for tensor in load_file(newest / "model.safetensors").values())
 
@@ -218,7 +218,7 @@ def test_bad_numbers_end_all_ranks_alike_and_leave_what_shows_them(
     assert messages[0][0] == 76
     assert sentence in messages[0][1]
     assert last_is_finite(ended / name)
-    newest = checkpoint.latest_valid(ended / name / "checkpoints")
+    newest = latest_valid(ended / name / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000005"
     facts = json.loads((ended / name / "incident" / "incident.json").read_text())
@@ -239,7 +239,7 @@ def test_a_flipped_bit_is_found_by_the_next_log_point_and_never_saved(ended: Pat
     assert len(set(messages)) == 1
     assert messages[0][0] == 70
     assert "the weights of rank 1 differ from the others' at step 10" in messages[0][1]
-    newest = checkpoint.latest_valid(ended / "flipped_bit" / "checkpoints")
+    newest = latest_valid(ended / "flipped_bit" / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000005"
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from helpers import FAKE, NARROW, Case, Gang, gang, losses, train_here, weights
-from lockstep import checkpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.reading import latest_valid
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
@@ -74,9 +75,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def state(run: Path) -> dict[str, Tensor]:
     """Weights, averages and the optimizer's state of the newest checkpoint."""
-    newest = checkpoint.latest_valid(run / "checkpoints")
+    newest = latest_valid(run / "checkpoints")
     assert newest is not None
-    loaded = checkpoint.load(newest)
+    loaded = reading.load(newest)
     assert loaded.ema is not None
     of_optimizer = {
         f"{name}.{key}": value

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from helpers import FAKE, NARROW, Case, gang, losses, train_here, weights
-from lockstep import checkpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.reading import latest_valid
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
@@ -35,10 +36,10 @@ DDP = (*COMMON, *DIGITS, "precision=bf16", "strategy=ddp")
 
 def fingerprint(run: Path) -> str:
     """A hash over parameters, buffers, average, optimizer, scaler and counters of the newest checkpoint."""
-    newest = checkpoint.latest_valid(run / "checkpoints")
+    newest = latest_valid(run / "checkpoints")
     assert newest is not None
     digest = hashlib.sha256()
-    loaded = checkpoint.load(newest)
+    loaded = reading.load(newest)
     progress = loaded.facts["progress"]
     digest.update(repr([progress[key] for key in ("step", "best", "best_step")]).encode())
     digest.update(repr((loaded.state["scaler"], loaded.state.get("ema_updates"))).encode())

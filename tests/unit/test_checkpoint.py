@@ -21,17 +21,28 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer
-from lockstep.checkpoint.files import whole_weights
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.files import find_corruption, manifest_text, most_bytes, removable, whole_weights
+from lockstep.checkpoint.reading import (
+    check_fingerprint,
+    latest_valid,
+    load_newest,
+    mark_saved_or_not,
+    newest_of_run,
+    read_facts,
+)
+from lockstep.checkpoint.state import HostCopies
+from lockstep.checkpoint.weights import load_start, read_card
+from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.model_card import ModelCard
+from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.optim.optimizers import SGD, AdamW, Timm
 from lockstep.training.train_state import EMA
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
-IDENTITY = {"model": "Net()", "batch": 64, "seed": 3}
+IDENTITY = {"model": "Net()", "batch": 64, "seed": 3, "monitor": "top1"}
 
 
 @dataclass
@@ -58,7 +69,7 @@ class Parts:
             self.optimizer.state_dict(),
             self.scaler.state_dict(),
         )
-        return [checkpoint.HostCopies().of(dict(state)) for state in states]
+        return [HostCopies().of(dict(state)) for state in states]
 
 
 def parts(seed: int = 0, optimizer: Any = None) -> Parts:
@@ -151,8 +162,8 @@ def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
 
 
 def restore(path: Path, contents: Parts) -> dict[str, Any]:
-    loaded = checkpoint.load(path)
-    return checkpoint.restore(
+    loaded = reading.load(path)
+    return reading.restore(
         loaded, model=contents.model, ema=contents.ema, optimizer=contents.optimizer, scaler=contents.scaler
     )
 
@@ -196,13 +207,13 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
 
 def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
     (path,) = saved(run, 1)
-    assert checkpoint.find_corruption(path) == ""
+    assert find_corruption(path) == ""
     assert {file.name for file in path.iterdir()} == set(FILES)
     assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best"}
 
 
 def steps_left(run: RunDir) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)]
+    return [int(path.name[5:]) for path in candidates(run.checkpoints)]
 
 
 def flip(path: Path, bit: int) -> None:
@@ -217,80 +228,80 @@ def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
     bits = 8 * (path / name).stat().st_size
     for bit in {*range(0, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
         flip(path / name, bit)
-        assert checkpoint.find_corruption(path), f"bit {bit} of {name}"
+        assert find_corruption(path), f"bit {bit} of {name}"
         flip(path / name, bit)
-    assert checkpoint.find_corruption(path) == ""
+    assert find_corruption(path) == ""
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_cut_short_huge_or_missing_is_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     os.truncate(path / name, (path / name).stat().st_size - 8)
-    assert checkpoint.find_corruption(path)
+    assert find_corruption(path)
     os.truncate(path / name, 2**42)  # a file of holes, which must not be read to its end
-    assert name in checkpoint.find_corruption(path)
-    assert "bytes, expected" in checkpoint.find_corruption(path)
+    assert name in find_corruption(path)
+    assert "bytes, expected" in find_corruption(path)
     (path / name).unlink()
-    assert name in checkpoint.find_corruption(path)
+    assert name in find_corruption(path)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"sha256": {}}', "[" * 100_000])
 def test_an_invalid_manifest_is_damage(run: RunDir, content: str) -> None:
     (path,) = saved(run, 1)
     (path / "manifest.json").write_text(content)
-    assert checkpoint.find_corruption(path)
+    assert find_corruption(path)
 
 
 def test_a_damaged_checkpoint_is_not_loaded(run: RunDir) -> None:
     (path,) = saved(run, 1)
     flip(path / "model.safetensors", 999)
     with pytest.raises(InputError, match=r"is damaged \(model.safetensors does not match its sha256\); name another"):
-        checkpoint.load(path)
+        reading.load(path)
     (path / "facts.json").write_text("{")
     with pytest.raises(InputError, match=r"is damaged \(facts.json"):
-        checkpoint.check_fingerprint(IDENTITY, path)
+        check_fingerprint(IDENTITY, path)
 
 
 def test_the_newest_good_checkpoint_is_found_with_a_warning_for_each_bad_one(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, second, third = saved(run, 9, 10, 11)
-    assert checkpoint.latest_valid(run.checkpoints) == third
+    assert latest_valid(run.checkpoints) == third
     flip(third / "state.pt", 100)
     (second / "facts.json").unlink()
-    assert checkpoint.latest_valid(run.checkpoints) == first
+    assert latest_valid(run.checkpoints) == first
     warnings = capsys.readouterr().out.splitlines()
     assert warnings[0] == (
         f"warning: checkpoint {third} is damaged (state.pt does not match its sha256); trying the one before it"
     )
     assert f"checkpoint {second} is damaged" in warnings[1]
     flip(first / "ema.safetensors", 100)
-    assert checkpoint.latest_valid(run.checkpoints) is None
+    assert latest_valid(run.checkpoints) is None
 
 
 def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with(run: RunDir, tmp_path: Path) -> None:
     (named,) = saved(RunDir.at(tmp_path / "other"), 7)
     for expected in (named, *saved(run, 2)):
-        loaded = checkpoint.load_newest(run if expected != named else RunDir(tmp_path / "new"), named)
+        loaded = load_newest(run if expected != named else RunDir(tmp_path / "new"), named)
         assert loaded is not None
         assert loaded.path == expected
 
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
-    assert checkpoint.newest_of_run(run) is None
-    checkpoint.mark_saved_or_not(run)
+    assert newest_of_run(run) is None
+    mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
     (run.checkpoints / ".step-00000001.tmp").mkdir()  # as a killed save leaves it
-    assert checkpoint.newest_of_run(run) is None
+    assert newest_of_run(run) is None
 
 
 def test_a_run_that_cannot_record_that_it_has_no_checkpoint_does_not_begin(
     run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     with full_disk(0), pytest.raises(StorageError, match="none-yet cannot be written"):
-        checkpoint.mark_saved_or_not(run)
-    assert checkpoint.newest_of_run(run) is None, "the same command starts it"
+        mark_saved_or_not(run)
+    assert newest_of_run(run) is None, "the same command starts it"
 
 
 LOST_PARTS = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
@@ -298,7 +309,7 @@ LOST_PARTS = ("checkpoints", "pointers", "all but the log", "all but the weights
 
 @pytest.mark.parametrize("lost", LOST_PARTS)
 def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
-    checkpoint.mark_saved_or_not(run)
+    mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     event = run.path / "events.out.tfevents.1"
     event.write_bytes(b"")
@@ -310,10 +321,10 @@ def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any
         if lost.startswith("all") and not lost.endswith(name):
             path.unlink()
     if lost == "pointers":
-        assert checkpoint.newest_of_run(run) == run.checkpoints / "step-00000001"
+        assert newest_of_run(run) == run.checkpoints / "step-00000001"
         flip(run.checkpoints / "step-00000001" / "state.pt", 1)
     with pytest.raises(InputError, match=r"resume: no checkpoint in .* is whole .* nothing was changed"):
-        checkpoint.newest_of_run(run)
+        newest_of_run(run)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: RunDir) -> None:
@@ -322,7 +333,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
     flip(second / "state.pt", 100)
     run.overrides.write_text("- steps=20\n- name='a b'\n")
     with pytest.raises(InputError) as caught:
-        checkpoint.load_newest(run)
+        load_newest(run)
     message = str(caught.value)
     assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in message
     assert f"init_from={second} takes the weights that are whole" in message
@@ -333,7 +344,7 @@ def test_the_mark_of_a_run_without_checkpoints_goes_with_the_first_save(run: Run
     saved(run, 1)
     assert not run.none_yet.exists()
     run.none_yet.touch()  # as a kill just before its removal leaves it
-    checkpoint.mark_saved_or_not(run)
+    mark_saved_or_not(run)
     assert not run.none_yet.exists()
 
 
@@ -342,10 +353,10 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
 ) -> None:
     first, second = saved(run, 1, 2)
     shutil.copytree(second, tmp_path / "copy")
-    assert checkpoint.load(tmp_path / "copy").facts["progress"]["step"] == 2
+    assert reading.load(tmp_path / "copy").facts["progress"]["step"] == 2
     second.rename(run.checkpoints / "step-00000007")
-    assert checkpoint.find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
-    assert checkpoint.newest_of_run(run) == first
+    assert find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
+    assert newest_of_run(run) == first
 
 
 @pytest.mark.parametrize(
@@ -379,7 +390,7 @@ def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     saved(run, 2, keep=1)
     monkeypatch.undo()
     assert "step-00000002 cannot be read back (state.pt does not match its sha256); no" in capsys.readouterr().out
-    assert checkpoint.latest_valid(run.checkpoints) == run.checkpoints / "step-00000001"
+    assert latest_valid(run.checkpoints) == run.checkpoints / "step-00000001"
     saved(run, 3, keep=1)
     assert steps_left(run) == [3]
 
@@ -398,7 +409,7 @@ def test_a_best_checkpoint_keeps_its_state_while_it_is_one_of_the_newest_two(run
 def test_checkpoints_come_by_their_step_also_after_a_hundred_million(run: RunDir) -> None:
     for step in (99_999_999, 100_000_000, 7):
         (run.checkpoints / f"step-{step:08d}").mkdir(parents=True)
-    assert [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)] == [100_000_000, 99_999_999, 7]
+    assert [int(path.name[5:]) for path in candidates(run.checkpoints)] == [100_000_000, 99_999_999, 7]
 
 
 @pytest.mark.parametrize("left", ["nothing", "older", "older of its size"])
@@ -453,14 +464,14 @@ def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) 
     save(target, 1, best=True, score=50.0)
     save(target, 2)
     target.close()
-    cards = {path: checkpoint.read_card(path) for path in sorted(run.checkpoints.glob("step-*/*.safetensors"))}
+    cards = {path: read_card(path) for path in sorted(run.checkpoints.glob("step-*/*.safetensors"))}
     assert [(path.name, card.step, card.scores, card.averaged) for path, card in cards.items()] == [
         ("ema.safetensors", 1, {"top1": 50.0}, True),
         ("model.safetensors", 1, {}, False),
         ("ema.safetensors", 2, {}, True),
         ("model.safetensors", 2, {}, False),
     ]
-    assert checkpoint.read_card(run.weights) == next(iter(cards.values()))
+    assert read_card(run.weights) == next(iter(cards.values()))
 
 
 def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
@@ -468,7 +479,7 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
 ) -> None:
     """Before each change of a name, what a kill would leave is copied."""
     left: list[RunDir] = []
-    checkpoint.mark_saved_or_not(run)
+    mark_saved_or_not(run)
     run.metrics.write_text("logged")
 
     def watched(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -489,10 +500,10 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
     monkeypatch.undo()
     newest = []
     for folder in left:
-        path = checkpoint.newest_of_run(folder)  # raises where a run looks like one that has lost its checkpoints
+        path = newest_of_run(folder)  # raises where a run looks like one that has lost its checkpoints
         newest.append(0 if path is None else int(path.name[5:]))
-        for other in checkpoint.candidates(folder.checkpoints):
-            assert checkpoint.find_corruption(other) == "", other
+        for other in candidates(folder.checkpoints):
+            assert find_corruption(other) == "", other
     assert newest == sorted(newest), "no resume goes back, also while one of the same step is replaced"
     assert {*newest} == {0, 1, 2, 3}
 
@@ -502,10 +513,10 @@ def test_a_checkpoint_that_a_kill_left_with_its_spare_name_gets_its_usual_one(ru
     shutil.copytree(whole, spare := run.checkpoints / f"step-{3:018d}")
     flip(whole / "state.pt", 99)
     shutil.rmtree(run.checkpoints / "step-00000004")
-    assert checkpoint.newest_of_run(run) == spare
+    assert newest_of_run(run) == spare
     saved(run, 3)
     assert steps_left(run) == [3]
-    assert checkpoint.newest_of_run(run) == whole
+    assert newest_of_run(run) == whole
 
 
 def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) -> None:
@@ -538,7 +549,7 @@ def test_a_run_never_takes_more_than_its_bound(
     newest = run.checkpoints / "step-00000011"
     sizes = {path.name: path.stat().st_size for path in newest.iterdir()}
     whole = sum(sizes.values())
-    bound = checkpoint.most_bytes(
+    bound = most_bytes(
         weights=whole - sizes["state.pt"],
         whole=whole,
         exported=sizes["ema.safetensors"],
@@ -576,7 +587,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
         save(target, 1)
         target.wait()
     assert "a checkpoint could not be written (file too large); the run goes on" in capsys.readouterr().out
-    assert checkpoint.latest_valid(run.checkpoints) is None
+    assert latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
         target.close()
 
@@ -591,7 +602,7 @@ def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
         while target.pending is not None:
             assert not target.overdue()
         assert "a checkpoint could not be written" in capsys.readouterr().out
-        target.saved_at -= checkpoint.RETRY_S
+        target.saved_at -= RETRY_S
         assert target.overdue()
         save(target, 2)
         target.wait()
@@ -626,10 +637,10 @@ def test_a_checkpoint_of_another_run_is_refused_with_the_difference(
 ) -> None:
     identity = {**IDENTITY, "files": {"a": 1}}
     (path,) = saved(run, 1, fingerprint=identity)
-    checkpoint.check_fingerprint(identity, path)
+    check_fingerprint(identity, path)
     says = rf"\({re.escape(difference)}\); resume with the same values.*init_from=PATH"
     with pytest.raises(InputError, match=says):
-        checkpoint.check_fingerprint({**identity, **changed}, path)
+        check_fingerprint({**identity, **changed}, path)
 
 
 def test_tensors_that_do_not_fit_are_the_users_mistake(run: RunDir) -> None:
@@ -645,7 +656,7 @@ def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, 
     (path,) = saved(run, 1)
     source = {"run folder": run.path, "checkpoint": path, "file": path / "model.safetensors"}[place]
     model = parts(3).model
-    checkpoint.load_start(model, source)
+    load_start(model, source)
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
@@ -653,7 +664,7 @@ def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run:
     saved(run, 1)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     with pytest.raises(InputError) as caught:
-        checkpoint.load_start(model, run.path)
+        load_start(model, run.path)
     assert "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here" in str(
         caught.value
     )
@@ -661,16 +672,16 @@ def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run:
 
 def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there are no weights at"):
-        checkpoint.load_start(parts().model, tmp_path / "none")
+        load_start(parts().model, tmp_path / "none")
     run.weights.write_bytes(b"no tensors")
     with pytest.raises(InputError, match=r"model.safetensors cannot be read"):
-        checkpoint.load_start(parts().model, run.path)
+        load_start(parts().model, run.path)
 
 
 def replace_file(path: Path, name: str, content: bytes) -> None:
     """Replace a file of a checkpoint and write a manifest that matches it."""
     (path / name).write_bytes(content)
-    (path / "manifest.json").write_text(checkpoint.manifest_text(path))
+    (path / "manifest.json").write_text(manifest_text(path))
 
 
 @pytest.mark.parametrize(
@@ -685,7 +696,7 @@ def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: boo
             del manifest[part][name]
     sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
     (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))
-    assert checkpoint.find_corruption(path) == "manifest.json does not list the files of a checkpoint"
+    assert find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
@@ -693,19 +704,19 @@ def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path
     (path,) = saved(run, 1)
     (path / name).rename(tmp_path / name)
     (path / name).symlink_to(tmp_path / name)
-    assert checkpoint.find_corruption(path) == f"{name} is a symbolic link, expected a plain file"
+    assert find_corruption(path) == f"{name} is a symbolic link, expected a plain file"
     (path / name).unlink()
     os.mkfifo(path / name)
-    assert checkpoint.find_corruption(path) == f"{name} is a pipe, expected a plain file"
+    assert find_corruption(path) == f"{name} is a pipe, expected a plain file"
 
 
 def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_path: Path) -> None:
     first, second = saved(run, 1, 2)
     second.rename(tmp_path / "elsewhere")
     second.symlink_to(tmp_path / "elsewhere")
-    assert checkpoint.latest_valid(run.checkpoints) == first
+    assert latest_valid(run.checkpoints) == first
     with pytest.raises(InputError, match="the folder is a symbolic link"):
-        checkpoint.load(second)
+        reading.load(second)
 
 
 @pytest.mark.parametrize("facts", [[], {"format": 2}, {"progress": {"step": "2"}}])
@@ -713,10 +724,10 @@ def test_other_facts_are_damage_and_no_traceback(run: RunDir, facts: Any) -> Non
     first, second = saved(run, 1, 2)
     ours = {"format": 1, "identity": IDENTITY, "progress": progress(2)}
     replace_file(second, "facts.json", json.dumps({**ours, **facts} if facts else facts).encode())
-    assert checkpoint.find_corruption(second) == "facts.json is not the facts of a checkpoint"
+    assert find_corruption(second) == "facts.json is not the facts of a checkpoint"
     with pytest.raises(InputError, match=r"step-00000002 is damaged \(facts.json"):
-        checkpoint.check_fingerprint(IDENTITY, second)
-    assert checkpoint.latest_valid(run.checkpoints) == first
+        check_fingerprint(IDENTITY, second)
+    assert latest_valid(run.checkpoints) == first
 
 
 def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Path) -> None:
@@ -728,14 +739,14 @@ def test_a_state_that_would_run_code_is_refused_unread(run: RunDir, tmp_path: Pa
     torch.save({"optimizer": Hostile()}, tmp_path / "state.pt")
     replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
     with pytest.raises(InputError, match=r"step-00000001 is damaged \(state.pt contains more than"):
-        checkpoint.load(path)
+        reading.load(path)
     assert not (tmp_path / "executed").exists()
 
 
 @pytest.mark.parametrize("state", [[], {}, {"optimizer": {"param_groups": 3}}])
 def test_a_state_of_other_types_does_not_fit(run: RunDir, tmp_path: Path, state: object) -> None:
     (path,) = saved(run, 1)
-    names = checkpoint.read_facts(path)["names"]
+    names = read_facts(path)["names"]
     torch.save({**state, "names": names} if isinstance(state, dict) else state, tmp_path / "state.pt")
     replace_file(path, "state.pt", (tmp_path / "state.pt").read_bytes())
     with pytest.raises(InputError, match="does not fit this model" if isinstance(state, dict) else r"state.pt"):
@@ -773,36 +784,21 @@ def test_files_of_another_checkpoint_are_damage_whatever_the_manifest_says(
     run.start_summary(run="this")
     path = run.checkpoints / "step-00000007"
     shutil.copytree(runs["this"], path)
-    assert checkpoint.newest_of_run(run) == path
+    assert newest_of_run(run) == path
     for name in files:
         replace_file(path, name, (runs[other] / name).read_bytes())
     with pytest.raises(InputError, match=r"no checkpoint in .* is whole"):
-        checkpoint.newest_of_run(run)
-    assert set(checkpoint.removable(run, 1).stay) == {path}, "nor does it replace another one"
+        newest_of_run(run)
+    assert set(removable(run, 1).stay) == {path}, "nor does it replace another one"
 
 
 def test_a_run_whose_summary_is_lost_keeps_its_name(run: RunDir, runs: dict[str, Path]) -> None:
     path = run.checkpoints / "step-00000007"
     shutil.copytree(runs["learning rate"], path)
-    assert checkpoint.newest_of_run(run) == path
-    loaded = checkpoint.load_newest(run)
+    assert newest_of_run(run) == path
+    loaded = load_newest(run)
     assert loaded is not None
     assert loaded.run == "that"
-
-
-def test_a_checkpoint_of_an_older_version_names_nothing_and_is_used(run: RunDir, runs: dict[str, Path]) -> None:
-    run.start_summary(run="this")
-    path = run.checkpoints / "step-00000007"
-    shutil.copytree(runs["this"], path)
-    facts, state = checkpoint.read_facts(path), torch.load(path / "state.pt", weights_only=True)
-    del facts["names"]
-    replace_file(path, "facts.json", json.dumps(facts).encode())
-    with pytest.raises(InputError, match=r"state.pt and facts.json are of different checkpoints"):
-        checkpoint.newest_of_run(run)
-    del state["names"]
-    torch.save(state, path / "state.pt")
-    (path / "manifest.json").write_text(checkpoint.manifest_text(path))
-    assert checkpoint.newest_of_run(run) == path
 
 
 SYSTEM_CALLS = ("open", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "scandir", "listdir", "stat")
@@ -854,9 +850,9 @@ def test_no_failed_system_call_of_a_save_ends_the_training(
             save(target, 2, best=True)
             target.wait()
         where = f"call {number}: {calls[number - 1]}"
-        assert checkpoint.latest_valid(run.checkpoints) is not None, where
+        assert latest_valid(run.checkpoints) is not None, where
         save(target, 3)
         target.close()
-        newest = checkpoint.latest_valid(run.checkpoints)
+        newest = latest_valid(run.checkpoints)
         assert newest == run.checkpoints / "step-00000003", where
         assert same(load_file(run.weights), load_file(newest / "model.safetensors")), where

@@ -19,7 +19,7 @@ from PIL import Image
 from torchvision.datasets import ImageFolder
 
 from helpers import built
-from lockstep.checkpoint import difference
+from lockstep.checkpoint.reading import difference
 from lockstep.core.errors import InputError
 from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
@@ -157,10 +157,7 @@ def test_a_class_may_be_spelled_in_two_ways(tmp_path: Path, train: str, val: str
     assert folder.train().fetch([0, 1])[:, 0, 0, 0].tolist() == [1, 0]
 
 
-def test_a_resume_compares_the_order_of_the_classes_but_not_their_spelling() -> None:
-    facts = {"class_names": ["b", NFC], "train": {NFC: "1 file (ab)", "b": "1 file (cd)"}}
-    decomposed = {"class_names": ["b", NFD], "train": {NFD: "1 file (ab)", "b": "1 file (cd)"}}
-    assert difference(facts, decomposed) == ""
+def test_a_resume_compares_the_order_of_the_classes() -> None:
     numbers = [str(number) for number in range(12)]
     lexical = {"class_names": sorted(numbers)}
     assert difference({"class_names": numbers}, lexical).startswith("class_names[2]: here 2, there 10")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers import train_here
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.errors import NumericalError, StorageError
 from lockstep.core.run_dir import RunDir
 from lockstep.telemetry import sinks

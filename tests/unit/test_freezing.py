@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from helpers import FAKE, losses, train_here, weights
-from lockstep.checkpoint import load_start
+from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
 from lockstep.core.protocols import Model

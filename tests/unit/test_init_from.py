@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint import load_start
+from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import ModelCard

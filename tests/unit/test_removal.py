@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from helpers import train_here
-from lockstep import checkpoint
-from lockstep.checkpoint.files import drop_state
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.files import best_scored, drop_state, find_corruption
+from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli.runs import clean
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
-from lockstep.core.run import State
+from lockstep.core.run import State, candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.inference.predictor import load
 from lockstep.models import DigitNet
@@ -45,7 +46,7 @@ def run(trained: Path, tmp_path: Path) -> RunDir:
 
 
 def steps(run: RunDir) -> list[int]:
-    return [int(path.name[5:]) for path in checkpoint.candidates(run.checkpoints)]
+    return [int(path.name[5:]) for path in candidates(run.checkpoints)]
 
 
 def cleaned(run: RunDir, **changed: Any) -> list[int]:
@@ -62,8 +63,8 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     best_first(run)
     assert cleaned(run, yes=False) == [8, 6, 4, 2]
     out = capsys.readouterr().out
-    best = {path.name for path in checkpoint.files.best_scored(checkpoint.candidates(run.checkpoints), 1)}
-    go = [path for path in checkpoint.candidates(run.checkpoints)[1:3] if path.name not in best]
+    best = {path.name for path in best_scored(candidates(run.checkpoints), 1)}
+    go = [path for path in candidates(run.checkpoints)[1:3] if path.name not in best]
     size = sum(file.stat().st_size for path in go for file in path.iterdir())
     checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {format_bytes(size)} can go"
     assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
@@ -73,18 +74,18 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
     best_first(run)
     (run.checkpoints / ".step-00000009.tmp").mkdir()
-    scored = {path.name for path in checkpoint.files.best_scored(checkpoint.candidates(run.checkpoints), 1)}
+    scored = {path.name for path in best_scored(candidates(run.checkpoints), 1)}
     left = cleaned(run)
     assert set(left) == {8, 2, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
-    assert checkpoint.load_newest(run) is not None
+    assert load_newest(run) is not None
     load(run.path)
 
 
 def test_a_damaged_newest_checkpoint_does_not_count(run: RunDir) -> None:
     (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
     assert 6 in cleaned(run)
-    for path in checkpoint.candidates(run.checkpoints):
+    for path in candidates(run.checkpoints):
         (path / "facts.json").unlink()
     before = steps(run)
     assert cleaned(run) == before  # none is whole
@@ -118,17 +119,17 @@ def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best:
 
 
 def test_a_best_checkpoint_without_state_loads_and_is_no_resume(run: RunDir) -> None:
-    for path in checkpoint.candidates(run.checkpoints)[1:]:
+    for path in candidates(run.checkpoints)[1:]:
         drop_state(path)
         drop_state(path)
         assert not (path / "state.pt").exists()
-        assert checkpoint.find_corruption(path) == ""
+        assert find_corruption(path) == ""
         load(path)
     with pytest.raises(InputError, match=r"has weights only.*init_from="):
-        checkpoint.load(run.checkpoints / "step-00000006")
+        reading.load(run.checkpoints / "step-00000006")
     (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
     with pytest.raises(InputError, match="step-00000006: it has weights only"):
-        checkpoint.load_newest(run)
+        load_newest(run)
 
 
 def test_a_kill_between_manifest_and_file_leaves_a_whole_checkpoint(run: RunDir) -> None:
@@ -136,7 +137,7 @@ def test_a_kill_between_manifest_and_file_leaves_a_whole_checkpoint(run: RunDir)
     state = (path / "state.pt").read_bytes()
     drop_state(path)
     (path / "state.pt").write_bytes(state[:10])
-    assert checkpoint.find_corruption(path) == ""
+    assert find_corruption(path) == ""
     drop_state(path)
     assert not (path / "state.pt").exists()
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from helpers import records, train_here
-from lockstep.checkpoint import read_card
+from lockstep.checkpoint.weights import read_card
 from lockstep.core.run_dir import RunDir
 
 EMA = "train.ema=0.5"

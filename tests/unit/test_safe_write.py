@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.reading import mark_saved_or_not
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import safe_write
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run_dir import RunDir
@@ -52,7 +52,7 @@ def test_the_mark_of_a_run_without_checkpoints_is_on_the_disk_before_a_step_is_l
 ) -> None:
     run = RunDir.at(tmp_path / "run")
     calls.clear()
-    checkpoint.mark_saved_or_not(run)
+    mark_saved_or_not(run)
     assert calls == [("sync", ".tmp"), ("name", "none-yet"), ("sync", "checkpoints")]
 
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     run.metrics.write_text("")
     calls.clear()
     model = nn.Linear(2, 2)
-    target = Checkpointer(run_dir=run, fingerprint={}, keep=3, keep_best=1, writes=True)
+    target = Checkpointer(run_dir=run, fingerprint={"monitor": "top1"}, keep=3, keep_best=1, writes=True)
     progress = {
         "step": 1,
         "scores": [(1, 50.0)],

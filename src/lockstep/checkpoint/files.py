@@ -4,7 +4,7 @@ Somebody else may have written a checkpoint. So only plain files with our names 
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
 manifest has a hash of itself and of each file, and a file whose hash matches is trusted. A checkpoint may be a whole
 one of another run. So the facts and the state both name their run and step, and the summary names the run of all
-checkpoints in its folder. Checkpoints of older versions name nothing, and are not compared.
+checkpoints in its folder.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lockstep.core.monitor import TOP1, Monitor
+from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json, read_text
@@ -112,10 +112,10 @@ def _check(path: Path, run: str | None) -> None:
         for name, digest in zip(digests, pool.map(lambda name: sha256(path / name), digests), strict=True):
             if digest != digests[name]:
                 raise ValueError(f"{name} does not match its sha256")
-    names = read_facts(path).get(NAMES)
+    names = read_facts(path)[NAMES]
     if STATE in digests and read_state(path).get(NAMES) != names:
         raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
-    if run is not None and names is not None and names["run"] != run:
+    if run is not None and names["run"] != run:
         raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
 
 
@@ -137,7 +137,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     match checked_json(path / FACTS, data):
-        case {"format": 1, "identity": {}, "progress": {"step": int(step)}} as facts:
+        case {"format": 1, "identity": {}, "progress": {"step": int(step)}, "names": {"run": str()}} as facts:
             step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
             if step_name and int(step_name[1]) != step:
                 raise ValueError(f"its facts are those of step {step}")
@@ -233,16 +233,14 @@ def _gain(path: Path) -> float | None:
     """The score of a checkpoint, larger for a better one; None if it was not evaluated or cannot be read."""
     try:
         facts = read_facts(path)
-        monitor = Monitor.parse(str(facts["identity"].get("monitor", TOP1)))
-        return monitor.gain(score_of(facts["progress"]))
+        return Monitor.parse(facts["identity"]["monitor"]).gain(score_of(facts["progress"]))
     except (ValueError, LookupError, TypeError):
         return None
 
 
 def score_of(progress: Mapping[str, Any]) -> float | None:
-    """The monitored figure at the step of a checkpoint; None without one. Older checkpoints name it `score`."""
-    step, score = progress["scores"][-1] if progress.get("scores") else (progress["step"], progress.get("score"))
-    return score if step == progress["step"] else None
+    """The monitored figure at the step of a checkpoint; None without one."""
+    return dict(progress["scores"]).get(progress["step"])
 
 
 def _size(path: Path) -> int:

@@ -36,22 +36,20 @@ from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import load_whole
-from lockstep.core.model_card import class_name
 from lockstep.core.run import Run, candidates, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync, write_atomic
 
-OLDER = {"task": "Multiclass()", "monitor": "top1"}  # what older checkpoints do not say
 SHOWN = 4  # an error lists at most this many differences between two runs
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The content of a checkpoint that passed its hashes, on the CPU; `run` is the run that it names, if any."""
+    """The content of a checkpoint that passed its hashes, on the CPU; `run` is the run that it names."""
 
     path: Path
-    run: str | None
+    run: str
     facts: dict[str, Any]
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
@@ -141,13 +139,13 @@ def load(path: Path) -> LoadedCheckpoint:
 def _read(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint whose hashes have been checked."""
     facts = read_facts(path)
-    names = facts.pop(NAMES, None)
+    names = facts.pop(NAMES)
     try:
         state = read_state(path)
-        state.pop(NAMES, None)
+        del state[NAMES]
         return LoadedCheckpoint(
             path=path,
-            run=names and names["run"],
+            run=names["run"],
             facts=facts,
             model=load_file(path / MODEL),
             ema=load_file(path / EMA) if EMA in manifest(path) else None,
@@ -180,7 +178,6 @@ def check_fingerprint(expected: Facts, path: Path) -> None:
 
 def difference(expected: Facts, saved: Facts) -> str:
     """The differences between the fingerprints of this run and of a checkpoint: `key: here X, there Y`."""
-    saved = {**OLDER, **saved}
     here, there = _flattened(expected), _flattened({key: saved.get(key) for key in expected})
     different = [
         f"{key}: here {here.get(key, 'nothing')}, there {there.get(key, 'nothing')}"
@@ -201,8 +198,7 @@ def _flattened(facts: Facts) -> dict[str, Any]:
             flat |= {f"{key}[{number}]": item for number, item in enumerate(value)}
         else:
             flat[key] = value
-    # Older checkpoints have the names of classes as the file system has them.
-    return {class_name(key): class_name(value) if isinstance(value, str) else value for key, value in flat.items()}
+    return flat
 
 
 def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lockstep.checkpoint import MODEL, latest_valid
+from lockstep.checkpoint.files import MODEL
+from lockstep.checkpoint.reading import latest_valid
 from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
 from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys

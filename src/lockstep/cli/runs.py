@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-from lockstep.checkpoint import Removable, removable, remove
+from lockstep.checkpoint.files import Removable, removable, remove
 from lockstep.cli.rows import show_rows
 from lockstep.config.commands import shell_command
 from lockstep.core import log

@@ -161,11 +161,6 @@ class ModelCard:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> ModelCard:
-        # Older files lack these keys.
-        values = {"probabilities": SOFTMAX, "targets": CLASSES, "monitor": "top1", **values}
-        if "scores" not in values and "top1" in values:
-            top1 = values.pop("top1")
-            values["scores"] = {} if top1 is None else {"top1": top1}
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep import checkpoint
+from lockstep.checkpoint.files import MODEL
+from lockstep.checkpoint.weights import check_tensors, read_card, weights_file
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -171,7 +172,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
             is a GPU, and there is none.
     """
     file = find_weights(path)
-    card = checkpoint.read_card(file)
+    card = read_card(file)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; leave it out, or use cpu")
@@ -209,11 +210,11 @@ def find_weights(path: str | Path, key: str = KEY) -> Path:
     """
     path = Path(path)
     folder = pointed(path, Path("outputs"), key)
-    if path.name == LATEST and not path.is_dir() and not (folder / checkpoint.MODEL).is_file():
+    if path.name == LATEST and not path.is_dir() and not (folder / MODEL).is_file():
         root = Path("outputs") if path == Path(LATEST) else path.parent
-        files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{checkpoint.MODEL}"))
-        folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / checkpoint.MODEL).parent
-    return checkpoint.weights_file(folder, key)
+        files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{MODEL}"))
+        folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / MODEL).parent
+    return weights_file(folder, key)
 
 
 def say_which(file: Path, card: ModelCard) -> None:
@@ -252,12 +253,12 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
     except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
         shapes = None
     if shapes is not None:
-        checkpoint.check_tensors(shapes, file, KEY)
+        check_tensors(shapes, file, KEY)
         check_size(shapes)
     with torch.random.fork_rng(devices=[]):
         model = precision.convert(option.build(card.classes, card.input_shape))
     infinite = infinite_buffers(model)
-    checkpoint.check_tensors(model, file, KEY)
+    check_tensors(model, file, KEY)
     model.load_state_dict(load_file(file))
     tensors = model.state_dict()
     if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep import checkpoint
+from lockstep.checkpoint.reading import check_fingerprint, read_facts
 from lockstep.config import components, composition
 from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
 from lockstep.config.composition import Invocation
@@ -176,8 +176,8 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
     except UnreadableFile as error:
         log.show_warning(f"{error}; it will be replaced")
         ended = False
-    checkpoint.check_fingerprint(fingerprint(job, plan.examples), resumed)
-    step, total = checkpoint.read_facts(resumed)["progress"]["step"], plan.total_steps
+    check_fingerprint(fingerprint(job, plan.examples), resumed)
+    step, total = read_facts(resumed)["progress"]["step"], plan.total_steps
     if step > total:
         state = f"stands at step {step}, and this job would end at step {total}"
     elif step == total and ended:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep import checkpoint
+from lockstep.checkpoint.files import MODEL
+from lockstep.checkpoint.weights import find_card, weights_file
 from lockstep.config import components
 from lockstep.config.options import options_with
 from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
@@ -205,12 +206,12 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     For a resumed run, the checkpoint knows it too: the initial weights may have been removed since.
     """
     if resumed is not None and job.starts_trained:
-        card = checkpoint.find_card(resumed / checkpoint.MODEL)
+        card = find_card(resumed / MODEL)
         if card is not None:
             return TrainedInput.of_card(card)
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
-        file = checkpoint.weights_file(Path(job.init_from).expanduser())
-        if (card := checkpoint.find_card(file)) is not None:
+        file = weights_file(Path(job.init_from).expanduser())
+        if (card := find_card(file)) is not None:
             return TrainedInput.of_card(card)
     return job.model.trained_input() if job.starts_trained else None
 

@@ -71,11 +71,11 @@ class Resume:
         Raises:
             InputError: the run has saved checkpoints, but all of them are damaged.
         """
-        from lockstep import checkpoint  # needs torch, which nothing else here does
+        from lockstep.checkpoint.reading import newest_of_run  # needs torch, which nothing else here does
 
         newest = None
         if self.folder is not None:  # silent about damaged checkpoints: the ranks search again, when there is a log
-            newest = checkpoint.newest_of_run(RunDir(self.folder), say=lambda sentence: None)
+            newest = newest_of_run(RunDir(self.folder), say=lambda sentence: None)
         named = self.values["resume"]
         return Path(named) if newest is None and named is not None else newest
 

@@ -6,7 +6,7 @@ A window that has ended is read when its sums have come from the device.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,8 +21,8 @@ class TallyState(TypedDict):
     steps: list[int]
     examples: list[int]
     hits: int
-    broken: NotRequired[int]  # older checkpoints lack it
-    logged: NotRequired[list[float]]
+    broken: int
+    logged: list[float]
 
 
 class EpochState(TypedDict):
@@ -62,8 +62,8 @@ class Tally:
         self.steps, self.counts = state["steps"][:], state["examples"][:]
         self.losses = self.losses.new_tensor(state["losses"])
         self.hits += state["hits"]
-        self.broken += state.get("broken", 0)
-        self.logged += self.logged.new_tensor(state.get("logged", [0.0] * len(self.logged)))
+        self.broken += state["broken"]
+        self.logged += self.logged.new_tensor(state["logged"])
 
     def state(self) -> TallyState:
         """The tally for a checkpoint. Waits for the device."""

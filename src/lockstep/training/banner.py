@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep import checkpoint
+from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
 from lockstep.core.model_card import CLASSES, VALUES
@@ -153,7 +153,7 @@ def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, flo
     saved = weights * (1 if job.train.ema is None else 2)
     state = state_bytes(job.optimizer, model)
     headers = HEADERS + (2 * len(tensors) + job.dataset.classes) * HEADERS_EACH
-    total = checkpoint.most_bytes(
+    total = most_bytes(
         weights=saved + headers,
         whole=saved + (state or 0) + 2 * headers,
         exported=weights + headers,

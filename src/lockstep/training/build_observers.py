@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from lockstep import checkpoint
+from lockstep.checkpoint.reading import mark_saved_or_not
 from lockstep.config import components
 from lockstep.core.figures import read_figures
 from lockstep.core.log import close_all
@@ -141,7 +141,7 @@ def _observer(
     job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, state: TrainState, progress: Progress
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
-    checkpoint.mark_saved_or_not(run_dir)
+    mark_saved_or_not(run_dir)
     tags = [*tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0)), *job.task.figures]
     run = RunInfo(
         run_dir=run_dir,

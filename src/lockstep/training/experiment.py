@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
+from lockstep.checkpoint.reading import LoadedCheckpoint
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
 from lockstep.core.monitor import Monitor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import lockstep
-from lockstep.checkpoint import difference
+from lockstep.checkpoint.reading import difference
 from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.errors import InputError

@@ -15,15 +15,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lockstep import checkpoint
-from lockstep.checkpoint import gathered
+from lockstep.checkpoint.state import gathered
 from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
 from lockstep.core.model import is_broken
 from lockstep.core.plan import Plan
-from lockstep.core.run import Run
+from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import make_folder, replacing, write_atomic
 from lockstep.core.world import World
@@ -208,7 +207,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with replacing(folder / "model.safetensors") as temporary:
         save_file(on_host, temporary)
-    earlier = [checkpoint_folder.name for checkpoint_folder in checkpoint.candidates(run_dir.checkpoints)]
+    earlier = [checkpoint_folder.name for checkpoint_folder in candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
         "step": step,

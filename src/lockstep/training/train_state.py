@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep import checkpoint
-from lockstep.checkpoint import Checkpointer, LoadedCheckpoint
+from lockstep.checkpoint import reading
+from lockstep.checkpoint.reading import LoadedCheckpoint, check_fingerprint, load_newest
+from lockstep.checkpoint.weights import load_start
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import infinite_buffers, own_parts
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import TOP1
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.world import World
@@ -133,13 +134,8 @@ class Progress:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Self:
-        """The progress in a checkpoint. Older ones have `score`, and no scores of earlier evaluations."""
-        known = {field.name for field in fields(cls)}
-        progress = cls(**{key: value for key, value in facts.items() if key in known})
-        progress.scores = [(step, score) for step, score in progress.scores]
-        if "score" in facts and facts["score"] is not None:
-            progress.evaluated(facts["score"], {TOP1: facts["score"]}, better=False)
-        return progress
+        """The progress in a checkpoint."""
+        return cls(**{**facts, "scores": [(step, score) for step, score in facts["scores"]]})
 
     def evaluated(self, score: float | None, figures: Mapping[str, float], *, better: bool) -> None:
         """Note an evaluation after the present step, and whether it is the best so far."""
@@ -184,7 +180,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     job.model.initialise(model, images)
     infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
-    start = job.init_from and checkpoint.load_start(model, Path(job.init_from), job.dataset.class_names)
+    start = job.init_from and load_start(model, Path(job.init_from), job.dataset.class_names)
     frozen = frozen_names(model, job.train.freeze)
     until = job.train.freeze_until
     until = None if until is None else plan.in_steps("train.freeze_until", until)
@@ -228,7 +224,7 @@ def build_and_load_state(
 ) -> tuple[TrainState, LoadedCheckpoint | None]:
     """The network of a run (see `build_state`), and its checkpoint, which is read while the model is built."""
     with ThreadPoolExecutor(1) as reader:
-        loading = reader.submit(checkpoint.load_newest, run_dir, Path(job.resume) if job.resume is not None else None)
+        loading = reader.submit(load_newest, run_dir, Path(job.resume) if job.resume is not None else None)
         # A checkpoint replaces the initial weights, whose file may be gone by now.
         start = without_start(job) if job.starts_trained and loading.result() is not None else job
         return build_state(start, world, plan, images), loading.result()
@@ -240,8 +236,8 @@ def restore(
     """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
     if loaded is None:
         return Progress(), f"weights of {job.init_from}" if job.init_from else ""
-    checkpoint.check_fingerprint(checkpointer.fingerprint, loaded.path)
-    progress = checkpoint.restore(
+    check_fingerprint(checkpointer.fingerprint, loaded.path)
+    progress = reading.restore(
         loaded,
         model=state.model,
         ema=state.ema,

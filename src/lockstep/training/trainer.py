@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from lockstep.checkpoint import Checkpointer
+from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.monitor import Monitor, tagged
 from lockstep.data.loading.shards import Loader, Shard
