@@ -96,6 +96,8 @@ TWO["tuned"] = (
     "strategy.static_graph=false",
     "strategy.find_unused_parameters=true",
 )
+AGAIN = (*COMMON, *NORMED, "model.grad_checkpointing=true")
+TWO["again-fsdp"] = (*AGAIN, "strategy=fsdp")
 # With an empty shard.
 STAGED = ("strategy=pipeline", "strategy.cuts=[3,9]")
 THREE = {
@@ -106,6 +108,7 @@ THREE = {
     "attention-stages": (*COMMON, *ATTENTION, "strategy=pipeline", "train.micro_batches=4"),
     "gpipe": (*COMMON, *PLAIN, *STAGED, "strategy.schedule=gpipe", "train.micro_batches=4"),
     "1f1b": (*COMMON, *PLAIN, *STAGED, "strategy.schedule=1f1b", "train.micro_batches=4"),
+    "again-ddp": (*AGAIN, "strategy=ddp"),
     "pipeline-mixed": (*BASE, *PLAIN, *LOSSES["balanced"], *STAGED),
 }
 
@@ -116,6 +119,7 @@ REFERENCES = {
     "micro": (*COMMON, *PLAIN, "train.micro_batches=4"),
     "attention": (*COMMON, *ATTENTION),
     "bn": (*COMMON, *NORMED),
+    "again": AGAIN,
     **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
     **{name: (*BASE, *words) for name, words in FROZEN.items()},
 }
@@ -179,6 +183,8 @@ ALIKE = [
     *(("attention", 3, cut) for cut in ("attention", "attention-stages")),
     ("plain", 1, "micro"),
     ("plain", 2, "tuned"),
+    ("bn", 2, "again-fsdp"),
+    ("again", 3, "again-ddp"),
 ]
 
 
@@ -187,6 +193,12 @@ def test_losses_do_not_depend_on_strategy_ranks_accumulation_or_the_cut_of_a_bat
     runs: dict[int, Runs], alone: str, ranks: int, name: str
 ) -> None:
     assert largest_difference(runs[1][alone], runs[ranks][name]) < 1e-12
+
+
+def test_activations_that_are_computed_again_change_no_bit(runs: dict[int, Runs]) -> None:
+    assert losses(runs[1]["again"]) == losses(runs[1]["bn"])
+    actual, expected = weights(runs[1]["again"]), weights(runs[1]["bn"])
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(("strategy", "name", "ranks"), FREEZING)

@@ -8,7 +8,7 @@ not import `DTensor`, which takes a second; it recognises one by its methods.
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from lockstep.core.model_card import SIGMOID, VALUES
 # The base classes of all batch norms and of all convolutions, torch's and timm's. They have no public names.
 BatchNorm = _BatchNorm
 Convolution = _ConvNd
+# A single layer with at least this many parameters is gathered on its own. Smaller layers are gathered with the rest
+# of the model, because a call costs as much as about 100 kB on the wire.
+LARGE = 2**17
 
 
 @contextmanager
@@ -86,6 +89,42 @@ def head_parameters(model: nn.Module) -> tuple[str, ...]:
 def within(name: str, module: str) -> bool:
     """Whether `name` is the name of `module`, or of a parameter or module inside it."""
     return name == module or not module or name.startswith(f"{module}.")
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules of a model whose parameters are gathered together.
+
+    They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
+    children, and the children of its lists of modules. A single small layer is gathered with the rest of the model.
+    """
+    groups = _groups(model)
+
+    def visit(module: nn.Module, prefix: str) -> Iterator[nn.Module]:
+        for name, child in module.named_children():
+            path = f"{prefix}{name}"
+            own = [parameter for parameter in groups if parameter.startswith(f"{path}.")]
+            if not own:
+                continue
+            # A list of modules has no forward, before which its parameters could be gathered.
+            together = len({groups[parameter] for parameter in own}) == 1 and not isinstance(child, nn.ModuleList)
+            size = sum(map(Tensor.numel, child.parameters()))
+            if not together:
+                yield from visit(child, f"{path}.")
+            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= LARGE:
+                yield child
+
+    yield from visit(model, "")
+
+
+def _groups(model: nn.Module) -> dict[str, int | str]:
+    if hasattr(model, "group_matcher"):
+        from timm.models import group_parameters
+
+        matcher = cast(Any, model).group_matcher(coarse=False)
+        return group_parameters(model, matcher, reverse=True)
+    lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
+    paths = {name: name.split(".") for name, _ in model.named_parameters()}
+    return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:

@@ -28,6 +28,8 @@ class Strategy(Component, Protocol):
     """Whether a step can be recorded as one CUDA graph."""
     whole_model: ClassVar[bool] = True
     """Whether each rank has the whole model."""
+    one_pass: ClassVar[bool] = True
+    """Whether the backward pass of a micro-batch follows its forward pass at once."""
     fixed_order: ClassVar[bool] = False
     """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
     adapts: ClassVar[bool] = False

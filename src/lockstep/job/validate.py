@@ -151,6 +151,7 @@ def check_job(job: ResolvedJob) -> None:
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
         lambda: _check_graph(job),
+        lambda: _check_recompute(job),
     ]
     problems: list[str] = []
     for check in checks:
@@ -235,6 +236,19 @@ def _check_graph(job: ResolvedJob) -> None:
     problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
     if problems:
         raise InputError(*problems)
+
+
+def _check_recompute(job: ResolvedJob) -> None:
+    """Refuse options under which activations cannot be computed again (`model.grad_checkpointing`)."""
+    obstacles = {
+        "model.compile": (job.model.compile, "whose compiler chooses itself what to compute again"),
+        "train.cuda_graph": (job.train.cuda_graph, "which records each kernel once"),
+        "strategy": (not job.strategy.one_pass, "which runs other micro-batches before the backward pass"),
+    }
+    for key, (applies, reason) in obstacles.items():
+        if applies and getattr(job.model, "grad_checkpointing", False):
+            name = f"{key}={type(job.strategy).__name__.lower()}" if key == "strategy" else f"{key}=true"
+            raise InputError(f"model.grad_checkpointing does not work with {name}, {reason}; leave out one of them")
 
 
 def check_threads(job: ResolvedJob) -> None:

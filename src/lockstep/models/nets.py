@@ -35,6 +35,7 @@ class Network(Model):
     """The base class of all models."""
 
     channels_last: bool = False
+    grad_checkpointing: bool = False
     compile: bool = False
     compile_mode: str = choice("default", "default", "reduce_overhead", "max_autotune")
     imports: ClassVar[tuple[str, ...]] = ()

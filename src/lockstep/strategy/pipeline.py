@@ -45,6 +45,7 @@ class Pipeline(Single):
     schedule: str = choice("1f1b", "1f1b", "gpipe")
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
+    one_pass: ClassVar[bool] = False
     widest: ClassVar[UpdateScope] = UpdateScope.parameter
     no_scaler: ClassVar[str] = "and under strategy=pipeline each stage would skip other steps"
 

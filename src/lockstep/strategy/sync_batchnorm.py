@@ -182,7 +182,7 @@ class SyncBatchNorm(BatchNorm):
 
     def _normalised(self, input: Tensor) -> Tensor:
         output, mean, variance, count = _SyncNormalize.apply(input, self.weight, self.bias, self.eps)
-        if self.running_mean is not None and self.running_var is not None:
+        if self.num_batches_tracked is not None:  # None while a block is computed again
             with torch.no_grad():
                 self._track(mean, variance, count)
         return output

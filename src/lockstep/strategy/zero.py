@@ -6,8 +6,8 @@ gradients too, by `torch.distributed.fsdp.fully_shard`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +15,12 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.model import ShardedOptimizer, UpdateScope
+from lockstep.core.model import ShardedOptimizer, UpdateScope, blocks
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened
 from lockstep.strategy.ddp import DDP
-
-# A single layer with at least this many parameters is gathered on its own. Smaller layers are gathered with the rest
-# of the model, because a call costs as much as about 100 kB on the wire.
-LARGE = 2**17
 
 
 @option("strategy", "zero")
@@ -183,39 +179,3 @@ class FSDP(Distributed):
                 "another strategy by more than summation order"
             )
         return notes
-
-
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules of a model whose parameters are gathered together.
-
-    They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
-    children, and the children of its lists of modules. A single small layer is gathered with the rest of the model.
-    """
-    groups = _groups(model)
-
-    def visit(module: nn.Module, prefix: str) -> Iterator[nn.Module]:
-        for name, child in module.named_children():
-            path = f"{prefix}{name}"
-            own = [parameter for parameter in groups if parameter.startswith(f"{path}.")]
-            if not own:
-                continue
-            # A list of modules has no forward, before which its parameters could be gathered.
-            together = len({groups[parameter] for parameter in own}) == 1 and not isinstance(child, nn.ModuleList)
-            size = sum(map(Tensor.numel, child.parameters()))
-            if not together:
-                yield from visit(child, f"{path}.")
-            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= LARGE:
-                yield child
-
-    yield from visit(model, "")
-
-
-def _groups(model: nn.Module) -> dict[str, int | str]:
-    if hasattr(model, "group_matcher"):
-        from timm.models import group_parameters
-
-        matcher = cast(Any, model).group_matcher(coarse=False)
-        return group_parameters(model, matcher, reverse=True)
-    lists = {name for name, child in model.named_children() if isinstance(child, nn.ModuleList)}
-    paths = {name: name.split(".") for name, _ in model.named_parameters()}
-    return {name: ".".join(path[: 1 + (path[0] in lists)]) for name, path in paths.items()}

@@ -27,9 +27,9 @@ from lockstep.losses import probabilities_of
 from lockstep.models import Timm
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
-COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "pretrained"})
+COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
 # Fields of a model that its card leaves out: how training computes it, and how it was initialised.
-OF_TRAINING = frozenset({"compile", "compile_mode", "pretrained"})
+OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
 
 
 class ResolvedLauncher(Launcher, Protocol):

@@ -35,6 +35,7 @@ from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
 from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
+from lockstep.training.recompute import recompute_blocks
 from lockstep.training.resolved_job import ResolvedJob
 
 # A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
@@ -192,6 +193,8 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     if until is None:
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
+    if getattr(job.model, "grad_checkpointing", False):
+        recompute_blocks(model)
     inputs = draws.blank_inputs(blank)
     freezing = Freezing.of(model, frozen, until)
     check_single_examples(draws.keyed(model), inputs, plan, strategy, strategy.data_world(world).size, freezing)

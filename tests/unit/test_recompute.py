@@ -1,0 +1,90 @@
+"""Gradient checkpointing: the same gradients and statistics, with the forward pass of each block done twice."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+from helpers import FAKE, resolved, train
+from lockstep.core.errors import InputError
+from lockstep.core.model import BatchNorm
+from lockstep.job.validate import check_job
+from lockstep.models import Linear
+from lockstep.stochastic import key_draws
+from lockstep.training.recompute import recompute_blocks
+
+# Families with batch norm, attention, depthwise convolutions and lists of features.
+FAMILIES = {
+    "resnet18": {"drop_path_rate": 0.3},
+    "test_vit": {"drop_rate": 0.3, "img_size": 32},
+    "test_convnext": {"drop_path_rate": 0.3},
+    "test_efficientnet": {"drop_path_rate": 0.3},
+    "densenet121": {"growth_rate": 4, "block_config": (2, 2), "drop_rate": 0.0},
+}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_and_statistics_are_the_same_to_the_bit(name: str, momentum: float | None) -> None:
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=5, **FAMILIES[name])
+    for norm in (module for module in model.modules() if isinstance(module, BatchNorm)):
+        norm.momentum = momentum
+    images, keys = torch.randn(3, 3, 32, 32), torch.randint(2**60, (3, 2))
+    draws = key_draws(model, images[:1], seed=0)
+    again = copy.deepcopy(model)
+    recompute_blocks(again)
+    for network in (model, again.train()):
+        for module in network.modules():
+            for site in getattr(module, "_draw_sites", ()):
+                site.keys.set(keys)
+        network(images).square().sum().backward()
+    assert not draws.unknown
+    for one, other in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, model.buffers(), again.buffers()))
+    assert model.state_dict().keys() == again.state_dict().keys()
+
+
+def test_a_block_runs_twice_in_training_and_once_otherwise() -> None:
+    model = timm.create_model("test_vit", num_classes=5, img_size=32)
+    recompute_blocks(model)
+    runs: list[int] = []
+    model.blocks[0].attn.register_forward_hook(lambda *_: runs.append(1))
+    model(images := torch.randn(2, 3, 32, 32)).sum().backward()
+    assert len(runs) == 2
+    with torch.no_grad():
+        model(images)
+    model.eval()(images).sum().backward()
+    assert len(runs) == 4
+
+
+def test_copies_of_a_model_use_their_own_weights() -> None:
+    model = timm.create_model("test_vit", num_classes=5, img_size=32)
+    recompute_blocks(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.head.weight.zero_()
+        other.head.bias.zero_()
+    assert not other(torch.randn(2, 3, 32, 32)).any()
+
+
+def test_models_without_blocks_are_refused(tmp_path: Path) -> None:
+    for model in (Linear().build(10, (1, 8, 8)), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))):
+        with pytest.raises(InputError, match="no blocks of layers"):
+            recompute_blocks(model)
+    refused = train(*FAKE, "model=linear", "model.grad_checkpointing=true", cwd=tmp_path)
+    assert refused.code == 2
+    assert "model.grad_checkpointing is true, but" in refused.err
+
+
+@pytest.mark.parametrize("override", ["model.compile=true", "train.cuda_graph=true", "strategy=pipeline"])
+def test_what_cannot_compute_again_is_refused(override: str) -> None:
+    job = resolved("dataset=fake", "model=resnet18", "model.grad_checkpointing=true", override)
+    with pytest.raises(InputError, match=f"does not work with {override}"):
+        check_job(job)
