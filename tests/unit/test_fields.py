@@ -136,10 +136,10 @@ def test_all_values_out_of_range_are_reported_at_once() -> None:
 
 
 def test_the_flags_of_pack_have_the_ranges_of_the_keys_that_they_stand_for() -> None:
-    with pytest.raises(InputError, match=r"^--size is 0, expected a whole number from 1 to 16,384: --size=256$"):
-        pack("photos", "packed", size=0, skip=0)
-    with pytest.raises(InputError, match=r"^--skip is -1, expected a whole number from 0 to 1,000,000,000"):
-        pack("photos", "packed", size=8, skip=-1)
+    with pytest.raises(InputError, match=r"^dataset.decode_size is 0, expected auto or a whole number from 1 to 16"):
+        pack(["photos", "packed"], decode_size="0", skip="0")
+    with pytest.raises(InputError, match=r"^dataset.skip is -1, expected a whole number from 0 to 1,000,000,000"):
+        pack(["photos", "packed"], decode_size="8", skip="-1")
 
 
 def test_a_subclass_keeps_the_rule_of_a_field_whose_default_it_changes() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import shutil
 import signal
@@ -17,7 +18,8 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import Case, Done, forked, forks, gang, records, train_here
+from helpers import NARROW, Case, Done, forked, forks, gang, records, train_here, weights
+from lockstep.cli import data
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.world import World
@@ -92,6 +94,61 @@ def test_every_loader_gives_the_pixels_and_the_losses_of_the_folder(
     assert len(samples) == 32 * 6 + 22  # the fifth batch of an epoch of 150 is short
     for run in planned[1:]:
         assert seen(run.path) == (samples, losses), run.path.name
+
+
+@pytest.mark.parametrize(
+    ("task", "columns"),
+    [
+        ("multiclass", "dataset.label_column=class"),
+        ("multilabel", "dataset.label_column=names"),
+        ("multilabel", "dataset.label_columns=[x,y]"),
+        ("regression", "dataset.label_columns=[x,y]"),
+    ],
+)
+def test_a_packed_set_of_any_task_trains_as_its_source(task: str, columns: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    lines = ["path,class,names,x,y,split"]
+    for number in range(40):
+        x, y = generator.integers(0, 2, 2) if task == "multilabel" else generator.normal(size=2)
+        names = ("", "a", "b;c", "a;c")[number % 4]
+        lines.append(f"{number}.png,{'uv'[number % 2]},{names},{x},{y},{'val' if number >= 30 else 'train'}")
+        Image.fromarray(generator.integers(0, 256, (9, 10, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+    (tmp_path / "3.png").write_bytes(b"no image")
+    for name, rows in {"a=b": lines, "whole": [line for line in lines if not line.startswith("3.png")]}.items():
+        (tmp_path / f"{name}.csv").write_text("\n".join(rows) + "\n")
+    words = ("dataset=csv", columns, "dataset.decode_size=8", f"task={task}")
+    data.pack([f"{tmp_path}/c=d", *words, f"dataset.path={tmp_path}/a=b.csv"], skip="1")
+    packed.check(tmp_path / "c=d", lambda number: None)
+    runs = {
+        "own": ("dataset=packed", f"dataset.path='{tmp_path}/c=d'", f"task={task}"),
+        "theirs": (*words, f"dataset.path={tmp_path}/whole.csv"),
+    }
+    own, theirs = (
+        train_here(tmp_path / name, "batch=8", "epochs=2", NARROW, "augment=crop_flip", "train.mixup=0.2", *words)
+        for name, words in runs.items()
+    )
+    figures, expected = (
+        [
+            {key: value for key, value in line.items() if key.partition("/")[0] in ("loss", "val", "metric")}
+            for line in records(run)
+        ]
+        for run in (own, theirs)
+    )
+    assert figures == expected
+    assert len(figures) == 10, "eight steps and two evaluations"
+    assert own.read_summary()["best"] == theirs.read_summary()["best"]
+    pairs = zip(weights(own).values(), weights(theirs).values(), strict=True)
+    assert all(itertools.starmap(torch.equal, pairs))
+
+
+def test_a_packed_set_of_format_1_has_classes(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest.pop("targets") == "classes"
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    old, new = Packed(path=str(path)), Packed(path=str(target))
+    assert (old.manifest, old.fingerprint()) == (new.manifest, new.fingerprint())
+    packed.check(path, lambda number: None)
 
 
 def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
@@ -213,8 +270,9 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        *map(without, ("format", "classes", "shape", "mean", "std", "splits")),
-        lambda manifest: manifest.update(format=2),
+        *map(without, ("format", "targets", "classes", "shape", "mean", "std", "splits")),
+        lambda manifest: manifest.update(format=3),
+        lambda manifest: manifest.update(targets="other"),
         lambda manifest: manifest.update(classes=[]),
         lambda manifest: manifest.update(shape=[3, 0, 8]),
         lambda manifest: manifest.update(mean=[0.5]),
@@ -272,17 +330,17 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     wrong = pack_command(str(tmp_path), str(tmp_path / "other"))
     assert wrong.code == 2
     assert wrong.err == (
-        f"lockstep: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
-        f"name another with lockstep pack SOURCE TARGET, or, if the folders in {tmp_path} are the classes, "
-        "move them into train/ and add --val-share 0.1\n"
+        f"lockstep: dataset.path: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
+        f"name another with dataset.path=FOLDER, or, if the folders in {tmp_path} are the classes, "
+        "use dataset.train_folder=. dataset.val_share=0.1\n"
     )
 
 
-@pytest.mark.parametrize("arguments", [("source",), ("source", "--check", "target")])
+@pytest.mark.parametrize("arguments", [("source",), ("source", "--check", "target"), ("dataset=csv",), (*"abc",)])
 def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple[str, ...]) -> None:
     done = pack_command(*arguments)
     assert done.code == 2
-    assert "expected SOURCE and TARGET, or --check TARGET alone" in done.err
+    assert "expected TARGET and the overrides of a data set, SOURCE and TARGET, or --check TARGET alone" in done.err
 
 
 def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(tmp_path: Path) -> None:

@@ -235,17 +235,18 @@ def _comparing_ways(commands: Any) -> None:
 def _pack(commands: Any) -> None:
     pack = commands.add_parser(
         "pack",
-        usage="lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET\n"
+        usage="lockstep pack TARGET OVERRIDE ...\n"
+        "       lockstep pack [--size SIZE] [--skip N] [--val-share SHARE] SOURCE TARGET [OVERRIDE ...]\n"
         "       lockstep pack --check TARGET",
-        help="decode a folder of images once, for dataset=packed",
-        description="Decode SOURCE/train/CLASS/* and SOURCE/val/CLASS/* as dataset=folder does, and keep the pixels "
-        "in the new folder TARGET. The exit code is 2 if the source does not fit or TARGET exists, 74 if TARGET "
-        "cannot be written.",
+        help="decode the images of a data set once, for dataset=packed",
+        description="Decode the images of a data set, and keep the pixels and the targets in the new folder TARGET. "
+        "With SOURCE it is dataset=folder dataset.path=SOURCE. The exit code is 2 if the source does not fit or "
+        "TARGET exists, 74 if TARGET cannot be written.",
     )
-    pack.add_argument("source", nargs="?", metavar="SOURCE", help="the folder that holds train/ and val/")
-    pack.add_argument("target", nargs="?", metavar="TARGET", help="the folder to create")
-    pack.add_argument("--size", type=int, help="side of a stored image, from which random crops are cut [256]")
-    pack.add_argument("--skip", type=int, metavar="N", help="how many broken images may be left out [0]")
-    share = "the share of SOURCE/train to evaluate where there is no SOURCE/val, as dataset.val_share"
-    pack.add_argument("--val-share", type=float, metavar="SHARE", help=share)
+    words = "[SOURCE] TARGET, and overrides as for `lockstep train`: dataset=csv task=multilabel"
+    _rest(pack, "words", "WORD", words)
+    pack.add_argument("--size", dest="decode_size", help="dataset.decode_size: the side of a stored image [256]")
+    pack.add_argument("--skip", metavar="N", help="dataset.skip: how many broken images may be left out [0]")
+    share = "dataset.val_share: the share to evaluate where there is no evaluation split"
+    pack.add_argument("--val-share", metavar="SHARE", help=share)
     pack.add_argument("--check", metavar="TARGET", help="read a packed folder whole and compare it with its hashes")

@@ -1,7 +1,9 @@
-"""`lockstep show` and `pack`: the training images of a job as one picture, and a folder of images decoded once."""
+"""`lockstep show` and `pack`: the training images of a job as one picture, and a data set decoded once."""
 
 import io
+import itertools
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +12,14 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lockstep.config.commands import override, shell_command
+from lockstep.config.commands import key_of, override, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
-from lockstep.core.fields import problems
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
-from lockstep.data.datasets.files import USUAL_STORED
-from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_of
@@ -32,27 +32,8 @@ MOST = 64  # rows or columns
 CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
 LINES = 4  # the most labels or values under an image
 CHARACTER = 6.5  # the usual width of a character, in pixels
+OVERRIDE = re.compile(r"[+~]*\w[\w.@/]*=")  # and no path, such as ./a=b
 Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
-# Replaces the keys in the sentences of `dataset=folder` by the arguments of this command.
-WORDS = {
-    "dataset.path: ": "",
-    "the folder above: dataset.path=": "the folder above: lockstep pack ",
-    "dataset.path=FOLDER": "lockstep pack SOURCE TARGET",
-    "dataset.skip=N": "--skip N",
-    "dataset.val_folder: ": "",
-    "name the one of the validation split with dataset.val_folder=NAME": "make it",
-    "name the one of the validation split with dataset.val_folder=": "link it there as ",
-    "use dataset.train_folder=. dataset.val_share=0.1": "move them into train/ and add --val-share 0.1",
-    "use dataset.path=": "link the class folders in ",
-    " dataset.train_folder=": " as train: ",
-    " dataset.val_folder=": " as val: ",
-    "dataset.val_share=0.1": "--val-share 0.1",
-    "dataset.val_share": "--val-share",
-    "dataset.decode_size=auto": f"--size={USUAL_STORED}",
-    "dataset.decode_size": "--size",
-    "dataset.skip": "--skip",
-    "expected auto or ": "expected ",
-}
 
 
 def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None) -> None:
@@ -135,53 +116,46 @@ def caption(shares: Tensor, classes: Sequence[str], targets: str = CLASSES) -> l
     return mixed if len(mixed) == 2 else [ordered[-1][1]]
 
 
-def pack(
-    source: str | None,
-    target: str | None,
-    *,
-    size: int | None = None,
-    skip: int | None = None,
-    val_share: float | None = None,
-    check: str | None = None,
-) -> None:
-    """Pack the class folders of `source`, as images of side `size`, into the new folder `target`; or check `check`.
+def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None) -> None:
+    """Pack a data set into a new folder, or check the packed folder `check`.
 
-    `skip` and `val_share` are the keys of `dataset=folder`.
+    `words` are the folder and the overrides of the data set, or the folder of a `dataset=folder`, the new folder and
+    more overrides. `flags` are keys of `dataset`.
 
     Raises:
-        InputError: the source does not exist, too many of its images are broken, or `target` exists.
-        StorageError: `target` cannot be written.
+        InputError: the source does not fit, too many of its images are broken, or the target exists.
+        StorageError: the target cannot be written.
     """
-    if check is not None and all(option is None for option in (source, size, skip, val_share)):
+    overrides = [f"dataset.{key}={value}" for key, value in flags.items() if value is not None]
+    if check is not None and not (words or overrides):
         check_packed(check)
         return
-    if check is not None or source is None or target is None:
-        raise InputError("pack: expected SOURCE and TARGET, or --check TARGET alone; `lockstep pack --help`")
-    size, skip = USUAL_STORED if size is None else size, skip or 0
-    for problem in problems(Folder, {"decode_size": size, "skip": skip, "val_share": val_share}, "dataset."):
-        raise InputError(_with_flags(problem))
+    paths = [*itertools.takewhile(lambda word: not OVERRIDE.match(word), words)]
+    if check is not None or len(paths) not in (1, 2) or len(words) < 2:
+        raise InputError(
+            "pack: expected TARGET and the overrides of a data set, SOURCE and TARGET, or --check TARGET alone; "
+            "`lockstep pack --help`"
+        )
+    folder = ["dataset=folder", override("dataset.path", paths[0])] if len(paths) == 2 else []
+    job = job_of(["launcher.ranks=1", "batch=1", *folder, *overrides, *words[len(paths) :]])
+    source, target = job.dataset, paths[-1]
     torch.set_num_threads(1)  # each core decodes another image
-    folder = Folder(path=source, decode_size=size, skip=skip, val_share=val_share)
-    try:
-        images = len(folder.train()) + len(folder.eval())
-        for note in folder.notes():
-            log.warn(note)
-        with progress("packing", images) as advance:
-            broken = packed.pack(folder, Path(target).absolute(), threads=cores(), advanced=advance)
-    except InputError as error:
-        raise InputError(_with_flags(str(error))) from error
+    images = len(source.train()) + len(source.eval())
+    for note in source.notes():
+        log.warn(note)
+    with progress("packing", images) as advance:
+        broken = packed.pack(source, Path(target).absolute(), threads=cores(), advanced=advance)
     for image in broken:
         log.warn(f"{image.failure}: left out")
-    gigabytes = images * math.prod(folder.image_shape) / 1e9
-    words = shell_command(["dataset=packed", override("dataset.path", target)])
-    log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {words}")
-    log.say(f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run")
-
-
-def _with_flags(sentence: str) -> str:
-    for key, flag in WORDS.items():
-        sentence = sentence.replace(key, flag)
-    return sentence
+    gigabytes = images * math.prod(source.image_shape) / 1e9
+    task = [word for word in words if key_of(word) == "task"]
+    line = shell_command(["dataset=packed", override("dataset.path", target), *task])
+    log.say(f"packed {images - len(broken):,} images, {gigabytes:.2f} GB; train with {line}")
+    if crops_files(source):
+        size = source.image_shape[1]
+        log.say(
+            f"random crops are now cut from squares of {size} pixels, and not from the files, so it is another run"
+        )
 
 
 def check_packed(target: str) -> None:

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import hydra_policy, messages
-from lockstep.config.commands import check_word, key_of, program_name, program_words, shell_command
+from lockstep.config.commands import check_word, key_of, program_name, program_words, quoted_path, shell_command
 from lockstep.config.hydra_policy import own_hydra
 from lockstep.config.messages import UNEXPECTED, sentence, translate, unreadable
 from lockstep.config.schema import CONF, GROUPS, Job
@@ -250,9 +250,10 @@ def composed(overrides: list[str]) -> dict[str, Any]:
 @contextmanager
 def _composed(overrides: list[str]) -> Iterator[dict[str, Any]]:
     with composing():
-        for word in overrides:
+        words = [*map(quoted_path, overrides)]
+        for word in words:
             check_word(word)
-        config = _compose("config", overrides, with_hydra=True)
+        config = _compose("config", words, with_hydra=True)
         if config.hydra.mode == RunMode.MULTIRUN:
             raise InputError(
                 "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"

@@ -1,11 +1,13 @@
 """A packed data set: every image is decoded once and stored as raw pixels, which all ranks map into memory.
 
-`lockstep pack` makes it from a folder of class folders:
+`lockstep pack` makes it from any data set:
 
-    manifest.json                   format, class names, (C, H, W), mean and std; for each split the number of
-                                    examples and the sha256 of its two files
+    manifest.json                   format, kind and names of the targets, (C, H, W), mean and std; for each split the
+                                    number of examples and the sha256 of its two files
     train.images, val.images        uint8 (N, C, H, W), no header
-    train.labels, val.labels        int64 (N,), little-endian
+    train.labels, val.labels        int64 (N,); of labels and values float32 (N, K); little-endian
+
+Format 1 has no `targets`: its labels are classes.
 
 It is written under a temporary name and renamed when all of it is on the disk. A run checks the manifest, the sizes
 of the files and every label. Only `lockstep pack --check` also reads and hashes the pixels, which may be 100 GB.
@@ -31,19 +33,19 @@ import torch
 from torch import Tensor
 
 from lockstep.config.options import option
-from lockstep.core.data_protocols import ReadResult
+from lockstep.core.data_protocols import ReadResult, Source, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
+from lockstep.core.model_card import CLASSES, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
-from lockstep.data.datasets.files import FileSplit, MappedSplit, PhotoSource
-from lockstep.data.datasets.folder import Folder
+from lockstep.data.datasets.files import MappedSplit, PhotoSource
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
 
 SPLITS = ("train", "val")
-DTYPES = {"images": torch.uint8, "labels": torch.int64}
+KINDS = ("images", "labels")
 CHUNK = 64  # images that a thread decodes at a time
 
 
@@ -60,6 +62,10 @@ class Packed(PhotoSource):
     @property
     def class_names(self) -> tuple[str, ...]:
         return self.manifest.classes
+
+    @property
+    def targets(self) -> str:
+        return self.manifest.targets
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -81,13 +87,14 @@ class Packed(PhotoSource):
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """The hashes from the manifest; they are not compared with the files here."""
-        return {name: {kind: self.manifest.splits[name]["sha256"][kind] for kind in DTYPES} for name in SPLITS}
+        return {name: {kind: self.manifest.splits[name]["sha256"][kind] for kind in KINDS} for name in SPLITS}
 
 
 @dataclass(frozen=True)
 class Manifest:
     """The content of `manifest.json`; `splits` has for each split its `count` and the `sha256` of its two files."""
 
+    targets: str
     classes: tuple[str, ...]
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
@@ -95,14 +102,21 @@ class Manifest:
     splits: Mapping[str, Mapping[str, Any]]
 
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
-        return (self.splits[split]["count"], *(self.shape if kind == "images" else ()))
+        of_labels = () if self.targets == CLASSES else (len(self.classes),)
+        return (self.splits[split]["count"], *(self.shape if kind == "images" else of_labels))
+
+    def dtype(self, kind: str) -> torch.dtype:
+        return torch.uint8 if kind == "images" else torch.int64 if self.targets == CLASSES else torch.float32
 
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
         """A manifest from parsed JSON. Raises ValueError if it is not one."""
+        if isinstance(parsed, dict) and parsed.get("format") == 1:
+            parsed = {**parsed, "format": 2, "targets": CLASSES}
         match parsed:
             case {
-                "format": 1,
+                "format": 2,
+                "targets": str(targets),
                 "classes": [str(), *_] as classes,
                 "shape": [int() as channels, int() as height, int() as width],
                 "mean": list(mean),
@@ -111,14 +125,15 @@ class Manifest:
                     "train": {"count": int(), "sha256": {"images": str(), "labels": str()}},
                     "val": {"count": int(), "sha256": {"images": str(), "labels": str()}},
                 } as splits,
-            } if min(channels, height, width) > 0 and len(mean) == len(std) == channels:
-                return cls(tuple(map(str, classes)), (channels, height, width), tuple(mean), tuple(std), splits)
+            } if targets in TARGETS and min(channels, height, width) > 0 and len(mean) == len(std) == channels:
+                shape = channels, height, width
+                return cls(targets, tuple(map(str, classes)), shape, tuple(mean), tuple(std), splits)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 
 def _invalid(folder: Path, reason: str) -> InputError:
     return InputError(
-        f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack SOURCE TARGET"
+        f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack"
     )
 
 
@@ -128,8 +143,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         manifest = Manifest.from_json(read_json(folder / MANIFEST, 16 * MB, links=True))
         for split in SPLITS:
-            for kind, dtype in DTYPES.items():
-                file, expected = f"{split}.{kind}", math.prod(manifest.tensor_shape(split, kind)) * dtype.itemsize
+            for kind in KINDS:
+                file = f"{split}.{kind}"
+                expected = math.prod(manifest.tensor_shape(split, kind)) * manifest.dtype(kind).itemsize
                 with opened(folder / file, links=True) as data:  # refuses pipes and devices
                     size = os.fstat(data.fileno()).st_size
                 if size != expected:
@@ -150,12 +166,12 @@ def map_split(folder: Path, name: str) -> MappedSplit:
         shape = manifest.tensor_shape(name, kind)
         # A private map: writing to the tensor does not change the file.
         flat = torch.from_file(
-            str(folder / f"{name}.{kind}"), shared=False, size=math.prod(shape), dtype=DTYPES[kind]
+            str(folder / f"{name}.{kind}"), shared=False, size=math.prod(shape), dtype=manifest.dtype(kind)
         )
         return flat.view(shape)
 
     split = MappedSplit(mapped("images"), mapped("labels"))
-    check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"))
+    check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"), manifest.targets)
     return split
 
 
@@ -166,7 +182,7 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
     """
     manifest = read_manifest(folder)
     for split in SPLITS:
-        for kind in DTYPES:
+        for kind in KINDS:
             digest = hashlib.sha256()
             with opened(folder / f"{split}.{kind}", links=True) as file:
                 while block := file.read(2**22):
@@ -177,20 +193,20 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
         map_split(folder, split)
 
 
-def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
+def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
     """Decode all images of `source` to a new folder, and return the broken ones, which are left out.
 
     Only a few images per thread are in memory at a time. `advanced` is called with the number of images after each
     chunk.
 
     Raises:
-        InputError: `target` exists, or more than `source.skip` images are broken.
+        InputError: `target` exists, or more than `Split.skip` images are broken.
         StorageError: it cannot be written.
     """
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} exists, and nothing is overwritten; remove it or name another folder to pack to")
     splits = {"train": source.train(), "val": source.eval()}
-    need = sum(map(len, splits.values())) * (math.prod(source.image_shape) + DTYPES["labels"].itemsize)
+    need = sum(len(split) * math.prod(source.image_shape) + split.labels.nbytes for split in splits.values())
     broken: list[BrokenImage] = []
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -202,16 +218,17 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
             facts = {}
             for name, split in splits.items():
                 failures: dict[int, BrokenImage] = {}
-                images = _whole_images(split, source.skip - len(broken), threads, failures, advanced)
+                images = _whole_images(split, split.skip - len(broken), threads, failures, advanced)
                 hashes = {"images": _write_hashed(folder / f"{name}.images", images)}
                 labels = split.labels[[index not in failures for index in range(len(split))]]
                 if len(labels) == 0:
-                    raise InputError(f"{source.path} has no image for {name} that can be decoded")
+                    raise InputError(f"dataset: there is no image for {name} that can be decoded")
                 hashes["labels"] = _write_hashed(folder / f"{name}.labels", [labels])
                 facts[name] = {"count": len(labels), "sha256": hashes}
                 broken += failures.values()
-            manifest = Manifest(source.class_names, source.image_shape, source.mean, source.std, facts)
-            (folder / MANIFEST).write_text(json.dumps({"format": 1, **vars(manifest)}, indent=2) + "\n")
+            names = source.class_names or tuple(map(str, range(source.classes)))
+            manifest = Manifest(source.targets, names, source.image_shape, source.mean, source.std, facts)
+            (folder / MANIFEST).write_text(json.dumps({"format": 2, **vars(manifest)}, indent=2) + "\n")
             sync(folder / MANIFEST)
             sync(folder)
             folder.rename(target)
@@ -222,7 +239,7 @@ def pack(source: Folder, target: Path, *, threads: int, advanced: Callable[[int]
 
 
 def _whole_images(
-    split: FileSplit, skip: int, threads: int, failures: dict[int, BrokenImage], advanced: Callable[[int], None]
+    split: Split, skip: int, threads: int, failures: dict[int, BrokenImage], advanced: Callable[[int], None]
 ) -> Iterator[Tensor]:
     """The images that can be decoded, chunk by chunk; adds the errors of the others, at most `skip`."""
 
