@@ -24,6 +24,7 @@ from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
+from lockstep.data.datasets.files import FileSplit
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.datasets.packed import Packed
 from lockstep.data.loading.loaders import Auto, Resident
@@ -149,6 +150,27 @@ def test_a_packed_set_of_format_1_has_classes(target: Path, tmp_path: Path) -> N
     old, new = Packed(path=str(path)), Packed(path=str(target))
     assert (old.manifest, old.fingerprint()) == (new.manifest, new.fingerprint())
     packed.check(path, lambda number: None)
+
+
+class WithTest(Folder):
+    """A folder with its evaluation images as a test split, too."""
+
+    def test(self) -> FileSplit:
+        return self.eval()
+
+
+def test_a_test_split_is_packed_where_there_is_one(folder: Folder, target: Path, tmp_path: Path) -> None:
+    pack(WithTest(path=folder.path, decode_size=8), tmp_path / "new")
+    source = Packed(path=str(tmp_path / "new"))
+    assert torch.equal(source.test().images, folder.eval().fetch([*range(9)]))
+    assert torch.equal(source.test().labels, folder.eval().labels)
+    without = Packed(path=str(target))
+    assert source.fingerprint() == {**without.fingerprint(), "test": without.fingerprint()["val"]}
+    assert without.test() is None
+    packed.check(tmp_path / "new", lambda number: None)
+    (tmp_path / "new" / "test.labels").write_bytes(bytes(9 * 8))
+    with pytest.raises(InputError, match=r"test\.labels does not match its sha256"):
+        packed.check(tmp_path / "new", lambda number: None)
 
 
 def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
@@ -277,6 +299,8 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         lambda manifest: manifest.update(shape=[3, 0, 8]),
         lambda manifest: manifest.update(mean=[0.5]),
         lambda manifest: manifest["splits"].pop("val"),
+        lambda manifest: manifest["splits"].update(other=manifest["splits"]["val"]),
+        lambda manifest: manifest["splits"].update(test=None),
         lambda manifest: manifest["splits"]["train"].update(count="150"),
         lambda manifest: manifest["splits"]["train"]["sha256"].pop("labels"),
     ],

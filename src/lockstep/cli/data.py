@@ -140,7 +140,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     job = job_of(["launcher.ranks=1", "batch=1", *folder, *overrides, *words[len(paths) :]])
     source, target = job.dataset, paths[-1]
     torch.set_num_threads(1)  # each core decodes another image
-    images = len(source.train()) + len(source.eval())
+    images = sum(map(len, packed.splits_of(source).values()))
     for note in source.notes():
         log.warn(note)
     with progress("packing", images) as advance:

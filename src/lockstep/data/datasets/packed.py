@@ -4,8 +4,8 @@
 
     manifest.json                   format, kind and names of the targets, (C, H, W), mean and std; for each split the
                                     number of examples and the sha256 of its two files
-    train.images, val.images        uint8 (N, C, H, W), no header
-    train.labels, val.labels        int64 (N,); of labels and values float32 (N, K); little-endian
+    train.images, ...               uint8 (N, C, H, W), no header
+    train.labels, ...               int64 (N,); of labels and values float32 (N, K); little-endian
 
 Format 1 has no `targets`: its labels are classes.
 
@@ -44,7 +44,7 @@ from lockstep.data.datasets.files import MappedSplit, PhotoSource
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
 
-SPLITS = ("train", "val")
+SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
 CHUNK = 64  # images that a thread decodes at a time
 
@@ -85,9 +85,12 @@ class Packed(PhotoSource):
     def eval(self) -> MappedSplit:
         return map_split(Path(self.path), "val")
 
+    def test(self) -> MappedSplit | None:
+        return map_split(Path(self.path), "test") if "test" in self.manifest.splits else None
+
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """The hashes from the manifest; they are not compared with the files here."""
-        return {name: {kind: self.manifest.splits[name]["sha256"][kind] for kind in KINDS} for name in SPLITS}
+        return {name: {kind: facts["sha256"][kind] for kind in KINDS} for name, facts in self.manifest.splits.items()}
 
 
 @dataclass(frozen=True)
@@ -121,14 +124,19 @@ class Manifest:
                 "shape": [int() as channels, int() as height, int() as width],
                 "mean": list(mean),
                 "std": list(std),
-                "splits": {
-                    "train": {"count": int(), "sha256": {"images": str(), "labels": str()}},
-                    "val": {"count": int(), "sha256": {"images": str(), "labels": str()}},
-                } as splits,
+                "splits": {"train": _, "val": _} as splits,
             } if targets in TARGETS and min(channels, height, width) > 0 and len(mean) == len(std) == channels:
                 shape = channels, height, width
-                return cls(targets, tuple(map(str, classes)), shape, tuple(mean), tuple(std), splits)
+                if splits.keys() <= {*SPLITS} and all(map(_has_facts, splits.values())):
+                    return cls(targets, tuple(map(str, classes)), shape, tuple(mean), tuple(std), splits)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
+
+
+def _has_facts(split: Any) -> bool:
+    match split:
+        case {"count": int(), "sha256": {"images": str(), "labels": str()}}:
+            return True
+    return False
 
 
 def _invalid(folder: Path, reason: str) -> InputError:
@@ -142,7 +150,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest, read once per process and checked against the sizes of the files. Raises InputError."""
     try:
         manifest = Manifest.from_json(read_json(folder / MANIFEST, 16 * MB, links=True))
-        for split in SPLITS:
+        for split in manifest.splits:
             for kind in KINDS:
                 file = f"{split}.{kind}"
                 expected = math.prod(manifest.tensor_shape(split, kind)) * manifest.dtype(kind).itemsize
@@ -181,7 +189,7 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
     `advanced` is called with the number of bytes after each read.
     """
     manifest = read_manifest(folder)
-    for split in SPLITS:
+    for split in manifest.splits:
         for kind in KINDS:
             digest = hashlib.sha256()
             with opened(folder / f"{split}.{kind}", links=True) as file:
@@ -191,6 +199,12 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
             if digest.hexdigest() != manifest.splits[split]["sha256"][kind]:
                 raise _invalid(folder, f"{split}.{kind} does not match its sha256")
         map_split(folder, split)
+
+
+def splits_of(source: Source) -> dict[str, Split]:
+    """The splits of a data set, by name."""
+    splits = zip(SPLITS, (source.train(), source.eval(), source.test()), strict=True)
+    return {name: split for name, split in splits if split is not None}
 
 
 def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
@@ -205,7 +219,7 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
     """
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} exists, and nothing is overwritten; remove it or name another folder to pack to")
-    splits = {"train": source.train(), "val": source.eval()}
+    splits = splits_of(source)
     need = sum(len(split) * math.prod(source.image_shape) + split.labels.nbytes for split in splits.values())
     broken: list[BrokenImage] = []
     try:
