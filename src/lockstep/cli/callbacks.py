@@ -59,7 +59,7 @@ def _refuse_as_rank() -> None:
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
 
-    with create_on_main(refuse, ["-m"]):
+    with create_on_main(refuse):
         raise AssertionError("a refusal ends every rank")
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from lockstep.cli.callbacks import WAITING, submit_all
 from lockstep.config import components, composition
-from lockstep.config.commands import key_of
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
@@ -110,8 +109,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
         jobs.append(job)
         return preparation
 
-    own = [word for word in invocation.overrides if key_of(word) != "launcher.node_rank"]  # as on no other machine
-    with create_on_main(create, (*invocation.configs.words, *own)) as run_dir:
+    with create_on_main(create) as run_dir:
         return start(run_dir, jobs[0] if jobs else load_job(run_dir.config))
 
 

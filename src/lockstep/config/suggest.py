@@ -68,6 +68,8 @@ KEYS: Mapping[str, str] = {
     "train.mixup={}": "mixup_alpha",
     "train.cutmix={}": "cutmix_alpha",
     "train.ema_warmup=true": "model_ema_warmup",
+    "train.patience=5": "early_stopping early_stop",
+    "train.patience={}": "patience early_stopping_patience",
     "schedule=step schedule.gamma={}": "decay_rate lr_gamma lr_decay_rate",
     "schedule=plateau schedule.patience={}": "lr_patience patience_epochs",
     "schedule=cosine schedule.restarts={}": "lr_restarts num_restarts",
@@ -84,8 +86,6 @@ KEYS: Mapping[str, str] = {
 }
 # What other programs have and this one has not, or has always: the words, and the sentence about them.
 ABSENT: Mapping[str, str] = {
-    "patience early_stopping early_stopping_patience early_stop": "a run has the length of its schedule; nothing "
-    "stops it early, and the best checkpoint is kept",
     "shuffle": "training images are in a new random order in each epoch, which depends on seed and epoch alone; "
     "evaluation keeps the order of the split",
     "pin_memory pin_mem dataloader_pin_memory": "images for a GPU are in pinned memory always",

@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -43,11 +43,11 @@ Make = Callable[[str], AbstractContextManager[RunDir]]
 
 
 @contextmanager
-def create_on_main(make: Make, words: Sequence[str] = ()) -> Iterator[RunDir]:
+def create_on_main(make: Make) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
     `make` creates the folder, and returns the context in which it is used. Only main calls it, with the folder from
-    before a restart by torchrun, if any. `words` are the words of this rank's command that must be those of main's.
+    before a restart by torchrun, if any.
 
     Raises:
         InputError: this process cannot be the rank that its variables say.
@@ -61,7 +61,7 @@ def create_on_main(make: Make, words: Sequence[str] = ()) -> Iterator[RunDir]:
         serve=launched_place().rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S
     )
     attempt = _shared_attempt(store)
-    _arrive(store, attempt, words)
+    _arrive(store, attempt)
     with _lead(store, attempt, make) if launched_place().rank == 0 else _follow(store, attempt) as run_dir:
         yield run_dir
 
@@ -143,10 +143,10 @@ def _shared_attempt(store: TCPStore) -> str:
     return name
 
 
-def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
+def _arrive(store: TCPStore, attempt: str) -> None:
     """Tell the other ranks of an attempt who this rank is, and refuse a RANK that another process has."""
     place, key = launched_place(), ARRIVED.format(attempt, launched_place().rank)
-    own = [addresses.machine(), os.getpid(), place.size, [*words]]
+    own = [addresses.machine(), os.getpid(), place.size]
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
     if first[:2] != own[:2] and not _agent_serves():
         raise InputError(
@@ -158,26 +158,18 @@ def _arrive(store: TCPStore, attempt: str, words: Sequence[str]) -> None:
 
 def _check_arrivals(store: TCPStore, attempt: str) -> None:
     """Wait until all ranks are there, and refuse ranks of another job. Only main calls it."""
-    _, _, size, words = _arrival(store, attempt, 0)
+    size = launched_place().size
     for rank in range(1, size):
-        _, _, its_size, its_words = _arrival(store, attempt, rank)
+        _, its_size = _arrival(store, attempt, rank)
         if its_size != size and not _agent_serves():
             raise InputError(
                 f"rank {rank} was started with WORLD_SIZE={its_size}, and rank 0 with WORLD_SIZE={size}; use the "
                 "same for each"
             )
-        if sorted(its_words) != sorted(words):
-            theirs, ours = (
-                " ".join(word for word in some if word not in others) or "nothing more"
-                for some, others in ((its_words, words), (words, its_words))
-            )
-            raise InputError(
-                f"rank {rank} was started with {theirs}, and rank 0 with {ours}; use the same command for each"
-            )
 
 
-def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, list[str]]:
-    """The machine, the process, the WORLD_SIZE and the command of a rank, when it is there."""
+def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int]:
+    """The machine and the WORLD_SIZE of a rank, when it is there."""
 
     def invited_and_there() -> str:
         if name := _value(store, NAME.format(rank)):
@@ -186,8 +178,8 @@ def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int, int, l
 
     missing = f"rank {rank} of {launched_place().size} has not joined"
     text = _wait_for_value(invited_and_there, missing, JOIN_S, show=f"waiting for rank {rank}")
-    machine, pid, size, words = json.loads(text)
-    return machine, pid, size, words
+    machine, _, size = json.loads(text)
+    return machine, size
 
 
 def find_local_ranks(store: TCPStore, attempt: str) -> None:

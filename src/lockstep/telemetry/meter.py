@@ -22,7 +22,7 @@ from lockstep.telemetry.display import Display
 from lockstep.telemetry.sinks import Samples
 from lockstep.telemetry.straggler import Stragglers
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.telemetry.window import EndedWindow, EpochState, PendingNumbers, Span, Tally, Window, WindowState
+from lockstep.telemetry.window import EpochState, Span, Tally, Window, WindowState, copied
 
 G = TypeVar("G")
 S = TypeVar("S", bound=Stepped)
@@ -85,7 +85,7 @@ class Telemetry:
         self.stragglers = Stragglers(world, comparable=comparable)
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
         self.late = world.device.type == "cuda"
-        self.ended: deque[EndedWindow] = deque()
+        self.ended: deque[Callable[[], Window]] = deque()
         self.times, self.clock = times, times.clock
         self.reduced, self.pause = times.reduced, times.clock.pause  # as they are: a step has no call more
         self.profile: Callable[[Iterator[Any]], Iterator[Any]] = iter  # or one that profiles some steps
@@ -210,22 +210,32 @@ class Telemetry:
         (ranks,), and are returned with the window.
         """
         self._count()
+        window, epoch, tallies, now = self.window, self.epoch, self.tallies, self.clock.so_far()
         sums = [self.world.sum(self._sums())]
         if scalars:
             sums.append(torch.stack([self._on_device(value) for value in scalars.values()]))
-        ended = EndedWindow(
-            window=self.window,
-            epoch=self.epoch,
-            last=step,
-            now=self.clock.so_far(),
-            names=list(scalars),
-            sums=PendingNumbers(torch.cat(sums)),
-            checksums=None if checksums is None else PendingNumbers(checksums),
-            tallies=self.tallies,
-        )
-        self.ended.append(ended)
-        self.window = self._span(step + 1, began=ended.now)
-        self.tallies = [self._tally(self.tallies[-1].epoch)]
+        numbers_of = copied(torch.cat(sums))
+        checksums_of = copied(torch.empty(0) if checksums is None else checksums)
+
+        def write() -> Window:
+            numbers, width = numbers_of(), 3 + len(self.names)
+            window.add(*numbers[:3])
+            epoch.add(*numbers[width : width + 3])
+            means = [total / (window.examples or math.nan) for total in numbers[3:width]]
+            sound = window.loss <= self.loss_limit * max(1, window.examples)  # a NaN is not
+            finished = window.window(
+                step,
+                now,
+                first_bad_step=None if sound else self._first_bad_step(tallies, otherwise=step),
+                scalars=dict(zip([*self.names, *scalars], [*means, *numbers[2 * width :]], strict=True)),
+                checksums=checksums_of(),
+            )
+            self._tell(finished, epoch.window(step, now))
+            return finished
+
+        self.ended.append(write)
+        self.window = self._span(step + 1, began=now)
+        self.tallies = [self._tally(tallies[-1].epoch)]
         return self.write_windows(leave=int(self.late))
 
     def _on_device(self, value: float | Tensor) -> Tensor:
@@ -236,30 +246,18 @@ class Telemetry:
 
     def write_windows(self, leave: int = 0) -> list[Window]:
         """Write the figures of the ended windows, but not of the last `leave`; returns them. Waits for the device."""
-        return [self._write(self.ended.popleft()) for _ in range(len(self.ended) - leave)]
+        return [self.ended.popleft()() for _ in range(len(self.ended) - leave)]
 
-    def _write(self, ended: EndedWindow) -> Window:
-        numbers, width = ended.sums.read(), 3 + len(self.names)
-        ended.window.add(*numbers[:3])
-        ended.epoch.add(*numbers[width : width + 3])
-        means = [total / (ended.window.examples or math.nan) for total in numbers[3:width]]
-        sound = ended.window.loss <= self.loss_limit * max(1, ended.window.examples)  # a NaN is not
-        window = ended.window.window(
-            ended.last,
-            ended.now,
-            first_bad_step=None if sound else self._first_bad_step(ended),
-            scalars=dict(zip([*self.names, *ended.names], [*means, *numbers[2 * width :]], strict=True)),
-            checksums=[] if ended.checksums is None else ended.checksums.read(),
-        )
+    def _tell(self, window: Window, epoch: Window) -> None:
+        """Give the figures of a window, and of the epoch so far, to the observers and the display. Collective."""
         self.examples += window.examples
-        figures = window.figures(ended.last - max(ended.window.first - 1, self.resumed))
+        figures = window.figures(window.last - max(window.first - 1, self.resumed))
         if self.peak:
             figures["perf/mfu_pct"] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
-        self.display.window(window, ended.epoch.window(window.last, ended.now))
+        self.display.window(window, epoch)
         if sentence := self.stragglers.find():
             self.display.warn(sentence)
-        return window
 
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
@@ -281,11 +279,12 @@ class Telemetry:
         so_far.add(*self.world.sum(self._sums()).tolist()[width : width + 3])
         return so_far.window(step, self.clock.so_far()) if so_far.examples else None
 
-    def _first_bad_step(self, ended: EndedWindow) -> int:
-        """The first step with a diverged loss on any rank; the last one if only the mean is diverged. Collective."""
+    def _first_bad_step(self, tallies: list[Tally], otherwise: int) -> int:
+        """The first step with a diverged loss on any rank; `otherwise` if only the mean is diverged. Collective."""
         first = torch.zeros(self.world.size, dtype=torch.int64, device=self.world.device)
-        bad = (step for tally in ended.tallies for step in tally.bad_steps(self.loss_limit))
-        first[self.world.rank] = min(bad, default=ended.last)
+        first[self.world.rank] = min(
+            (step for t in tallies for step in t.bad_steps(self.loss_limit)), default=otherwise
+        )
         return int(self.world.sum(first).min())
 
     def evaluating(self, done: int, blocks: int) -> None:

@@ -1,12 +1,9 @@
-"""The figures of some steps in a row: of those between two log points, or of an epoch so far. And what they sum up.
-
-A window that has ended is read when its sums have come from the device.
-"""
+"""The figures of some steps in a row, of those between two log points or of an epoch so far, and their sums."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -179,45 +176,16 @@ class Span:
         )
 
 
-class PendingNumbers:
-    """The numbers of a tensor, on their way to host memory. Only `read` waits for the device."""
+def copied(tensor: Tensor) -> Callable[[], list[Any]]:
+    """Begin to copy a tensor of one dimension to host memory; the function waits for it, and returns its numbers."""
+    if not tensor.is_cuda:
+        return tensor.tolist
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.arrived: torch.cuda.Event | None = None
-        self.host = tensor
-        if tensor.is_cuda:
-            self.host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self.host.copy_(tensor, non_blocking=True)
-            self.arrived = torch.cuda.Event()
-            self.arrived.record()
+    def read() -> list[Any]:
+        arrived.synchronize()
+        return host.tolist()
 
-    def read(self) -> list[Any]:
-        """The numbers of a tensor of one dimension."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        numbers: list[Any] = self.host.tolist()
-        return numbers
-
-
-class EndedWindow(NamedTuple):
-    """A window whose sums are still on their way from the device.
-
-    Fields:
-        window: its steps, which are not added up yet.
-        epoch: the epoch of its last step, which adds the sums of the window to its own.
-        last: its last step.
-        now: the clock at its end.
-        sums: over all ranks, the summed loss, hits and examples of the window, then the figures of the task; the same
-            of its steps in `epoch`; then the further figures of the last step, which have these `names`.
-        checksums: the checksum of each rank's weights; None if there is nothing to compare.
-        tallies: what this rank has counted.
-    """
-
-    window: Span
-    epoch: Span
-    last: int
-    now: Seconds
-    names: list[str]
-    sums: PendingNumbers
-    checksums: PendingNumbers | None
-    tallies: list[Tally]
+    return read
