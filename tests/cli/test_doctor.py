@@ -147,7 +147,7 @@ def test_every_kind_of_data_set_tells_an_image_that_is_in_both_splits(
     in_both_splits(photos)
     planted = problems(examined(*stored(photos), f"output_root={photos}"))
     assert [*planted] == ["twice"]
-    assert planted["twice"][1].startswith("1 twice in both splits")
+    assert planted["twice"][1].startswith("1 twice in two splits")
 
 
 def test_without_time_it_says_how_many_images_it_has_looked_at(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

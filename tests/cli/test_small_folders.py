@@ -108,14 +108,15 @@ def test_a_folder_in_another_form_is_answered_with_a_line_that_works(name: str, 
     places, below = LAYOUTS[name]
     path = layout(tmp_path, "given", *places) / below
     with pytest.raises(InputError) as refused:
-        Folder(path=str(path)).list_files()
+        Folder(path=str(path)).listings()
     words = dict(re.findall(r"dataset\.(\w+)=([^\s,;?]+)", str(refused.value).replace("dataset.path=FOLDER", "")))
     if words.get("val_folder") == "NAME":
         del words["val_folder"]  # the other half of an "or"
     if {"val_folder", "val_share"} <= words.keys():
         del words["val_share"]
     changed = {key: float(text) if key == "val_share" else text for key, text in words.items()}
-    train, val = Folder(**{"path": str(path), **changed}).list_files()
+    listings = Folder(**{"path": str(path), **changed}).listings()
+    train, val = listings["train"], listings["val"]
     assert train.classes == val.classes == ("lamp", "mug")
     assert set(train.labels.tolist()) == set(val.labels.tolist()) == {0, 1}
 

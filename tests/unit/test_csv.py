@@ -186,7 +186,7 @@ def test_a_stray_number_is_refused_with_its_line_in_every_split(root: Path, labe
 
 
 def test_splits_and_a_share_exclude_each_other(root: Path) -> None:
-    with pytest.raises(InputError, match=r"val_share is 0\.5, but .* has a column 'split' too"):
+    with pytest.raises(InputError, match=r"val_share is 0\.5, but dataset.val_split names val too"):
         source(root, val_share=0.5).prepare()
 
 

@@ -107,7 +107,7 @@ def names_of(split: FileSplit) -> set[str]:
 
 
 def test_a_share_and_a_folder_for_validation_exclude_each_other(root: Path) -> None:
-    with pytest.raises(InputError, match=r"val_share is 0\.1, but there is a validation folder, .*, too"):
+    with pytest.raises(InputError, match=r"val_share is 0\.1, but dataset.val_folder names .*/val too"):
         Folder(path=str(root), val_share=0.1).prepare()
 
 

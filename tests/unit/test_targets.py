@@ -204,10 +204,10 @@ def test_labels_that_are_not_those_of_their_kind_are_refused(labels: Tensor, tar
 
 def test_what_is_known_of_labels_and_values_before_a_run() -> None:
     labels, values = torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.tensor([[0.0, 1.0], [0.0, 2.0]])
-    assert class_notes(["x", "y"], values, values, "values") == [
+    assert class_notes(["x", "y"], {"train": values, "val": values}, "values") == [
         "x is the same for all images to train on, so there is nothing to learn"
     ]
-    notes = class_notes(["cat", "dog"], labels, labels[:1], "labels")
+    notes = class_notes(["cat", "dog"], {"train": labels, "val": labels[:1]}, "labels")
     assert notes[:2] == [
         "1 of 2 labels have no image in the training split, so the model never sees one: cat",
         "1 of 2 images of the training split have no label",

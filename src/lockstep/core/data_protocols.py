@@ -148,6 +148,7 @@ class Source(Component, Protocol):
         """Make sure that the data is there; download it under a lock if downloads are allowed. Raises InputError."""
         self.train()
         self.eval()
+        self.test()
 
     def train(self) -> Split: ...
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import CLASSES, LABELS
-from lockstep.data.datasets.targets import check_labels, class_notes
+from lockstep.data.datasets.targets import SPLIT_NAMES, check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 
@@ -54,23 +54,27 @@ def inspect(source: Source, seconds: float) -> Iterator[Finding]:
         InputError: a label is not a class.
     """
     try:
-        train, val = source.train(), source.eval()
+        train, val, test = source.train(), source.eval(), source.test()
     except InputError as error:
         yield Finding("data", str(error), Level.warning if source.downloads else Level.error)
         return
-    for split, where in ((train, "the training split"), (val, "the evaluation split")):
-        check_labels(split.labels, source.classes, where, source.targets)
+    splits = {"train": train, "val": val} | ({} if test is None else {"test": test})
+    for name, split in splits.items():
+        check_labels(split.labels, source.classes, f"the {SPLIT_NAMES[name]} split", source.targets)
     names = source.class_names or tuple(map(str, range(source.classes)))
-    kind, notes = source.targets, class_notes(names, train.labels, val.labels, source.targets)
+    kind = source.targets
+    notes = class_notes(names, {name: split.labels for name, split in splits.items()}, kind)
     for note in dict.fromkeys([*source.notes(), *notes]):
         yield Finding(kind, note, Level.warning)
     counts = f"{len(train):,} to train on, {len(val):,} to evaluate"
+    if test is not None:
+        counts += f", {len(test):,} to test"
     if kind != CLASSES:
         yield Finding(kind, f"{_columns(names, train.labels, kind)}: {counts}")
     elif not notes:
-        yield Finding(kind, f"all {source.classes} have images in both splits: {counts}")
-    yield _broken((train, val), seconds / 2)
-    yield from _repeated([*_shuffled(val), *_shuffled(train)], seconds / 2)
+        yield Finding(kind, f"all {source.classes} have images in every split: {counts}")
+    yield _broken([*splits.values()], seconds / 2)
+    yield from _repeated([image for split in reversed(splits.values()) for image in _shuffled(split)], seconds / 2)
 
 
 def _columns(names: Sequence[str], labels: Tensor, targets: str) -> str:
@@ -137,11 +141,11 @@ def _repeated(images: Sequence[Image], seconds: float) -> Iterator[Finding]:
     first: dict[bytes, Image] = {}
     pairs = [(first.setdefault(digest, image), image) for image, digest in digests if digest]
     pairs = [(one, other) for one, other in pairs if one is not other]
-    in_both = [pair for pair in pairs if pair[0][0] is not pair[1][0]]
+    in_two = [pair for pair in pairs if pair[0][0] is not pair[1][0]]
     in_one = [pair for pair in pairs if pair[0][0] is pair[1][0]]
     two_labels = [pair for pair in pairs if not torch.equal(*(split.labels[index] for split, index in pair))]
     for of_kind, where, effect in (
-        (in_both, "in both splits", "the score is too good"),
+        (in_two, "in two splits", "the score is too good"),
         (in_one, "in one split", "they count twice"),
         (two_labels, "with two labels", "one is wrong"),
     ):

@@ -24,16 +24,18 @@ from lockstep.core.fields import choice, pathname, ranged
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit
-from lockstep.data.datasets.listing import within
-from lockstep.data.datasets.targets import check_labels
+from lockstep.data.datasets.splitting import CutSource, Examples
+from lockstep.data.datasets.targets import SPLIT_NAMES, check_labels
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArraySource(Source):
-    """A data set that fits in memory."""
+class ArraySource(CutSource):
+    """A data set that fits in memory.
+
+    If the evaluation split is cut from the published training split, the published evaluation split is for the test.
+    """
 
     input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
-    limit: float | None = ranged(None, above=0.0, most=1e9)
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
@@ -52,32 +54,49 @@ class ArraySource(Source):
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
 
     def train(self) -> ArraySplit:
-        return _arrays(self, True)
+        return _arrays(self, "train")
 
     def eval(self) -> ArraySplit:
-        return _arrays(self, False)
+        return _arrays(self, "val")
+
+    def test(self) -> ArraySplit | None:
+        return _arrays(self, "test") if self.is_cut else None
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        return {"train": _hashes(self, True), "val": _hashes(self, False)}
+        return {name: _hashes(self, name) for name in SPLIT_NAMES if name != "test" or self.is_cut}
 
 
 @functools.cache
-def _arrays(source: ArraySource, train: bool) -> ArraySplit:
+def _arrays(source: ArraySource, name: str) -> ArraySplit:
+    """The split `name`, one of `SPLIT_NAMES`."""
+    split = _published(source, name == "train" or (name == "val" and source.is_cut))
+    if source.is_cut and name != "test":
+        split = _part(split, source.evaluated(_examples(source, split)) == (name == "val"))
+    return split if source.limit is None else _part(split, _examples(source, split).within(source.limit))
+
+
+def _examples(source: ArraySource, split: ArraySplit) -> Examples:
+    names = [b"%d" % number for number in range(len(split))]
+    return Examples(names, split.labels, source.class_names, source.targets)
+
+
+def _part(split: ArraySplit, chosen: NDArray[np.bool_]) -> ArraySplit:
+    return ArraySplit(split.images[torch.from_numpy(chosen)], split.labels[torch.from_numpy(chosen)])
+
+
+def _published(source: ArraySource, train: bool) -> ArraySplit:
     images, labels = source.read(train)
     where = "the training split" if train else "the evaluation split"
     expected = (len(labels), *source.image_shape)
     if images.shape != expected:
         raise InputError(f"dataset: {where} has images {(*images.shape,)}, expected one for each label, {expected}")
     check_labels(labels, source.classes, where, source.targets)
-    if source.limit is not None:
-        chosen = torch.from_numpy(within(source.limit, [b"%d" % number for number in range(len(labels))], labels))
-        images, labels = images[chosen], labels[chosen]
     return ArraySplit(images, labels)
 
 
 @functools.cache
-def _hashes(source: ArraySource, train: bool) -> dict[str, str]:
-    split = _arrays(source, train)
+def _hashes(source: ArraySource, name: str) -> dict[str, str]:
+    split = _arrays(source, name)
     parts = {"images": split.images, "labels": split.labels}
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 

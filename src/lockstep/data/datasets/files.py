@@ -1,25 +1,28 @@
 """Splits in memory and of image files, and the base classes of data sets of photographs and of image files."""
 
+import itertools
 import math
+import os
+import re
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.core.data_protocols import Source, Split
-from lockstep.core.errors import BrokenImage, InputError
-from lockstep.core.fields import choice, ranged
+from lockstep.core.errors import BrokenImage, InputError, shown
+from lockstep.core.fields import Check, choice, ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
-from lockstep.data.datasets.listing import Files, Member, folded, held_out, within
-from lockstep.data.datasets.targets import CLASSES_NAMED, class_notes
+from lockstep.data.datasets.listing import Files, Member, as_names
+from lockstep.data.datasets.splitting import CutSource, Examples
+from lockstep.data.datasets.targets import SPLIT_NAMES, class_notes
 
 AUTO = "auto"
 SIZES = ("decode_size", "input_size", "crop")
@@ -30,9 +33,19 @@ LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
-# The files of both splits by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
-LISTINGS: dict[Hashable, tuple[Files, Files]] = {}
+# The files of each split by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
+LISTINGS: dict[Hashable, dict[str, Files]] = {}
 ResultT = TypeVar("ResultT")
+
+
+def _is_pattern(value: Any) -> bool:
+    try:
+        return bool(re.compile(value))
+    except (re.error, TypeError, OverflowError, RecursionError):
+        return False
+
+
+PATTERN = Check("a regular expression of Python", _is_pattern, "a regular expression")
 
 
 @dataclass(frozen=True)
@@ -169,7 +182,7 @@ class PhotoSource(Source):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileSource(PhotoSource):
+class FileSource(PhotoSource, CutSource):
     """A data set of image files.
 
     An image is stored (in memory or on its way to the device) as a square: its shorter side is resized to
@@ -180,38 +193,18 @@ class FileSource(PhotoSource):
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
     crop_from: str = choice("square", "square", "file")
     skip: int = ranged(0, least=0, most=1_000_000_000)
-    val_share: float | None = ranged(None, above=0.0, below=1)
-    folds: int | None = ranged(None, least=2, most=1000)
-    fold: int | None = ranged(None, least=0, most=999)
-    limit: float | None = ranged(None, above=0.0, most=1e9)
+    test_share: float | None = ranged(None, above=0.0, below=1)
+    group_pattern: str | None = ruled(None, PATTERN)
 
     mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # ImageNet's
     std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
+    part: ClassVar[str]  # what a split is there; `train_PART`, `val_PART` and `test_PART` name them
+
     def __post_init__(self) -> None:
-        folds = self.folds
-        if folds is None and self.fold is not None:
-            raise InputError(f"dataset.fold is {self.fold}, but dataset.folds is null; add dataset.folds=5")
-        if folds is not None and (self.fold is None or self.fold >= folds):
-            every = ",".join(map(str, range(folds))) if folds <= CLASSES_NAMED else f"0,1,...,{folds - 1}"
-            raise InputError(
-                f"dataset.fold is {'null' if self.fold is None else self.fold}, expected a fold from 0 to "
-                f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"
-            )
-        if folds is not None and self.val_share is not None:
-            raise InputError("dataset.folds and dataset.val_share both choose the evaluation split; leave out one")
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether the evaluation split is cut from the training split."""
-        return self.val_share is not None or self.folds is not None
-
-    def cut(self, whole: Files, names: NDArray[np.bytes_]) -> tuple[Files, Files]:
-        """The training and the evaluation split of files with these names. Raises InputError."""
-        if self.folds is not None and self.fold is not None:
-            return folded(whole, names, self.folds, self.fold)
-        assert self.val_share is not None
-        return held_out(whole, names, self.val_share)
+        super().__post_init__()
+        if self.test_share is not None and getattr(self, test := f"test_{self.part}") is not None:
+            raise InputError(f"dataset.test_share and dataset.{test} both choose the test split; leave out one")
 
     @property
     def place(self) -> Hashable:
@@ -219,12 +212,39 @@ class FileSource(PhotoSource):
         return type(self), *(repr(getattr(self, field.name)) for field in fields(self) if field.name not in DECODING)
 
     @abstractmethod
-    def list_files(self) -> tuple[Files, Files]:
-        """The files of the training and of the evaluation split. Raises InputError."""
+    def list_files(self) -> dict[str, Files]:
+        """The files of the splits that `wanted` names, by its keys. Raises InputError."""
+
+    def wanted(self, places: Callable[[str], Set[str]]) -> dict[str, str]:
+        """The names of the splits to list, by the fields that name them: an evaluation split only if it is not cut.
+
+        Args:
+            places: the folders, shards or other parts that a name stands for; empty if there are none.
+
+        Raises:
+            InputError: there is an evaluation split although it is cut, or the test split is another one too.
+        """
+        names = {key: getattr(self, key) for split in SPLIT_NAMES if getattr(self, key := f"{split}_{self.part}")}
+        train, val, test = (f"{split}_{self.part}" for split in SPLIT_NAMES)
+        others = {key: places(name) for key, name in names.items()}
+        tested = others.pop(test, set())
+        if self.is_cut:
+            key, value = ("folds", self.folds) if self.val_share is None else ("val_share", self.val_share)
+            if unused := sorted(others.pop(val) - others[train] - tested):
+                raise InputError(
+                    f"dataset.{key} is {value:g}, but dataset.{val} names {unused[0]} too; leave out dataset.{key}, "
+                    f"test on it with dataset.{test}={names[val]}, or name none with dataset.{val}=none"
+                )
+            del names[val]
+        for key, parts in others.items():
+            if both := sorted(parts & tested):
+                cut = ", or evaluate a share of the training split with dataset.val_share=0.1" * (key == val)
+                raise InputError(f"dataset.{test} and dataset.{key} both name {both[0]}; name another{cut}")
+        return names
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return self.listings()[0].classes
+        return self.listings()["train"].classes
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
@@ -239,44 +259,79 @@ class FileSource(PhotoSource):
         self.listings()
 
     def train(self) -> FileSplit:
-        return self._split(self.listings()[0])
+        return self._split(self.listings()["train"])
 
     def eval(self) -> FileSplit:
-        return self._split(self.listings()[1])
+        return self._split(self.listings()["val"])
 
-    def listings(self) -> tuple[Files, Files]:
-        """The files of both splits, listed once per process. Raises InputError."""
+    def test(self) -> FileSplit | None:
+        files = self.listings().get("test")
+        return None if files is None else self._split(files)
+
+    def listings(self) -> dict[str, Files]:
+        """The files of each split, listed and cut once per process. Raises InputError."""
         if self.place not in LISTINGS:
-            train, val = self.list_files()
-            LISTINGS[self.place] = self._limited(train), self._limited(val)
+            splits = {key.partition("_")[0]: self._grouped(files) for key, files in self.list_files().items()}
+            check_groups(splits)
+            if self.test_share is not None:
+                examples = self._examples(splits["train"])
+                splits |= splits["train"].without("test", examples.share("test_share", self.test_share))
+            if self.is_cut:
+                splits |= splits["train"].without("val", self.evaluated(self._examples(splits["train"])))
+            if self.limit is not None:
+                splits = {
+                    name: files.part(self._examples(files).within(self.limit)) for name, files in splits.items()
+                }
+            LISTINGS[self.place] = splits
         return LISTINGS[self.place]
 
-    def _limited(self, files: Files) -> Files:
-        if self.limit is None:
+    def _grouped(self, files: Files) -> Files:
+        """The files with the group of each by `group_pattern`. Raises InputError."""
+        if self.group_pattern is None:
             return files
-        # A member of a shard by its own name: an image that is added moves few others.
-        keys = [getattr(files[at], "key", key) for at, key in enumerate(files.keys.tolist())] if files.members else []
-        names = [key if isinstance(key, bytes) else str(key).encode() for key in keys or files.keys.tolist()]
-        return files.part(within(self.limit, names, files.labels, apart=files.members))
+        pattern = re.compile(self.group_pattern)
+        texts = [os.fsdecode(text) for text in (files.names if files.groups is None else files.groups).tolist()]
+        groups = [match and match[min(1, pattern.groups)] for match in map(pattern.search, texts)]
+        if None in groups:
+            raise InputError(
+                f"dataset.group_pattern is {self.group_pattern!r}, which names no group in "
+                f"{shown(texts[groups.index(None)])}; correct it, so that it matches every image"
+            )
+        return replace(files, groups=as_names(map(str, groups)))
+
+    def _examples(self, files: Files) -> Examples:
+        groups = None if files.groups is None else files.groups.tolist()
+        members = files.member_names is not None
+        return Examples(files.names.tolist(), files.labels, files.classes, self.targets, groups, apart=members)
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        train, val = self.listings()
-        return {"train": train.fingerprint(), "val": val.fingerprint()}
+        return {name: files.fingerprint() for name, files in self.listings().items()}
 
     def notes(self) -> list[str]:
-        train, val = self.listings()
+        splits = self.listings()
         part = "" if self.limit is None else f"{self.limit:.0%}" if self.limit <= 1 else f"{self.limit:,.0f} images"
         limit = [f"dataset.limit leaves {part} of each split: a first try"] if part else []
-        return [*train.notes, *val.notes, *limit, *class_notes(val.classes, train.labels, val.labels, self.targets)]
-
-    def refuse_val_share(self, split: str, remedy: str) -> None:
-        """Raise InputError if a share is to be held out, although there is a split to evaluate."""
-        for key, value in (("val_share", self.val_share), ("folds", self.folds)):
-            if value is not None:
-                raise InputError(f"dataset.{key} is {value:g}, but {split} too; leave out dataset.{key}, or {remedy}")
+        labels = {name: files.labels for name, files in splits.items()}
+        return [
+            *(note for files in splits.values() for note in files.notes),
+            *limit,
+            *class_notes(self.class_names, labels, self.targets),
+        ]
 
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, self.image_shape[1], self.skip)
+
+
+def check_groups(splits: Mapping[str, Files]) -> None:
+    """Raise InputError if a group is in two splits."""
+    groups = {name: set(files.groups.tolist()) for name, files in splits.items() if files.groups is not None}
+    for one, other in itertools.combinations(groups, 2):
+        if both := sorted(groups[one] & groups[other]):
+            raise InputError(
+                f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
+                f"{SPLIT_NAMES[other]} split ({len(both):,} groups do), so the score would be too good; correct the "
+                "splits, or leave out dataset.group_column and dataset.group_pattern"
+            )
 
 
 def crops_files(source: object) -> bool:

@@ -45,21 +45,27 @@ class Folder(FileSource):
     path: str = pathname("???")
     train_folder: str = pathname("train")
     val_folder: str = pathname("val")
+    test_folder: str | None = pathname(None)
 
-    def list_files(self) -> tuple[Files, Files]:
-        train, val = Path(self.path, self.train_folder), Path(self.path, self.val_folder)
+    part = "folder"
+
+    def list_files(self) -> dict[str, Files]:
+        train = Path(self.path, self.train_folder)
         scan_split(train)  # raises if there is no such folder
-        if not self.is_cut:
-            if not val.is_dir():
+        splits = {key: Path(self.path, name) for key, name in self.wanted(self._places).items()}
+        for key, folder in splits.items():
+            if not folder.is_dir():
+                split, share = ("test",) * 2 if key == "test_folder" else ("validation", "val")
                 others = (name for part in VAL for name in _subfolders(Path(self.path)) if part in name.lower())
-                remedy = f"name the one of the validation split with dataset.val_folder={next(others, 'NAME')}"
-                share = f"hold out a share of {train} with dataset.val_share=0.1"
-                raise InputError(f"dataset.val_folder: there is no folder {val}; {remedy}, or {share}")
-            return list_split(train, train), list_split(val, train)
-        if val.exists():
-            self.refuse_val_share(f"there is a validation folder, {val},", "move that folder away")
-        whole = list_split(train, train)
-        return self.cut(whole, whole.keys)
+                other = next((name for name in others if Path(self.path, name) not in splits.values()), "NAME")
+                raise InputError(
+                    f"dataset.{key}: there is no folder {folder}; name the one of the {split} split with "
+                    f"dataset.{key}={other}, or hold out a share of {train} with dataset.{share}_share=0.1"
+                )
+        return {key: list_split(folder, train) for key, folder in splits.items()}
+
+    def _places(self, name: str) -> set[str]:
+        return {str(folder)} if (folder := Path(self.path, name)).exists() else set()
 
 
 @option("dataset", "imagenet")

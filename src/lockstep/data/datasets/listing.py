@@ -20,8 +20,6 @@ from lockstep.core.model_card import class_name
 
 OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
-# The keys of the hashes that decide which files are held out, which fold they are of, and which a limit leaves.
-SHARE_KEY, FOLD_KEY, LIMIT_KEY = b"lockstep val_share", b"lockstep folds", b"lockstep limit"
 # Numbers that number no class. A table often has one of them where a label is missing.
 NO_CLASS = re.compile(r"[+-]\d+|[+-]?(\d+\.\d*|\.\d+)([eE][+-]?\d+)?|nan|NaN")
 
@@ -47,6 +45,8 @@ class Files:
         classes: the names of the classes, labels or values.
         identity: identifies what the members are stored in, whatever its path; empty for paths.
         notes: sentences about the files that are left out.
+        member_names: the names of members by their positions; None for paths.
+        groups: (N,): what names the group of each file, if that is not its name.
     """
 
     place: Callable[[Any], Path | Member]
@@ -55,6 +55,8 @@ class Files:
     classes: tuple[str, ...]
     identity: str = ""
     notes: tuple[str, ...] = ()
+    member_names: NDArray[np.bytes_] | None = None
+    groups: NDArray[np.bytes_] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -83,13 +85,18 @@ class Files:
         return by_class
 
     @property
-    def members(self) -> bool:
-        """Whether these are members of other files, of which several can have one name."""
-        return bool(self.identity)
+    def names(self) -> NDArray[np.bytes_]:
+        """(N,): by which files are cut into splits. Several members can have one name."""
+        return self.keys if self.member_names is None else self.member_names[self.keys]
 
     def part(self, chosen: NDArray[np.bool_]) -> Files:
         """Those of the files that are `chosen`, bool (N,)."""
-        return replace(self, keys=self.keys[chosen], labels=self.labels[chosen])
+        groups = None if self.groups is None else self.groups[chosen]
+        return replace(self, keys=self.keys[chosen], labels=self.labels[chosen], groups=groups)
+
+    def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Files]:
+        """The training split without the `chosen` files, bool (N,), and the split `name` of these."""
+        return {"train": self.part(~chosen), name: replace(self.part(chosen), notes=())}
 
 
 def _digest(content: bytes) -> str:
@@ -103,78 +110,6 @@ def in_folder(folder: Path) -> Callable[[bytes], Path]:
 
 def as_names(names: Iterable[str]) -> NDArray[np.bytes_]:
     return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
-
-
-def held_out(files: Files, names: NDArray[np.bytes_], share: float) -> tuple[Files, Files]:
-    """Divide files into those to train on and those to evaluate, by their names and labels.
-
-    Of each class, the `share` of the files whose names have the smallest hashes is evaluated: at least one of two or
-    more files, and never all. If a file is added to the class, at most one other file changes sides. A file that is
-    listed several times is on one side. The notes are those of the training split.
-
-    Raises:
-        InputError: every class has one file.
-    """
-    rank, count = ranked(names.tolist(), files.labels, SHARE_KEY, apart=files.members)
-    evaluated = rank < np.minimum(np.maximum(1, np.rint(share * count)), count - 1)
-    if not evaluated.any():
-        raise InputError(f"dataset.val_share is {share:g}, but every class has one image, expected two or more")
-    return files.part(~evaluated), replace(files.part(evaluated), notes=())
-
-
-def ranked(
-    names: Sequence[bytes], labels: Tensor, key: bytes, *, apart: bool = False
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The rank of each example among those of its stratum, by a hash of its name, and their number: (N,) each.
-
-    The rank follows from the names alone, so an example that is added moves the others by one at most. Examples of
-    one name have one rank, or follow each other if they are `apart`.
-    """
-    digests = (hashlib.blake2b(name, digest_size=16, key=key).digest() for name in names)
-    places = (at.to_bytes(8, "big") if apart else b"" for at in range(len(names)))
-    # Numbered in their order.
-    hashes, hash_of = np.unique(np.array([*map(bytes.__add__, digests, places)], dtype="S24"), return_inverse=True)
-    units, unit_of = np.unique(strata_of(labels).numpy() * len(hashes) + hash_of, return_inverse=True)
-    stratum_of = units // max(1, len(hashes))
-    first, end = (np.searchsorted(stratum_of, stratum_of, side) for side in ("left", "right"))
-    return (np.arange(len(units)) - first)[unit_of], (end - first)[unit_of]
-
-
-def folded(files: Files, names: NDArray[np.bytes_], folds: int, fold: int) -> tuple[Files, Files]:
-    """Divide files for cross-validation: those of the other folds, and those of `fold`.
-
-    Each stratum (see `strata_of`) is cut in the order of the hashes of its names, so the folds have as many of it,
-    within one, and a file that is added moves at most one other over each of the cuts.
-
-    Raises:
-        InputError: a fold would have no file of a class.
-    """
-    rank, count = ranked(names.tolist(), files.labels, FOLD_KEY, apart=files.members)
-    if files.labels.ndim == 1 and (count < folds).any():
-        label = int(files.labels[int(count.argmin())])
-        raise InputError(
-            f"dataset.folds is {folds}, but the class {files.classes[label]} has {count.min()} images, so a fold "
-            f"would have none; use dataset.folds={max(2, count.min())} or fewer, or leave out the class"
-        )
-    chosen = ((rank + 1) * folds - 1) // count == fold
-    return files.part(~chosen), replace(files.part(chosen), notes=())
-
-
-def within(limit: float, names: Sequence[bytes], labels: Tensor, *, apart: bool = False) -> NDArray[np.bool_]:
-    """Which examples a limit leaves, bool (N,): a share up to 1, or a number; at least one of each stratum."""
-    rank, count = ranked(names, labels, LIMIT_KEY, apart=apart)
-    share = limit if limit <= 1 else limit / max(1, len(names))
-    chosen: NDArray[np.bool_] = rank < np.maximum(1, np.floor(share * count + 0.5))
-    return chosen
-
-
-def strata_of(labels: Tensor) -> Tensor:
-    """The group of similar examples that each is of, int64 (N,): its class, or its labels; one for all values."""
-    if labels.ndim == 1:
-        return labels
-    if ((labels == 0) | (labels == 1)).all():
-        return labels.unique(dim=0, return_inverse=True)[1]
-    return torch.zeros(len(labels), dtype=torch.int64)
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -235,9 +170,10 @@ def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str
     """
     if name not in options:
         available = ", ".join(sorted(map(repr, options))) or "nothing"
-        share = ", or hold out a share of each class with dataset.val_share=0.1"
+        split = key.partition("_")[0] if key in ("val_split", "test_split", "split_column") else ""
+        share = f", or hold out a share of each class with dataset.{'test' if split == 'test' else 'val'}_share=0.1"
         raise InputError(
             f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME"
-            f"{share if key in ('val_split', 'split_column') else ''}"
+            f"{share * bool(split)}"
         )
     return options[name]

@@ -6,11 +6,12 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
@@ -32,6 +33,7 @@ class Row(NamedTuple):
     name: str
     label: tuple[str, ...]
     split: str
+    group: str
 
 
 @option("dataset")
@@ -53,28 +55,30 @@ class CSV(FileSource):
     split_column: str = ruled("split", TEXT)
     train_split: str = ruled("train", TEXT)
     val_split: str = ruled("val", TEXT)
+    test_split: str | None = ruled(None, TEXT)
+    group_column: str | None = ruled(None, TEXT)
     targets: str = choice("auto", "auto", *TARGETS)
+
+    part = "split"
 
     @property
     def folder(self) -> Path:
         return Path(self.path).parent if self.images is None else Path(self.images)
 
-    def list_files(self) -> tuple[Files, Files]:
+    def list_files(self) -> dict[str, Files]:
         rows, notes = self._checked_rows()
         by_split: dict[str, list[Row]] = {}
         for row in rows:
             by_split.setdefault(row.split, []).append(row)
+        names = self.wanted(lambda name: {name} & by_split.keys())
         where = f"the column {self.split_column!r} of {self.path}"
-        train = option_of(by_split, self.train_split, where, key="train_split")
-        classes = self._classes(train)
-        if self.is_cut:
-            whole = self._listing(train, classes, notes)
-            return self.cut(whole, whole.keys)
-        val = option_of(by_split, self.val_split, where, key="val_split")
-        other_splits = Counter(row.split for row in rows if row.split not in (self.train_split, self.val_split))
+        splits = {key: option_of(by_split, name, where, key=key) for key, name in names.items()}
+        other_splits = Counter(row.split for row in rows if row.split not in names.values())
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes += (f"{self.path}: left out lines of other splits ({shown})",) * bool(other_splits)
-        return self._listing(train, classes, notes), self._listing(val, classes)
+        classes = self._classes(splits["train_split"])
+        listings = {key: self._listing(rows, classes) for key, rows in splits.items()}
+        return listings | {"train_split": replace(listings["train_split"], notes=notes)}
 
     @property
     def _columns_of_labels(self) -> list[str]:
@@ -98,7 +102,7 @@ class CSV(FileSource):
             return split_text(row.label[0], self.label_separator)
         return row.label if self.targets in (LABELS, VALUES) else row.label[0]
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
+    def _listing(self, rows: list[Row], classes: tuple[str, ...]) -> Files:
         def place(index: int) -> str:
             return self._line(rows[index])
 
@@ -110,23 +114,28 @@ class CSV(FileSource):
         class_of = labels.tolist() if labels.ndim == 1 else [0] * len(rows)
         order = sorted(range(len(rows)), key=lambda index: (class_of[index], rows[index].name))
         names = as_names(rows[index].name for index in order)
-        return Files(in_folder(self.folder), names, labels[order], classes, notes=notes)
+        groups = as_names(rows[index].group for index in order) if self.group_column else None
+        return Files(in_folder(self.folder), names, labels[order], classes, groups=groups)
 
     def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
-        """The lines of the table, checked: each names an image that exists, and no image has two labels or splits."""
+        """The lines of the table, checked: each names an image that exists, with one label, split and group."""
         rows_by_file: dict[str, Row] = {}
         rows, renamed = [], []
         for row in self._rows():
             may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
-            if not row.name or not (may_lack or all(row.label)):
-                empty = dict(zip(row.label, self._columns_of_labels, strict=True)).get("", "")
-                column = empty if row.name else self.path_column
-                raise self._wrong(row.line, f"has nothing in the column {column!r}")
+            labels = [] if may_lack else [*zip(self._columns_of_labels, row.label, strict=True)]
+            cells = {self.path_column: row.name, **dict(labels)}
+            if self.group_column:
+                cells[self.group_column] = row.group
+            if "" in cells.values():
+                empty = next(column for column, cell in cells.items() if not cell)
+                raise self._wrong(row.line, f"has nothing in the column {empty!r}")
             file = self.folder / row.name
             # A file may be named in several ways: a.png, ./a.png, /data/a.png.
             earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
             if earlier[2:] != row[2:]:
-                raise self._wrong(row.line, f"has {row.name!r} with another label or split than line {earlier.line}")
+                what = "group" if earlier[2:-1] == row[2:-1] else "label or split"
+                raise self._wrong(row.line, f"has {row.name!r} with another {what} than line {earlier.line}")
             if earlier is row and not file.is_file():
                 remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
                 raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images", remedy)
@@ -153,8 +162,9 @@ class CSV(FileSource):
                     if len(cells) != len(names):
                         raise self._wrong(lines.line_num + 1, f"has {len(cells)} columns, expected {len(names)}")
                     name, *texts = (cells[column].strip() for column in columns)
+                    group = texts.pop() if self.group_column else ""
                     label, split = tuple(texts[:width]), texts[width:]
-                    yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split)
+                    yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split, group)
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it in UTF-8"
@@ -163,15 +173,13 @@ class CSV(FileSource):
                 raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
 
     def _columns(self, names: list[str]) -> list[int]:
-        """The numbers of the columns of the path, the labels and (without `val_share`) the split."""
+        """The numbers of the columns of the path, the labels, the split if there is one, and the group."""
         key = "label_columns" if self.label_columns else "label_column"
         columns = [("path_column", self.path_column), *((key, name) for name in self._columns_of_labels)]
-        if not self.is_cut:
+        if not self.is_cut or self.test_split is not None or self.split_column in names:
             columns.append(("split_column", self.split_column))
-        elif self.split_column in names:
-            self.refuse_val_share(
-                f"{self.path} has a column {self.split_column!r}", "name no column with dataset.split_column=none"
-            )
+        if self.group_column:
+            columns.append(("group_column", self.group_column))
         numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
         return [option_of(numbers, name, f"the table {self.path}", key=key) for key, name in columns]
 
@@ -208,23 +216,21 @@ class HF(FileSource):
     path: str = pathname("???")
     train_split: str = ruled("train", TEXT)
     val_split: str = ruled("validation", TEXT)
+    test_split: str | None = ruled(None, TEXT)
     image_column: str = ruled("image", TEXT)
     label_column: str = ruled("label", TEXT)
+    group_column: str | None = ruled(None, TEXT)
     targets: str = choice("auto", "auto", *TARGETS)
 
-    def list_files(self) -> tuple[Files, Files]:
+    part = "split"
+
+    def list_files(self) -> dict[str, Files]:
         splits = self._load()
-        table = option_of(splits, self.train_split, self.path, key="train_split")
-        names = self._labels(table)
-        classes = self._classes(table, names)
-        train = self._members(table, self.train_split, names, classes)
-        if self.is_cut:
-            if self.val_split in splits:
-                split = f"{self.path} has the split {self.val_split!r}"
-                self.refuse_val_share(split, "name none with dataset.val_split=none")
-            return self.cut(train, as_names(map(str, range(len(train)))))
-        val = option_of(splits, self.val_split, self.path, key="val_split")
-        return train, self._members(val, self.val_split, self._labels(val), classes)
+        names = self.wanted(lambda name: {name} & splits.keys())
+        tables = {key: option_of(splits, name, self.path, key=key) for key, name in names.items()}
+        labels = {key: self._labels(table) for key, table in tables.items()}
+        classes = self._classes(tables["train_split"], labels["train_split"])
+        return {key: self._members(table, names[key], labels[key], classes) for key, table in tables.items()}
 
     def _classes(self, table: Any, examples: list[Any]) -> tuple[str, ...]:
         """The names of the classes, labels or values, by the rows of the training split."""
@@ -252,7 +258,8 @@ class HF(FileSource):
     def _check_columns(self, table: Any) -> None:
         import datasets
 
-        for key, column in (("image_column", self.image_column), ("label_column", self.label_column)):
+        groups = [("group_column", self.group_column)] if self.group_column else []
+        for key, column in (("image_column", self.image_column), ("label_column", self.label_column), *groups):
             option_of(table.features, column, f"the table {self.path}", key=key)
         if not isinstance(table.features[self.image_column], datasets.Image):
             raise InputError(
@@ -291,4 +298,21 @@ class HF(FileSource):
             labels,
             classes,
             identity,
+            member_names=as_names(map(str, range(len(names)))),
+            groups=self._groups(table, where),
         )
+
+    def _groups(self, table: Any, where: str) -> NDArray[np.bytes_] | None:
+        """The groups of a column, or the names of files for `group_pattern`."""
+        if self.group_column:
+            cells = table.with_format(None).select_columns([self.group_column])[self.group_column][:]
+        elif self.group_pattern is None:
+            return None
+        else:
+            from pyarrow import compute
+
+            cells = compute.struct_field(table.data.column(self.image_column), "path").to_pylist()
+        if None in cells:
+            what = "no group" if self.group_column else "an image without the name of a file"
+            raise InputError(f"dataset: row {cells.index(None)} of {where} has {what}; use dataset.group_column=NAME")
+        return as_names(map(str, cells))

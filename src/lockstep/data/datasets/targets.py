@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import as_labels, classes_of
 
 LARGEST = 3e38  # a value in float32
+SPLIT_NAMES = {"train": "training", "val": "evaluation", "test": "test"}
 CLASSES_NAMED = 5  # the most classes that a note names
 SEPARATOR = Check(
     "from 1 to 10 characters in one line",
@@ -179,18 +180,24 @@ def check_labels(labels: Tensor, classes: int, where: str, targets: str = CLASSE
         )
 
 
-def class_notes(names: Sequence[str], train: Tensor, val: Tensor, targets: str = CLASSES) -> list[str]:
-    """Sentences about classes or labels without images and values that never change, by the labels of both splits."""
+def class_notes(names: Sequence[str], splits: Mapping[str, Tensor], targets: str = CLASSES) -> list[str]:
+    """Sentences about classes or labels without images and values that never change.
+
+    Args:
+        names: those of the classes, labels or values.
+        splits: the labels of "train", "val" and any "test".
+        targets: one of `model_card.TARGETS`.
+    """
     if targets == VALUES:
-        same = [name for name, values in zip(names, train.T, strict=True) if len(values.unique()) == 1]
+        values_of = zip(names, splits["train"].T, strict=True)
+        same = [name for name, values in values_of if len(values.unique()) == 1]
         return [f"{name} is the same for all images to train on, so there is nothing to learn" for name in same]
     what = LABELS if targets == LABELS else CLASSES
     alone = len(names) == 1 and what == CLASSES
     notes = [f"all images are of one class, {names[0]}, so there is nothing to learn"] if alone else []
-    for split, labels, effect in (
-        ("training", train, "the model never sees one"),
-        ("evaluation", val, "no score tells anything about them"),
-    ):
+    for name, labels in splits.items():
+        split = SPLIT_NAMES[name]
+        effect = "the model never sees one" if name == "train" else "no score tells anything about them"
         counts = labels.bincount(minlength=len(names)) if labels.ndim == 1 else labels.sum(0)
         if missing := [name for name, count in zip(names, counts.tolist(), strict=True) if not count]:
             few = ", ".join(missing[:CLASSES_NAMED] + ["..."] * (len(missing) > CLASSES_NAMED))

@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,10 +60,13 @@ class WebDataset(FileSource):
     path: str = pathname("???")
     train_shards: str = pathname("train*.tar")
     val_shards: str = pathname("val*.tar")
+    test_shards: str | None = pathname(None)
     label: str = ruled("cls", TEXT)
     label_keys: list[str] = ruled([], TEXT)
     label_separator: str = ruled(";", SEPARATOR)
     targets: str = choice("auto", "auto", *TARGETS)
+
+    part = "shards"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,23 +79,19 @@ class WebDataset(FileSource):
     def _kind(self) -> str:
         return self.label.lower().rpartition(".")[2]
 
-    def list_files(self) -> tuple[Files, Files]:
+    def list_files(self) -> dict[str, Files]:
         left_out: Counter[str] = Counter()
-        train = self._labels("train_shards", self.train_shards, left_out)
+        names = self.wanted(lambda pattern: {*map(str, self._shards(pattern))})
+        splits = {key: self._labels(key, pattern, left_out) for key, pattern in names.items()}
+        train = splits["train_shards"]
         images = list(train)
         classes = tuple(self.label_keys)
         if len(classes) < 2:
             column = "".join(classes) or self.targets.removesuffix("s")
             classes = names_of([*train.values()], self.targets, lambda index: str(images[index]), column)
-        if self.is_cut:
-            if val_shards := self._shards(self.val_shards):
-                split = f"there are shards for validation, {val_shards[0]},"
-                self.refuse_val_share(split, "name none with dataset.val_shards=none")
-            whole = self._members(train, classes, left_out_note(Path(self.path), left_out))
-            return self.cut(whole, as_names(image.key for image in images))
-        val = self._labels("val_shards", self.val_shards, left_out)
+        listings = {key: self._members(labels, classes) for key, labels in splits.items()}
         notes = left_out_note(Path(self.path), left_out)
-        return self._members(train, classes, notes), self._members(val, classes)
+        return listings | {"train_shards": replace(listings["train_shards"], notes=notes)}
 
     def _shards(self, pattern: str) -> list[Path]:
         try:
@@ -107,7 +106,8 @@ class WebDataset(FileSource):
         """
         shards = self._shards(pattern)
         if not shards:
-            remedy = ", or hold out a share of the others with dataset.val_share=0.1" * (key == "val_shards")
+            share = f"dataset.{key.partition('_')[0]}_share=0.1"
+            remedy = f", or hold out a share of the others with {share}" * (key != "train_shards")
             raise InputError(
                 f"dataset.{key}: there is no {pattern} in {self.path}; name the shards with dataset.{key}=PATTERN "
                 f"and their folder with dataset.path=FOLDER{remedy}"
@@ -180,11 +180,12 @@ class WebDataset(FileSource):
             return cells[0] if cells else value
         return [float(cell) if isinstance(cell, int) else cell for cell in cells]
 
-    def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...], notes: tuple[str, ...] = ()) -> Files:
+    def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...]) -> Files:
         images = list(labels)
         digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
         targets = as_targets([*labels.values()], self.targets, classes, lambda index: str(images[index]))
-        return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, notes)
+        names = as_names(image.key for image in images)
+        return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, member_names=names)
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:

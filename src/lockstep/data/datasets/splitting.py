@@ -1,0 +1,224 @@
+"""Cuts a split by hashes of names: a share or a fold to evaluate or to test, and the part that a limit leaves."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from lockstep.core.data_protocols import Source
+from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
+from lockstep.core.model_card import LABELS
+from lockstep.data.datasets.targets import CLASSES_NAMED
+
+# What a cut of the training split makes, and the split's usual name.
+CUT_TO = {"folds": "fold", "val_share": "evaluation split", "test_share": "test split"}
+Chosen = NDArray[np.bool_]
+Sides = tuple[NDArray[np.int64], int]  # the side of each example, and the number of sides
+
+
+class Units(NamedTuple):
+    """What a cut leaves whole, ranked in each stratum by the hashes of their names.
+
+    Fields:
+        of: (N,): the unit of each example.
+        place: the rank of each unit in its stratum, from 0.
+        total: the number of units in its stratum.
+    """
+
+    of: NDArray[np.int64]
+    place: NDArray[np.int64]
+    total: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """The examples of a split, to be cut. Those of one group are on one side, or those of one name without groups.
+
+    A hash of the name of each decides, within its stratum: its class, or its rarest label, or all values. The stratum
+    of a group is the commonest of its examples.
+
+    Fields:
+        names, groups: (N,) each.
+        labels: see `Split`.
+        classes: the names of the classes or labels; may be empty.
+        targets: see `Source`.
+        apart: whether examples of one name are different ones.
+    """
+
+    names: Sequence[bytes]
+    labels: Tensor
+    classes: Sequence[str]
+    targets: str
+    groups: Sequence[bytes] | None = None
+    apart: bool = False
+
+    def share(self, key: str, share: float) -> Chosen:
+        """Those that a share takes, as the field `key` of a data set asks for.
+
+        Of each stratum, the share of the units with the smallest hashes: at least one of two or more, and never all.
+        If a unit is added, at most one other changes sides.
+
+        Raises:
+            InputError: every stratum has one unit, or a side would have none of a class or label with several units.
+        """
+        units = self.units(key)
+
+        def sides(share: float) -> Sides:
+            taken = np.minimum(np.maximum(1, np.rint(share * units.total)), units.total - 1)
+            return (units.place < taken).astype(np.int64)[units.of], 2
+
+        chosen = sides(share)[0] == 1
+        if not chosen.any():
+            owner = "every class has" if len(units.place) > 1 else "there is"
+            raise InputError(f"dataset.{key} is {share:g}, but {owner} one {self.unit}, expected two or more")
+        tenths = sorted((number / 10 for number in range(1, 10)), key=lambda other: abs(other - share))
+        self._check(key, share, units, sides, tenths)
+        return chosen
+
+    def fold(self, folds: int, fold: int) -> Chosen:
+        """Those of a fold.
+
+        Each stratum is cut in the order of the hashes, so the folds have as many units of it, within one, and a unit
+        that is added moves at most one other over each of the cuts.
+
+        Raises:
+            InputError: a fold would have none of a class or label.
+        """
+        units = self.units("folds")
+
+        def sides(folds: float) -> Sides:
+            return (((units.place + 1) * int(folds) - 1) // units.total)[units.of], int(folds)
+
+        self._check("folds", folds, units, sides, range(folds - 1, 1, -1))
+        return sides(folds)[0] == fold
+
+    def within(self, limit: float) -> Chosen:
+        """Those that a limit leaves: a share up to 1 of each stratum, or a number; at least one unit of each stratum.
+
+        A number is divided by the largest remainders. If units have several examples, it is at most that number.
+        """
+        of, place, total = self.units("limit")
+        if limit <= 1:
+            chosen = place < np.maximum(1, np.floor(limit * total + 0.5))
+        else:
+            quota_left = np.where(place == 0, np.inf, limit / len(of) * total - place)
+            order = np.argsort(-quota_left, kind="stable")
+            chosen = place == 0
+            chosen[order] |= np.bincount(of)[order].cumsum() <= limit
+        return chosen[of]
+
+    @property
+    def unit(self) -> str:
+        return "image" if self.groups is None else "group"
+
+    def units(self, key: str) -> Units:
+        """The units, by hashes that differ for each `key`."""
+        hash_key = f"lockstep {key}".encode()
+        names, apart = (self.names, self.apart) if self.groups is None else (self.groups, False)
+        digests = (hashlib.blake2b(name, digest_size=16, key=hash_key).digest() for name in names)
+        places = (at.to_bytes(8, "big") if apart else b"" for at in range(len(names)))
+        # Numbered in the order of their hashes.
+        of = np.unique(np.array([*map(bytes.__add__, digests, places)], dtype="S24"), return_inverse=True)[1]
+        strata = self.strata().numpy()
+        width = strata.max(initial=0) + 1
+        pairs, sizes = np.unique(of * width + strata, return_counts=True)
+        pairs = pairs[np.lexsort((-sizes, pairs // width))]  # the commonest stratum of a unit first
+        stratum = pairs[np.unique(pairs // width, return_index=True)[1]] % width
+        order = np.argsort(stratum, kind="stable")
+        first, end = (np.searchsorted(stratum[order], stratum, side) for side in ("left", "right"))
+        return Units(of, np.argsort(order) - first, end - first)
+
+    def strata(self) -> Tensor:
+        """The stratum of each example, int64 (N,)."""
+        if self.labels.ndim == 1:
+            return self.labels
+        if self.targets != LABELS:
+            return torch.zeros(len(self.labels), dtype=torch.int64)
+        has = self.labels > 0
+        rarest = torch.where(has, has.sum(0), len(has) + 1).argmin(1)
+        return torch.where(has.any(1), rarest, has.shape[1])
+
+    def _check(
+        self, key: str, value: float, units: Units, sides: Callable[[float], Sides], others: Iterable[float]
+    ) -> None:
+        """Raise InputError if a side has none of a class or label. Suggests the first of `others` that does better.
+
+        A share may leave the only unit of a class or label to the training split, on side 0.
+        """
+
+        def empty(value: float) -> tuple[int, int, int] | None:
+            """A class or label, its units, and a side that has none."""
+            counts = self._counts(*sides(value))
+            for label, at in ((counts == 0) & counts.any(1, keepdim=True)).nonzero().tolist():
+                number = len(np.unique(units.of[self._examples_of(label)]))
+                if key == "folds" or at == 0 or number > 1:
+                    return label, number, at
+            return None
+
+        if (first := empty(value)) is None:
+            return
+        label, number, at = first
+        kind = "label" if self.targets == LABELS else "class" if self.labels.ndim == 1 else ""
+        owner = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
+        where = "a fold" if key == "folds" else f"the {CUT_TO[key] if at else 'training split'}"
+        remedies = [f"use dataset.{key}={other:g}" for other in others if empty(other) is None][:1]
+        raise InputError(
+            f"dataset.{key} is {value:g}, but {owner} has {number:,} {self.unit}{'s' * (number != 1)}, and {where} "
+            f"would have none; {', or '.join(remedies + [f'leave out the {kind}'] * bool(kind))}"
+        )
+
+    def _counts(self, side: NDArray[np.int64], sides: int) -> Tensor:
+        """The examples of each class or label on each side, (K, sides); of all values together."""
+        sides_of = torch.from_numpy(side)
+        if self.labels.ndim == 1:
+            number = int(self.labels.max()) + 1
+            return (self.labels * sides + sides_of).bincount(minlength=number * sides).view(number, sides)
+        owned = (self.labels > 0) if self.targets == LABELS else torch.ones(len(side), 1)
+        return owned.float().T @ F.one_hot(sides_of, sides).float()
+
+    def _examples_of(self, label: int) -> Chosen:
+        if self.labels.ndim == 1:
+            return (self.labels == label).numpy()
+        return (self.labels[:, label] > 0).numpy() if self.targets == LABELS else np.ones(len(self.labels), bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutSource(Source):
+    """A data set of which the evaluation split can be cut from the training split, and that can be limited."""
+
+    val_share: float | None = ranged(None, above=0.0, below=1)
+    folds: int | None = ranged(None, least=2, most=1000)
+    fold: int | None = ranged(None, least=0, most=999)
+    limit: float | None = ranged(None, above=0.0, most=1e9)
+
+    def __post_init__(self) -> None:
+        folds = self.folds
+        if folds is None and self.fold is not None:
+            raise InputError(f"dataset.fold is {self.fold}, but dataset.folds is null; add dataset.folds=5")
+        if folds is not None and (self.fold is None or self.fold >= folds):
+            every = ",".join(map(str, range(folds))) if folds <= CLASSES_NAMED else f"0,1,...,{folds - 1}"
+            raise InputError(
+                f"dataset.fold is {'null' if self.fold is None else self.fold}, expected a fold from 0 to "
+                f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"
+            )
+        if folds is not None and self.val_share is not None:
+            raise InputError("dataset.folds and dataset.val_share both choose the evaluation split; leave out one")
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the evaluation split is cut from the training split."""
+        return self.val_share is not None or self.folds is not None
+
+    def evaluated(self, examples: Examples) -> Chosen:
+        """Those of the training examples that are evaluated instead. Raises InputError."""
+        if self.folds is not None and self.fold is not None:
+            return examples.fold(self.folds, self.fold)
+        assert self.val_share is not None
+        return examples.share("val_share", self.val_share)

@@ -1,0 +1,339 @@
+"""Splits that are cut by hashes: shares, folds, limits, test splits and groups."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import tarfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from lockstep.config.options import declared
+from lockstep.core.errors import InputError
+from lockstep.core.monitor import Direction
+from lockstep.core.run import State
+from lockstep.data.datasets import Digits, Folder
+from lockstep.data.datasets.builtin import ArraySource
+from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.splitting import Examples
+from lockstep.sweep.record import Record, seeds_together
+
+
+def folder_of(root: Path, sizes: dict[str, int]) -> str:
+    for name, size in sizes.items():
+        (root / "train" / name).mkdir(parents=True, exist_ok=True)
+        for number in range(size):
+            Image.new("RGB", (4, 4), (number, 0, 0)).save(root / "train" / name / f"{number}.png")
+    return str(root)
+
+
+def evaluated(path: str, **options: Any) -> list[set[str]]:
+    """The names of the files that each fold evaluates."""
+    splits = [Folder(path=path, fold=fold, **options).eval() for fold in range(options["folds"])]
+    return [{split.name(index) for index in range(len(split))} for split in splits]
+
+
+def test_folds_are_disjoint_complete_and_stratified(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 23, "b": 7, "c": 40})
+    folds = evaluated(path, folds=5)
+    assert sum(map(len, folds)) == len(set().union(*folds)) == 70
+    for fold in range(5):
+        source = Folder(path=path, folds=5, fold=fold)
+        train, val = source.train(), source.eval()
+        assert not {train.name(n) for n in range(len(train))} & folds[fold]
+        for label, size in enumerate((23, 7, 40)):
+            assert abs(int((val.labels == label).sum()) - size / 5) < 1, "as in StratifiedKFold"
+
+
+def test_a_file_that_is_added_moves_few_others(tmp_path: Path) -> None:
+    before = evaluated(folder_of(tmp_path / "one", {"a": 100, "b": 50}), folds=5)
+    after = evaluated(folder_of(tmp_path / "two", {"a": 101, "b": 50}), folds=5)
+    both = [[{name.split("train")[1] for name in fold} for fold in folds] for folds in (before, after)]
+    moved = sum(len(fold - other) for fold, other in zip(*both, strict=True))
+    assert moved <= 4, "one over each of the cuts of its class"
+
+
+@pytest.mark.parametrize(("limit", "left"), [(0.1, [10, 1, 1]), (30, [19, 10, 1]), (1, [100, 50, 3])])
+def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], tmp_path: Path) -> None:
+    sizes = {"a": 100, "b": 8 if limit == 0.1 else 50, "c": 3}
+    path = folder_of(tmp_path, sizes)
+    for name in sizes:
+        shutil.copytree(tmp_path / "train" / name, tmp_path / "val" / name)
+    source = Folder(path=path, limit=limit)
+    for split in (source.train(), source.eval()):
+        counts = split.labels.bincount(minlength=3).tolist()
+        assert counts == left or abs(sum(counts) - limit) <= 2
+        assert min(counts) >= 1
+    assert source.fingerprint() != Folder(path=path).fingerprint() or limit == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fold": 1}, "dataset.fold is 1, but dataset.folds is null; add dataset.folds=5"),
+        ({"folds": 3}, r"dataset.fold is null, expected a fold from 0 to 2 .*: dataset.fold=0,1,2 -m"),
+        ({"folds": 3, "fold": 3}, "dataset.fold is 3, expected a fold from 0 to 2"),
+        ({"folds": 3, "fold": 0, "val_share": 0.1}, "both choose the evaluation split"),
+        (
+            {"folds": 5, "fold": 0},
+            "the class b has 4 images, and a fold would have none; use dataset.folds=4, or leave out the class",
+        ),
+    ],
+)
+def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 9, "b": 4})
+    with pytest.raises(InputError, match=expected):
+        Folder(path=path, **options).eval()
+
+
+FILE_SOURCES = [cls for cls in declared("dataset").values() if issubclass(cls, FileSource)]
+
+
+@pytest.mark.parametrize("source", FILE_SOURCES, ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("options", [{"fold": 1}, {"folds": 3}, {"folds": 3, "fold": 0, "val_share": 0.1}])
+def test_every_source_of_files_refuses_half_a_choice_of_folds(
+    source: type[FileSource], options: dict[str, Any]
+) -> None:
+    assert {cls.__name__ for cls in FILE_SOURCES} >= {"Folder", "CSV", "HF", "WebDataset"}
+    with pytest.raises(InputError, match=r"dataset\.fold"):
+        source(path="nowhere", **options)
+
+
+def test_folds_beside_an_evaluation_split_are_refused(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 9, "b": 9})
+    (tmp_path / "val" / "a").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"folds is 3, but dataset.val_folder names .*/val too; .*test_folder=val"):
+        Folder(path=path, folds=3, fold=0).eval()
+
+
+def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
+    records = [
+        Record(
+            number=number,
+            overrides=(f"optimizer.lr={rate}", f"dataset.fold={fold}"),
+            folder=f"{number:03}-a",
+            state=State.done,
+            objective=score,
+        )
+        for number, (rate, fold, score) in enumerate([(1, 0, 90.0), (1, 1, 92.0), (2, 0, 80.0), (2, 1, 82.0)])
+    ]
+    lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Direction.maximize)
+    assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_are_those_of_the_hashes_in_each_stratum(apart: bool) -> None:
+    rng = np.random.default_rng(0)
+    numbers = rng.integers(0, 40, 60)  # some are listed twice
+    names, labels = [b"%d" % number for number in numbers], torch.from_numpy(numbers % 3)
+    of, rank, total = Examples(names, labels, "abc", "classes", apart=apart).units("key")
+    digests = [hashlib.blake2b(name, digest_size=16, key=b"lockstep key").digest() for name in names]
+    hashes = [(digest, position * apart) for position, digest in enumerate(digests)]
+    for example, (own_hash, label) in enumerate(zip(hashes, labels.tolist(), strict=True)):
+        ordered = sorted({other for other, its in zip(hashes, labels.tolist(), strict=True) if its == label})
+        assert (rank[of[example]], total[of[example]]) == (ordered.index(own_hash), len(ordered))
+
+
+FILES = {
+    **dict.fromkeys(("folder", "imagenet"), "test_folder"),
+    **dict.fromkeys(("csv", "hf"), "test_split"),
+    "webdataset": "test_shards",
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each kind of data set, with 24 images to train on (two classes, six groups), 8 to evaluate and 6 to test."""
+    datasets, root = pytest.importorskip("datasets"), tmp_path_factory.mktemp("splits")
+    table, saved = ["path,label,split,group"], {}
+    for split, size in {"train": 24, "val": 8, "test": 6}.items():
+        images = []
+        with tarfile.open(root / f"{split}.tar", "w") as tar:
+            for number in range(size):
+                group, label = f"{split}{number % 6}", "ab"[number // 3 % 2]
+                file = root / split / label / f"{group}_{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (4, 4), (number, len(split), 0)).save(file)
+                file.with_suffix(".cls").write_text(label)
+                tar.add(file, file.name)
+                tar.add(file.with_suffix(".cls"), f"{file.stem}.cls")
+                table.append(f"{split}/{label}/{file.name},{label},{split},{group}")
+                images.append({"image": str(file), "label": label, "group": group})
+        texts = dict.fromkeys(("label", "group"), datasets.Value("string"))
+        features = datasets.Features(image=datasets.Image(), **texts)
+        saved[split] = datasets.Dataset.from_list(images, features=features)
+    (root / "table.csv").write_text("\n".join(table))
+    datasets.DatasetDict(saved).save_to_disk(root / "saved")
+    return root
+
+
+def source(name: str, root: Path, **options: Any) -> FileSource:
+    path = root / {"csv": "table.csv", "hf": "saved"}.get(name, "")
+    own: dict[str, Any] = {"hf": {"val_split": "val"}, "imagenet": {"crop_from": "square"}}.get(name, {})
+    return declared("dataset")[name](path=str(path), decode_size=4, **{**own, **options})
+
+
+def levels(source: FileSource) -> list[set[tuple[int, ...]]]:
+    """The images of the three splits, by their pixels."""
+    splits = [source.train(), source.eval(), source.test()]
+    images = [torch.zeros(0, 3, 4, 4) if split is None else split.fetch([*range(len(split))]) for split in splits]
+    return [set(map(tuple, pixels[:, :2, 0, 0].tolist())) for pixels in images]
+
+
+def test_every_source_of_files_is_walked() -> None:
+    assert {name for name, cls in declared("dataset").items() if issubclass(cls, FileSource)} == FILES.keys()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_source_of_files_has_a_test_split(name: str, root: Path) -> None:
+    shards = "{}.tar" if name == "webdataset" else "{}"
+    train, val, test = levels(source(name, root, **{FILES[name]: shards.format("test")}))
+    assert [*map(len, (train, val, test))] == [24, 8, 6]
+    assert levels(source(name, root))[2] == set()
+    cut = source(name, root, val_share=0.25, **{FILES[name]: shards.format("val")})
+    parts = levels(cut)
+    assert [*map(len, parts)] == [18, 6, 8]
+    assert (parts[0] | parts[1], parts[2]) == (train, val), "what was for evaluation is for the test"
+    assert cut.fingerprint().keys() == {"train", "val", "test"}
+    assert [*map(len, levels(source(name, root, test_share=0.25, limit=0.5)))] == [10, 5, 4], "half of each class"
+    none = {FILES[name].replace("test", "val"): "none"}
+    tested = levels(source(name, root, test_share=0.25, folds=3, fold=1, **none))
+    assert (len(tested[2]), set().union(*tested), sum(map(len, tested))) == (6, train, 24)
+    for fold in range(3):
+        assert levels(source(name, root, test_share=0.25, folds=3, fold=fold, **none))[2] == tested[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "by"), [*((name, "group_pattern") for name in FILES), ("csv", "group_column"), ("hf", "group_column")]
+)
+def test_every_source_of_files_keeps_groups_whole(name: str, by: str, root: Path) -> None:
+    none = {FILES[name].replace("test", "val"): "none"}
+    how = {"group_pattern": r"(train\d)_", "group_column": "group"}[by]
+    sizes = []
+    for fold in range(2):
+        parts = levels(source(name, root, test_share=0.3, folds=2, fold=fold, **{by: how}, **none))
+        groups = [{number % 6 for number, _ in part} for part in parts]
+        assert sum(map(len, groups)) == 6 == len(set().union(*groups))
+        sizes.append([*map(len, parts)])
+    assert sizes == [[8, 8, 8], [8, 8, 8]], "one group of each class"
+    limited = levels(source(name, root, limit=9, **{by: how if by == "group_column" else r"(\w+\d)_"}))
+    assert (len(limited[0]), len({number % 6 for number, _ in limited[0]})) == (8, 2), "two whole groups"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_choice_of_splits_that_contradicts_itself_is_one_sentence(name: str, root: Path) -> None:
+    key = FILES[name]
+    val, shards = key.replace("test", "val"), ".tar" if name == "webdataset" else ""
+    for options, sentence in (
+        ({key: "x", "test_share": 0.1}, f"dataset.test_share and dataset.{key} both choose the test split"),
+        ({key: f"val{shards}"}, f"dataset.{key} and dataset.{val} both name .*val.*val_share=0.1"),
+        ({key: f"train{shards}"}, f"dataset.{key} and dataset.train_.* both name .*train"),
+        ({key: "nowhere"}, f"dataset.{key}.*nowhere.*dataset.test_share=0.1"),
+        ({"val_share": 0.1, val: f"val{shards}"}, f"dataset.val_share is 0.1, but dataset.{val} names .*{key}=val"),
+        ({"group_pattern": "(nobody)"}, r"dataset.group_pattern is '\(nobody\)', which names no group in '.*train"),
+        ({"group_pattern": r"\d_"}, "the group '0_' has images in the training and in the evaluation split"),
+        ({"group_pattern": "train", "val_share": 0.1, val: "none"}, "there is one group, expected two or more"),
+    ):
+        with pytest.raises(InputError, match=sentence) as refused:
+            source(name, root, **options).prepare()
+        assert "\n" not in str(refused.value)
+
+
+def test_the_published_evaluation_images_are_the_test_split_of_a_cut_array() -> None:
+    whole = Digits()
+    assert whole.test() is None
+    assert whole.fingerprint().keys() == {"train", "val"}
+    for options in ({"val_share": 0.2}, *({"folds": 3, "fold": fold} for fold in range(3))):
+        digits = Digits(**options)  # type: ignore[arg-type]
+        test = digits.test()
+        assert test is not None
+        assert torch.equal(test.images, whole.eval().images)
+        both = torch.cat([digits.train().images, digits.eval().images]).flatten(1)
+        assert sorted(both.tolist()) == sorted(whole.train().images.flatten(1).tolist())
+        assert digits.fingerprint()["test"] == whole.fingerprint()["val"]
+    assert all({"val_share", "folds"} <= vars(cls)["__dataclass_fields__"].keys() for cls in (Digits, ArraySource))
+
+
+UNITS = st.lists(st.tuples(st.integers(0, 25), st.integers(0, 2)), min_size=1, max_size=80)
+
+
+def examples_of(units: list[tuple[int, int]]) -> Examples:
+    """Examples with a group and a class each."""
+    names, groups = [b"%d" % n for n in range(len(units))], [b"g%d" % group for group, _ in units]
+    return Examples(names, torch.tensor([label for _, label in units]), "abc", "classes", groups)
+
+
+@given(UNITS, st.sampled_from([0.1, 0.3, 0.5, 0.9]), st.integers(2, 4))
+def test_cuts_are_disjoint_and_complete_and_leave_groups_whole(
+    units: list[tuple[int, int]], share: float, folds: int
+) -> None:
+    examples, groups = examples_of(units), np.array([group for group, _ in units])
+    masks = []
+    with contextlib.suppress(InputError):
+        masks += [chosen := examples.share("val_share", share)]
+        for label, number in Counter(label for _, label in {*units}).items():
+            assert label in examples.labels[~chosen]
+            assert number == 1 or label in examples.labels[chosen]
+    masks += [examples.within(share), examples.within(2.0 + 10 * share)]
+    with contextlib.suppress(InputError):
+        parts = [examples.fold(folds, fold) for fold in range(folds)]
+        assert (np.sum(parts, axis=0) == 1).all()
+        assert len({label for _, label in units}) == min(len({*examples.labels[part].tolist()}) for part in parts)
+        masks += parts
+    for chosen in masks:
+        assert not {*groups[chosen].tolist()} & {*groups[~chosen].tolist()}
+
+
+@given(st.lists(st.integers(0, 3), min_size=8, max_size=80), st.integers(2, 70))
+def test_a_limit_is_a_number_of_examples_and_leaves_one_of_each_class(labels: list[int], limit: int) -> None:
+    examples = Examples([b"%d" % n for n in range(len(labels))], torch.tensor(labels), "abcd", "classes")
+    chosen = examples.within(limit)
+    counts, left = np.bincount(labels), np.bincount(np.array(labels)[chosen], minlength=max(labels) + 1)
+    assert chosen.sum() == min(len(labels), max(limit, (counts > 0).sum()))
+    assert (left[counts > 0] >= 1).all()
+    quotas = counts * limit / len(labels)
+    if (quotas[counts > 0] >= 1).all() and limit < len(labels):
+        assert (np.abs(left - quotas) < 1).all(), "Hamilton's method"
+
+
+@given(st.integers(10, 60), st.integers(0, 59))
+def test_a_group_that_is_added_moves_at_most_one_other_of_its_class(number: int, new: int) -> None:
+    units = [(group, group % 2) for group in range(number) for _ in range(2)]
+    before, after = examples_of(units), examples_of([*units, (1000 + new, 0), (1000 + new, 0)])
+    for share in (0.1, 0.4):
+        one, other = before.share("val_share", share), after.share("val_share", share)[: len(units)]
+        assert (one != other).sum() <= 2, "the two images of one group"
+
+
+def test_the_stratum_of_several_labels_is_the_rarest() -> None:
+    rng = np.random.default_rng(0)
+    labels = torch.from_numpy(rng.random((400, 5)) < [0.5, 0.3, 0.1, 0.05, 0.03]).float()
+    examples = Examples([b"%d" % n for n in range(400)], labels, "abcde", "labels")
+    counts = labels.sum(0)
+    for row, stratum in zip(labels, examples.strata().tolist(), strict=True):
+        own = row.nonzero()[:, 0].tolist()
+        assert stratum == (min(own, key=lambda label: counts[label]) if own else 5)
+    folds = torch.stack([labels[examples.fold(5, fold)].sum(0) for fold in range(5)])
+    rarest = int(counts.argmin())
+    assert folds[:, rarest].max() - folds[:, rarest].min() <= 1, "those with the rarest label are a stratum"
+    assert Examples(examples.names, labels, "abcde", "values").strata().unique().tolist() == [0]
+
+
+def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
+    names, groups = [b"%d" % n for n in range(12)], [b"%d" % (n % 3) for n in range(9)] + [b"x"] * 3
+    labels = torch.tensor([[1.0, 0.0]] * 9 + [[1.0, 1.0]] * 3)
+    single, grouped = Examples(names, labels, "ab", "labels"), Examples(names, labels, "ab", "labels", groups)
+    with pytest.raises(InputError, match=r"the label b has 3 images, and a fold would have none; use .*folds=3,"):
+        single.fold(4, 0)
+    with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; leave out the label"):
+        grouped.fold(2, 0)
+    assert not grouped.share("val_share", 0.3)[-1], "the only group with a label is trained"
