@@ -14,7 +14,7 @@ from hydra.plugins.config_source import ConfigLoadError
 from helpers import ROOT, command, composed
 from hydra_plugins.lockstep.named_options import NamedOptions
 from lockstep.config import components
-from lockstep.config.options import is_timm_model, timm_models
+from lockstep.config.options import model_of, timm_models
 from lockstep.models import Timm
 
 
@@ -63,10 +63,10 @@ def test_the_catalog_is_the_list_that_timm_gives() -> None:
 
 
 def test_a_name_counts_alone_and_with_a_tag() -> None:
-    assert is_timm_model("resnet50d")
-    assert is_timm_model("resnet50d.ra2_in1k")
-    assert not is_timm_model("resnet50e")
-    assert not is_timm_model("")
+    assert model_of("resnet50d") == ("timm", "resnet50d")
+    assert model_of("resnet50d.ra2_in1k") == ("timm", "resnet50d.ra2_in1k")
+    assert model_of("resnet50e") is None
+    assert model_of("") is None
 
 
 def test_reading_the_catalog_imports_neither_timm_nor_torch() -> None:

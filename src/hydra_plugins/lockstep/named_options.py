@@ -1,4 +1,4 @@
-"""Options of config groups without a file in `conf`: timm's models, and the classes and configs of extensions."""
+"""Options without a file in `conf`: models of timm and torchvision, and the classes and configs of extensions."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
 from lockstep.config.hydra_policy import EXTENSION, is_own
-from lockstep.config.options import is_timm_model, timm_models
+from lockstep.config.options import TORCHVISION, model_of, timm_models, torchvision_models
 from lockstep.config.schema import GROUPS, MANY
 
 
 class NamedOptions(ConfigSource):
-    """Configs for `GROUP/NAME`: the classes that extensions declare, with their defaults, and all models of timm."""
+    """Configs for `GROUP/NAME`: classes of extensions, with their defaults, and models of timm and torchvision."""
 
     @staticmethod
     def scheme() -> str:
@@ -38,7 +38,8 @@ class NamedOptions(ConfigSource):
             return [] if results_filter == ObjectType.CONFIG else [*GROUPS]
         if group not in GROUPS or results_filter == ObjectType.GROUP:
             return []
-        return [*_declared(group), *(timm_models() if group == "model" else ())]
+        models = (*timm_models(), *(f"{TORCHVISION}.{name}" for name in torchvision_models()))
+        return [*_declared(group), *(models if group == "model" else ())]
 
     def load_config(self, config_path: str) -> ConfigResult:
         if (node := _node(config_path)) is None:
@@ -57,12 +58,13 @@ def _declared(group: str) -> dict[str, type[Any]]:
 
 
 def _node(config_path: str) -> dict[str, Any] | None:
-    """The config of an option: for a model of timm, `conf/model/timm.yaml` with its name."""
+    """The config of an option: for a model of a library, `conf/model/LIBRARY.yaml` with its name."""
     group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
     if group in GROUPS and (cls := _declared(group).get(name)) is not None:
         default = options.default_node(cls)
         return {name: default} if group in MANY else default
-    return {"defaults": ["timm", "_self_"], "name": name} if group == "model" and is_timm_model(name) else None
+    library, model = (model_of(name) if group == "model" else None) or ("", "")
+    return {"defaults": [library, "_self_"], "name": model} if library else None
 
 
 class LockstepSearchPath(SearchPathPlugin):

@@ -18,7 +18,7 @@ from hydra.main import get_args_parser
 
 from lockstep.config import suggest
 from lockstep.config.commands import RUNS, key_of, program_name
-from lockstep.config.options import tagged_names
+from lockstep.config.options import TORCHVISION, tagged_names
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.run_dir import LATEST, MANIFEST, RunDir
 
@@ -134,8 +134,8 @@ def write(completions: Sequence[str], shell: str) -> None:
 def matches(word: str) -> list[str] | None:
     """The completions of a word of a job; None if Hydra completes the word, as it does paths from `/` or `./`."""
     key, _, value = word.partition("=")
-    if key_of(word) == "model" and "." in value:
-        values = [name for name in tagged_names(value.partition(".")[0]) if name.startswith(value)]
+    if key_of(word) == "model" and value.count(".") > value.startswith(f"{TORCHVISION}."):
+        values = [name for name in tagged_names(value.rpartition(".")[0]) if name.startswith(value)]
     elif key_of(word) in RUNS and not value.startswith(("/", ".", "~")):
         values = [LATEST] if LATEST.startswith(value) and Path(OUTPUTS, LATEST).is_file() else []
         paths = sorted(Path().glob(f"{glob.escape(value or f'{OUTPUTS}/')}*/"))

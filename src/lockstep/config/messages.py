@@ -130,7 +130,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; leave out --config-name for the default one"
-    own, more = options_of(group), ", or a model of timm" * (group == "model")
+    own, more = options_of(group), ", or a model of timm or torchvision" * (group == "model")
     options = options or own
     listing = f" It is one of {', '.join(own)}{more}." if own else ""
     named_elsewhere = suggest.suggest_option(group, name)

@@ -1,4 +1,4 @@
-"""The options of the groups: our own, timm's models, and classes that declare themselves as options."""
+"""The options of the groups: our own, models of timm and torchvision, and classes that declare themselves."""
 
 import functools
 import importlib.util
@@ -16,8 +16,9 @@ from lockstep.core.errors import InputError, did_you_mean
 
 T = TypeVar("T")
 
-# timm's names are read from its sources in 0.05 s. Importing timm takes seconds.
-_REGISTERED = re.compile(r"^@register_model\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
+# The names of models are read from the sources of their library in 0.05 s. Importing timm takes seconds.
+_REGISTERED = re.compile(r"^@register_model(?:\(\))?\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
+TORCHVISION = "torchvision"
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
 
 
@@ -58,32 +59,54 @@ def _files(group: str) -> list[Path]:
 
 def is_own(group: str, name: str) -> bool:
     """Whether Lockstep itself has an option of this name."""
-    return name in {file.stem for file in _files(group)} or (group == "model" and is_timm_model(name))
+    return name in {file.stem for file in _files(group)} or (group == "model" and model_of(name) is not None)
 
 
 @functools.cache
 def timm_models() -> tuple[str, ...]:
     """Every model that timm registers, sorted; empty if timm is not installed."""
-    return tuple(sorted(_in_sources(_REGISTERED)))
+    return tuple(sorted(_in_sources(_REGISTERED, "timm")))
 
 
-def tagged_names(architecture: str) -> list[str]:
-    """The names of a timm model with a tag of its weights (`resnet50.a1_in1k`), sorted."""
-    return sorted(set(_in_sources(re.compile(rf"""['"]({re.escape(architecture)}\.\w+)['"]\s*:"""))))
+@functools.cache
+def torchvision_models() -> tuple[str, ...]:
+    """Every classifier that torchvision registers, sorted."""
+    return tuple(sorted(_in_sources(_REGISTERED, TORCHVISION)))
 
 
-def _in_sources(pattern: re.Pattern[str]) -> list[str]:
-    """The matches of a pattern's group in the sources of timm's models; empty if timm is not installed."""
-    spec = importlib.util.find_spec("timm")
+def tagged_names(name: str) -> list[str]:
+    """The names of a model with a tag of its weights (`resnet50.a1_in1k`), sorted."""
+    library, architecture = _library(name)
+    if library == TORCHVISION:
+        members = rf"^class {architecture}_weights\(WeightsEnum\):\n((?:    .*\n|\n)*)"
+        bodies = _in_sources(re.compile(members, re.MULTILINE | re.IGNORECASE), library)
+        return sorted(f"{name}.{tag}" for body in bodies for tag in re.findall(r"^    (\w+) = Weights\(", body, re.M))
+    return sorted(set(_in_sources(re.compile(rf"""['"]({re.escape(architecture)}\.\w+)['"]\s*:"""), library)))
+
+
+def _library(name: str) -> tuple[str, str]:
+    """The library of a model, and its name there without a tag."""
+    first, _, rest = name.partition(".")
+    return (TORCHVISION, rest.partition(".")[0]) if first == TORCHVISION else ("timm", first)
+
+
+def _in_sources(pattern: re.Pattern[str], library: str) -> list[str]:
+    """The matches of a pattern's group in the sources of a library's models; empty if it is not installed."""
+    spec = importlib.util.find_spec(library)
     if spec is None or not spec.submodule_search_locations:
         return []
     sources = Path(spec.submodule_search_locations[0], "models").glob("*.py")
     return [name for source in sources for name in pattern.findall(source.read_text())]
 
 
-def is_timm_model(name: str) -> bool:
-    """Whether `name` is the name of a timm model, with or without a tag of its weights (`resnet50d.ra2_in1k`)."""
-    return name.partition(".")[0] in timm_models()
+def model_of(name: str) -> tuple[str, str] | None:
+    """The option and the key `name` of a model of a library, with or without a tag of its weights; None for no model.
+
+    `resnet50d.ra2_in1k` is timm's, `torchvision.resnet50` and `torchvision.resnet50.IMAGENET1K_V2` are torchvision's.
+    """
+    library, architecture = _library(name)
+    models = torchvision_models() if library == TORCHVISION else timm_models()
+    return (library, name.removeprefix(f"{TORCHVISION}.")) if architecture in models else None
 
 
 def options_with(group: str, key: str) -> list[str]:

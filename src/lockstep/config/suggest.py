@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from lockstep.config.commands import override, parsed, shell_command
-from lockstep.config.options import is_own, is_timm_model, options_with
+from lockstep.config.options import is_own, model_of, options_with
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.errors import close_to
 from lockstep.core.run_dir import MANIFEST, RunDir
@@ -153,7 +153,7 @@ def suggest_override(name: str, value: str | None = None) -> str:
     """
     block, _, last = name.lower().replace("-", "_").rpartition(".")
     chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("model=")]
-    if last == "pretrained" and any(map(is_timm_model, chosen)):
+    if last == "pretrained" and any(map(model_of, chosen)):
         return "model.pretrained=true"  # the model is chosen already
     template = next((text for text, names in KEYS.items() if _plain(last) in _plain(names).split()), "")
     if not template and not block:

@@ -1,6 +1,7 @@
-"""The networks: a few of our own, and all models of timm by name."""
+"""The networks: a few of our own, and all models of timm and torchvision by name."""
 
 from lockstep.models.nets import BasicNet, DigitNet, Linear, WhiteNet
+from lockstep.models.of_torchvision import Torchvision
 from lockstep.models.zoo import ResNet34, Timm
 
-__all__ = ["BasicNet", "DigitNet", "Linear", "ResNet34", "Timm", "WhiteNet"]
+__all__ = ["BasicNet", "DigitNet", "Linear", "ResNet34", "Timm", "Torchvision", "WhiteNet"]

@@ -13,7 +13,7 @@ from urllib.request import getproxies
 import torch
 from torch import nn
 
-from lockstep.config.options import is_timm_model, option, timm_models
+from lockstep.config.options import model_of, option, timm_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
@@ -42,7 +42,7 @@ class Timm(Network):
 
     def check(self) -> None:
         architecture, _, tag = self.name.partition(".")
-        if not is_timm_model(self.name):
+        if model_of(self.name) is None:
             raise InputError(
                 f"model.name is {self.name!r}, which timm does not have.{did_you_mean(architecture, timm_models())}"
             )
@@ -193,7 +193,7 @@ def published_weights(name: str) -> dict[str, Any]:
     if url and file.is_file():
         return of_url
     address = constants.ENDPOINT if cfg.hf_hub_id else url
-    reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else _unreachable(address)
+    reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else unreachable(address)
     try:
         if not reason and cfg.hf_hub_id:
             return _of_hub(cfg, cached=False)
@@ -225,7 +225,7 @@ def _of_hub(cfg: Any, *, cached: bool) -> dict[str, Any]:
     return {"file": download(name), "custom_load": False}
 
 
-def _unreachable(address: str) -> str:
+def unreachable(address: str) -> str:
     """Why no connection to `address`, or to the proxy in front of it, can be made; empty if one can."""
     parts = urlsplit(address)
     proxy = urlsplit(getproxies().get(parts.scheme, ""))

@@ -8,7 +8,7 @@ from statistics import NormalDist
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.monitor import TOP1, figure_text
 from lockstep.core.plan import Plan
-from lockstep.models import Timm
+from lockstep.models import Timm, Torchvision
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
 from lockstep.training.verdict import Advice
 
@@ -110,5 +110,7 @@ def _published_weights(job: ResolvedJob) -> str | None:
         import timm
 
         return "model.pretrained=true" if timm.is_model_pretrained(job.model.name) else None
+    if isinstance(job.model, Torchvision):
+        return "model.pretrained=true"
     is_default = describe(job.model).endswith("()")  # another model would not take its keys
     return "model=resnet18 model.pretrained=true" if is_default else None

@@ -1,0 +1,141 @@
+"""torchvision's classifiers by name, with its published weights."""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+import torch
+from torch import nn
+
+from lockstep.config.options import TORCHVISION, option, tagged_names, torchvision_models
+from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import TEXT, mapping, ruled
+from lockstep.core.model import Convolution, forward_on_meta, head_layers
+from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
+from lockstep.models.nets import Network, TimeLimit, TooSlowError
+from lockstep.models.zoo import unreachable
+
+# Their second heads, for training alone, would make the output a tuple.
+TWO_HEADS = ("googlenet", "inception_v3")
+CLASSES = 1000  # of published weights
+
+
+@option("model")
+class Torchvision(Network):
+    """Any classifier of torchvision by its name, with or without the name of its weights."""
+
+    imports: ClassVar[tuple[str, ...]] = ("torchvision",)
+    name: str = ruled("resnet50", TEXT)
+    pretrained: bool = False
+    options: dict[str, Any] = mapping(most=16_384)
+
+    @property
+    def architecture(self) -> str:
+        return self.name.partition(".")[0]
+
+    @property
+    def _weights(self) -> Any:
+        from torchvision import models
+
+        weights = models.get_model_weights(self.architecture)
+        tag = self.name.partition(".")[2]
+        return weights[tag] if tag else weights.DEFAULT
+
+    def check(self) -> None:
+        names, own = torchvision_models(), f"{TORCHVISION}.{self.name}"
+        if self.architecture not in names:
+            hint = did_you_mean(self.architecture, names)
+            raise InputError(f"model.name is {self.name!r}, which torchvision does not have.{hint}")
+        if own not in ((usual := f"{TORCHVISION}.{self.architecture}"), *(published := tagged_names(usual))):
+            raise InputError(
+                f"model.name is {self.name!r}, but torchvision has no such weights, expected one of "
+                f"{', '.join(published)}"
+            )
+        if reserved := sorted({"weights", "progress", "num_classes"} & set(self.options)):
+            raise InputError(f"model.options.{reserved[0]} is chosen by other keys; leave it out")
+
+    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
+        from torchvision import models
+
+        self.check()
+        channels, height, width = input_shape
+        if channels != 3:
+            raise InputError(
+                f"model={TORCHVISION}.{self.name} takes images of 3 channels, and the data set has {channels}; use "
+                "a model of timm, such as model=resnet50"
+            )
+        options = dict(self.options)
+        if self.architecture.startswith("vit_"):
+            options.setdefault("image_size", height)
+        if self.architecture in TWO_HEADS:
+            options |= {"aux_logits": False, "init_weights": True}
+        weights = self._fetched() if self.pretrained else None
+        if weights is None:
+            options["num_classes"] = classes
+        try:
+            # A RegNet computes its widths by tensors, which needs numbers.
+            home = torch.get_default_device()
+            with torch.device("cpu" if self.architecture.startswith("regnet") else home):
+                model: nn.Module = models.get_model(self.architecture, weights=weights, **options).to(home)
+            if weights is not None and classes != CLASSES:
+                _replace_head(model, classes)
+            if not any(tensor.is_meta for tensor in model.parameters()):
+                with suppress(TooSlowError), TimeLimit():
+                    forward_on_meta(model, input_shape)
+        except Exception as error:  # the constructors and networks raise all kinds of errors
+            reason = (str(error).strip() or "no reason given").splitlines()[0]
+            raise InputError(
+                f"model={TORCHVISION}.{self.name} cannot be built for images of {channels}x{height}x{width} "
+                f"({type(error).__name__}: {reason}); use dataset.input_size={self._usual_size()}, the size that it "
+                "was made for"
+            ) from error
+        return model
+
+    def trained_input(self) -> TrainedInput:
+        usual = self._weights.transforms()
+        (size,), (resized,), interpolation = usual.crop_size, usual.resize_size, usual.interpolation.value
+        return TrainedInput(
+            size=size,
+            crop=min(1.0, size / resized),
+            mean=tuple(usual.mean),
+            std=tuple(usual.std),
+            interpolation=interpolation if interpolation in INTERPOLATIONS else INTERPOLATION,
+        )
+
+    def prepare(self) -> None:
+        if self.pretrained:
+            self._fetched()
+
+    def _usual_size(self) -> int:
+        return int(self._weights.transforms().crop_size[0])
+
+    def _fetched(self) -> Any:
+        """The weights, as torchvision names them, in the cache of torch. Raises InputError."""
+        url = self._weights.url
+        file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+        reason = "" if file.is_file() else unreachable(url)
+        try:
+            if not reason and not file.is_file():
+                self._weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        except Exception as error:  # the library raises all kinds of errors
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if reason:
+            raise InputError(
+                f"model.pretrained: the weights of {TORCHVISION}.{self.name} cannot be fetched ({reason}); put {url} "
+                f"into {file.parent}, or use model.pretrained=false"
+            )
+        return self._weights
+
+
+def _replace_head(model: nn.Module, classes: int) -> None:
+    """Put a new layer for `classes` classes in the place of a model's last one."""
+    name = head_layers(model)[-1]
+    layer = model.get_submodule(name)
+    if isinstance(layer, Convolution):
+        head: nn.Module = nn.Conv2d(layer.in_channels, classes, kernel_size=1)
+    else:
+        assert isinstance(layer, nn.Linear)
+        head = nn.Linear(layer.in_features, classes)
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, head)

@@ -1,0 +1,114 @@
+"""torchvision's classifiers by name: its networks, its weights, and what does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torchvision import models
+
+from helpers import FAKE, resolved, train
+from lockstep.config.command_line import matches
+from lockstep.config.options import model_of, tagged_names, torchvision_models
+from lockstep.core.errors import InputError
+from lockstep.models import Torchvision
+from lockstep.models.nets import sketch
+from lockstep.training.resolved_job import named
+
+
+def test_the_names_are_those_of_torchvision() -> None:
+    assert list(torchvision_models()) == sorted(models.list_models(module=models))
+    for name in torchvision_models():
+        weights = [entry.name for entry in models.get_model_weights(name)]
+        assert [tagged.rpartition(".")[2] for tagged in tagged_names(f"torchvision.{name}")] == sorted(weights)
+    assert model_of("torchvision.resnet50.IMAGENET1K_V1") == ("torchvision", "resnet50.IMAGENET1K_V1")
+    assert model_of("resnet50d.ra2_in1k") == ("timm", "resnet50d.ra2_in1k")
+    assert model_of("torchvision") is model_of("torchvision.resnet50d") is None
+
+
+def test_a_tab_completes_the_tag_of_the_weights() -> None:
+    assert matches("model=torchvision.resnet50.IM") == [
+        "model=torchvision.resnet50.IMAGENET1K_V1",
+        "model=torchvision.resnet50.IMAGENET1K_V2",
+    ]
+    assert matches("model=torchvision.resn") is None  # Hydra completes it
+
+
+@pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "googlenet"])
+def test_the_network_is_torchvisions_to_the_bit(name: str) -> None:
+    options = {"aux_logits": False, "init_weights": True} if name == "googlenet" else {}
+    torch.manual_seed(0)
+    ours = Torchvision(name=name).build(7, (3, 64, 64)).eval()
+    torch.manual_seed(0)
+    theirs = models.get_model(name, num_classes=7, **options).eval()
+    images = torch.randn(2, 3, 64, 64)
+    assert torch.equal(ours(images), theirs(images))
+
+
+def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() -> None:
+    families = {models.get_model_builder(name).__module__: name for name in reversed(torchvision_models())}
+    assert len(families) > 12
+    for name in families.values():
+        option = Torchvision(name=name)
+        assert sketch(option, 7, (3, option.trained_input().size, option.trained_input().size))
+
+
+HEADS = [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("densenet121", "classifier")]
+
+
+@pytest.mark.parametrize(("name", "head"), HEADS)
+def test_published_weights_fill_all_but_the_head(
+    name: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    published = models.get_model(name).state_dict()
+    file = tmp_path / "hub" / "checkpoints" / models.get_model_weights(name).DEFAULT.url.rpartition("/")[2]
+    file.parent.mkdir(parents=True)
+    torch.save(published, file)
+    option = Torchvision(name=name, pretrained=True)
+    option.prepare()
+    whole, part = (option.build(classes, (3, 64, 64)).state_dict() for classes in (1000, 5))
+    assert all(torch.equal(whole[key], tensor) for key, tensor in published.items())
+    new = {key for key, tensor in published.items() if part[key].shape != tensor.shape}
+    assert new == {f"{head}.weight", f"{head}.bias"}
+    assert all(torch.equal(part[key], tensor) for key, tensor in published.items() if key not in new)
+
+
+def test_images_are_those_of_the_weights() -> None:
+    trained = Torchvision(name="efficientnet_v2_s").trained_input()
+    usual = models.EfficientNet_V2_S_Weights.DEFAULT.transforms()
+    assert (trained.size, trained.crop) == (usual.crop_size[0], usual.crop_size[0] / usual.resize_size[0])
+    assert (trained.mean, trained.std) == (tuple(usual.mean), tuple(usual.std))
+    assert trained.interpolation == usual.interpolation.value
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model=torchvision.resnet50d"], "resnet50"),
+        (["model=torchvision.resnet50.V3"], "torchvision has no such weights"),
+        (["model=torchvision.resnet18", "dataset.channels=1"], "takes images of 3 channels"),
+        (["model=torchvision.resnet18", "+model.options.weights=DEFAULT"], "model.options.weights"),
+        (["model=torchvision.vit_b_16", "dataset.size=30"], "use dataset.input_size=224"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: list[str], sentence: str, tmp_path: Path) -> None:
+    refused = train(*FAKE, "dataset.channels=3", *words, "steps=1", cwd=tmp_path)
+    assert refused.code == 2
+    assert sentence in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_weights_that_cannot_be_fetched_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr("lockstep.models.of_torchvision.unreachable", lambda url: "no network")
+    with pytest.raises(InputError, match=r"put https://download.pytorch.org/models/resnet50-11ad3fa6.pth into"):
+        Torchvision(name="resnet50", pretrained=True).prepare()
+
+
+def test_a_run_trains_one_and_names_it(tmp_path: Path) -> None:
+    words = (*FAKE, "dataset.channels=3", "dataset.size=32", "model=torchvision.resnet18", "steps=2")
+    assert named(resolved(*words).model) == "torchvision.resnet18"
+    done = train(*words, cwd=tmp_path)
+    assert done.code == 0, done.err
