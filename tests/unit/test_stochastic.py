@@ -69,9 +69,6 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
     "dropout1d": lambda x, on: F.dropout1d(x.flatten(2), 0.3, on),
     "dropout2d": lambda x, on: F.dropout2d(x, 0.3, on),
     "dropout3d": lambda x, on: F.dropout3d(x[..., None], 0.3, on),
-    "alpha": lambda x, on: F.alpha_dropout(x, 0.3, on),
-    "feature alpha": lambda x, on: F.feature_alpha_dropout(x, 0.3, on),
-    "rrelu": lambda x, on: F.rrelu(x, training=on),
     "attention": attention,
     "causal attention": lambda x, on: attention(x, on, is_causal=True),
     "masked attention": lambda x, on: attention(x, on, attn_mask=MASK),
@@ -92,9 +89,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, bool], Tensor]] = {
 
 # Calls of these functions that draw nothing, while the model is in training.
 STILL: list[Callable[[Tensor], Tensor]] = [
-    lambda x: F.rrelu(x),
     lambda x: F.dropout(x, 0.3, training=False),
-    lambda x: F.alpha_dropout(x, 0.3, training=False),
     lambda x: grouped(x, 0.0, attn_mask=MASK, scale=0.2),
     lambda x: grouped(x, 0.0, is_causal=True),
 ]

@@ -37,62 +37,26 @@ class KeyedFunctions(TorchFunctionMode):
         return keyed(self.next_bits, *args, **(kwargs or {}))
 
 
-def _keep_mask(next_bits: NextBits, like: Tensor, shape: torch.Size, drop: float) -> Tensor:
-    """0 with probability `drop`, else 1: of `shape` and the dtype of `like`."""
-    return below(next_bits(shape, like), 1 - drop).to(like.dtype)
-
-
-def _drop(next_bits: NextBits, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
-    keep = _keep_mask(next_bits, input, shape, p)
-    # The scale is not rounded to the input's dtype: in bfloat16 that would change every mean by up to 0.4 %.
-    return (input.mul_(keep) if inplace else input * keep).mul_(1 / (1 - p) if p < 1 else 1.0)
-
-
 def _channels(input: Tensor) -> torch.Size:
     """The shape of one number per channel and example."""
     return torch.Size([*input.shape[:2], *[1] * (input.dim() - 2)])
 
 
-# The limit of SELU for very negative inputs (Klambauer et al. 2017).
-_SELU_LIMIT = -1.7580993408473766
-
-
-def _alpha_drop(next_bits: NextBits, input: Tensor, shape: torch.Size, p: float, inplace: bool) -> Tensor:
-    scale = 1 / math.sqrt((_SELU_LIMIT**2 * p + 1) * (1 - p)) if p < 1 else 0.0
-    keep = _keep_mask(next_bits, input, shape, p)
-    offset = (1 - keep) * (_SELU_LIMIT * scale) - _SELU_LIMIT * scale * p
-    return input.mul_(keep * scale).add_(offset) if inplace else input * (keep * scale) + offset
-
-
-def _keyed_dropout(drop: Callable[..., Tensor], shape_of: Callable[[Tensor], torch.Size]) -> Callable[..., Tensor]:
-    """Any of torch's dropouts, which always pass `p` and `training` on."""
+def _keyed_dropout(shape_of: Callable[[Tensor], torch.Size]) -> Callable[..., Tensor]:
+    """One of torch's dropouts, which always pass `p` and `training` on, with a mask of the shape that it draws."""
 
     def keyed(next_bits: NextBits, input: Tensor, p: float, training: bool = True, inplace: bool = False) -> Tensor:
-        return drop(next_bits, input, shape_of(input), p, inplace) if training and p else input
+        if not (training and p):
+            return input
+        keep = below(next_bits(shape_of(input), input), 1 - p).to(input.dtype)
+        # The scale is not rounded to the input's dtype: in bfloat16 that would change every mean by up to 0.4 %.
+        return (input.mul_(keep) if inplace else input * keep).mul_(1 / (1 - p) if p < 1 else 1.0)
 
     return keyed
 
 
-dropout = _keyed_dropout(_drop, Tensor.size)  # Srivastava et al. 2014
-feature_dropout = _keyed_dropout(_drop, _channels)  # of whole channels (Tompson et al. 2015)
-alpha_dropout = _keyed_dropout(_alpha_drop, Tensor.size)  # keeps mean and variance after SELU
-feature_alpha_dropout = _keyed_dropout(_alpha_drop, _channels)
-
-
-def rrelu(
-    next_bits: NextBits,
-    input: Tensor,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    inplace: bool = False,
-) -> Tensor:
-    """Negative inputs times a random slope (Xu et al. 2015)."""
-    if not training:
-        return F.rrelu(input, lower, upper, training, inplace)
-    slope = uniform(next_bits(input.shape, input), input.dtype) * (upper - lower) + lower
-    factor = torch.where(input < 0, slope, torch.ones_like(slope))
-    return input.mul_(factor) if inplace else input * factor
+dropout = _keyed_dropout(Tensor.size)  # Srivastava et al. 2014
+feature_dropout = _keyed_dropout(_channels)  # of whole channels (Tompson et al. 2015)
 
 
 def scaled_dot_product_attention(
@@ -202,11 +166,6 @@ KEYED: dict[Any, Callable[..., Any]] = {
     F.dropout2d: feature_dropout,
     F.dropout3d: feature_dropout,
     torch.feature_dropout: feature_dropout,
-    F.alpha_dropout: alpha_dropout,
-    torch.alpha_dropout: alpha_dropout,
-    F.feature_alpha_dropout: feature_alpha_dropout,
-    torch.feature_alpha_dropout: feature_alpha_dropout,
-    F.rrelu: rrelu,
     F.multi_head_attention_forward: multi_head_attention_forward,
     F.scaled_dot_product_attention: scaled_dot_product_attention,
     torch.Tensor.uniform_: uniform_,
