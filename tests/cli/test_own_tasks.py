@@ -79,6 +79,48 @@ class Undeclared(Multiclass):
         outputs = batch.network(batch.images)
         batch.log("nobody/knows", outputs[:, 0])
         return batch.loss(outputs, batch.targets), outputs
+
+
+@lockstep.option("task")
+class Mean(Multiclass):
+    figures: ClassVar[tuple[str, ...]] = ("own/mean",)
+
+    def losses(self, batch):
+        outputs = batch.network(batch.images)
+        batch.log("own/mean", outputs.mean())
+        return batch.loss(outputs, batch.targets), outputs
+
+
+@lockstep.option("task")
+class Ours(Multiclass):
+    figures: ClassVar[tuple[str, ...]] = ("loss/val",)
+
+
+@lockstep.option("logger")
+class Gap:
+    """How much worse the loss is on the evaluation split."""
+
+    logs: str = "gap/loss"
+    value: str = "difference"
+
+    figures: ClassVar[tuple[str, ...]] = ("gap/loss", "gap/best")
+
+    def build(self, run):
+        return Observed(run, self)
+
+
+class Observed(lockstep.Observer):
+    def __init__(self, run, option):
+        self.run, self.option = run, option
+
+    def write(self, step, scalars):
+        self.train = scalars.get("loss/train", getattr(self, "train", None))
+        if "loss/val" in scalars:
+            difference = torch.tensor(scalars["loss/val"] - self.train, dtype=torch.float64)
+            self.run.log(self.option.logs, difference if self.option.value == "difference" else self.option.value)
+
+    def evaluated(self, step, scores, best):
+        self.run.log("gap/best", best)
 '''
 JOB = (
     *(*FAKE, "augment=none", "dataset.examples=90", "batch=20", "steps=7", "precision=fp64", "device=cpu"),
@@ -160,7 +202,43 @@ def test_a_task_of_ones_own_goes_on_to_the_bit(project: Path) -> None:
     assert (logged[3], logged[7]) == (whole[3], whole[7])  # the first part has ended with a log point at step 4
 
 
-def test_a_figure_that_is_not_declared_is_refused_with_what_to_write(project: Path) -> None:
-    done = train(project, "undeclared", "task=undeclared", "model=linear", code=2)
-    assert "the figure 'nobody/knows' is not declared" in done.err
-    assert "figures: ClassVar" in done.err
+OBSERVED = ("model=linear", "logger=[jsonl,tensorboard,gap]", "train.eval_every=3")
+
+
+def test_an_observer_logs_figures_once_on_any_ranks_and_through_a_stop(project: Path) -> None:
+    train(project, "seen", *OBSERVED)
+    lines = records(RunDir(project / "seen"))
+    train_losses = {line["step"]: line["loss/train"] for line in lines if "loss/train" in line}
+    evaluated = {line["step"]: line for line in lines if "loss/val" in line}
+    expected = {step: line["loss/val"] - train_losses[step] for step, line in evaluated.items()}
+    assert {step: line["gap/loss"] for step, line in evaluated.items()} == expected
+    assert [*expected] == [*figures(project, "seen", "gap/best")] == [3, 6, 7]
+    assert "gap/loss" in (project / "seen" / "metrics.csv").read_text().partition("\n")[0]
+    train(project, "seen-2", *OBSERVED, "strategy=ddp", "launcher.ranks=2")
+    assert figures(project, "seen-2", "gap/loss") == pytest.approx(expected, rel=1e-12)
+    train(project, "seen-part", *OBSERVED, "steps=6", "checkpoint.every=1")
+    assert forked("train.py", "resume=seen-part", "steps=7", cwd=project).code == 0
+    for tag in ("gap/loss", "gap/best"):
+        assert figures(project, "seen-part", tag) == figures(project, "seen", tag)
+        assert sum(tag in line for line in records(RunDir(project / "seen-part"))) == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (
+            ("task=undeclared",),
+            "task: the figure 'nobody/knows' is not declared, expected one of none; name it in the",
+        ),
+        (("task=mean",), "task: the figure 'own/mean' has the shape (), expected one number for each of the 20 exam"),
+        (("task=ours",), "task: the class has the figure 'loss/val', expected names such as my/scalar, which do not"),
+        (("logger=gap", "logger.gap.logs=other"), "logger: the figure 'other' is not declared, expected one of gap/"),
+        (("logger=gap", "logger.gap.value=text"), "logger: the figure 'gap/loss' is 'text', expected a number"),
+    ],
+)
+def test_a_figure_with_a_wrong_name_or_value_is_one_sentence(
+    words: tuple[str, ...], sentence: str, project: Path
+) -> None:
+    done = train(project, "-".join(words).replace(".", "-").replace("=", "-"), "model=linear", *words, code=2)
+    assert sentence in done.err
+    assert "Traceback" not in done.err

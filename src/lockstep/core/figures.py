@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, parsed_json, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
@@ -19,6 +21,9 @@ Figures = Sequence[tuple[int, Mapping[str, float]]]
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 # How the tags begin of what an evaluation writes, after the figures of its step.
 EVALUATED = ("loss/val", "loss/train_epoch", "perf/time/")
+# The tags of options: not those that begin like ours.
+OURS = ("acc", "cpu", "gpu", "loss", "metric", "optim", "perf", "test")
+TAG = re.compile(rf"(?!({'|'.join(OURS)})/)[\w-]+(/[\w.-]+)+", re.ASCII)
 PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
 BINS = 127  # of a curve of precision and recall: the most that TensorBoard reads
 
@@ -26,6 +31,28 @@ BINS = 127  # of a curve of precision and recall: the most that TensorBoard read
 def place_of(step: int, tags: Iterable[str]) -> float:
     """Where figures are in the order of a run: an evaluation is half a step behind its step."""
     return step + 0.5 if any(tag.startswith(EVALUATED) for tag in tags) else step
+
+
+def check_figures(options: Iterable[tuple[str, object]]) -> None:
+    """Refuse `figures` of options, each with its group, that are no tags, or that two options have."""
+    named = [(group, name) for group, option in options for name in getattr(option, "figures", ())]
+    for number, (group, name) in enumerate(named):
+        if not isinstance(name, str) or not TAG.fullmatch(name):
+            raise InputError(
+                f"{group}: the class has the figure {shown(name)}, expected names such as my/scalar, which do not "
+                f"begin with {'/, '.join(OURS)}/; correct its `figures`"
+            )
+        if name in [other for _, other in named[:number]]:
+            raise InputError(f"{group}: another option has the figure {shown(name)}, too; rename it in `figures`")
+
+
+def check_declared(group: str, name: str, names: Sequence[str]) -> None:
+    """Refuse a figure that is not among the `figures` of its option."""
+    if name not in names:
+        raise InputError(
+            f"{group}: the figure {shown(name)} is not declared, expected one of {', '.join(names) or 'none'}; name "
+            "it in the class, as `figures: ClassVar[tuple[str, ...]]`"
+        )
 
 
 def finite(scalars: Mapping[str, float]) -> dict[str, float]:

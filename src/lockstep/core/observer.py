@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -33,8 +33,12 @@ class RunInfo:
             and will be made again.
         config: the resolved config, as in `config.yaml`.
         hyperparameters: the values to compare between runs; every run has the same keys.
-        tags: the tags of what its evaluations and its task log; a metric that has a score for each class is one tag.
+        tags: the tags of what its evaluations, its task and its loggers log; a metric that has a score for each class
+            is one tag.
         model: the model on main, which has only a part of the weights where the strategy cuts them.
+        log: logs a number under one of the `figures` of a logger. In `Observer.write` it joins the figures that are
+            written, in `Observer.evaluated` those of the evaluation; elsewhere it is written with the next ones, or
+            before the next checkpoint.
     """
 
     run_dir: RunDir
@@ -45,6 +49,7 @@ class RunInfo:
     hyperparameters: Mapping[str, str | float]
     tags: Sequence[str] = ()
     model: nn.Module | None = None
+    log: Callable[[str, float], None] = lambda name, value: None
 
     @property
     def folder(self) -> Path:
@@ -78,7 +83,7 @@ class Observer:
         """Take a sample of the GPUs, by tag; called at most once for a step."""
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        """An evaluation is done, and its scores were written. `best` is whether no earlier step was better."""
+        """An evaluation is done, and its scores are written next. `best` is whether no earlier step was better."""
 
     def predicted(self, predictions: Predictions) -> None:
         """An evaluation is the best so far: take what the model predicts, after `evaluated`."""
@@ -94,7 +99,10 @@ class Observer:
 
 
 class Logger(Component, Protocol):
-    """A place for the figures of a run. Any number of them may be chosen."""
+    """A place for the figures of a run. Any number of them may be chosen.
+
+    One that logs figures names them: `figures: ClassVar[tuple[str, ...]]`. Its observer is called before others.
+    """
 
     def build(self, run: RunInfo) -> Observer:
         """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""

@@ -15,6 +15,7 @@ import torch
 from lockstep.config.options import declared
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
+from lockstep.core.figures import check_figures
 from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model_card import CLASSES
 from lockstep.core.monitor import Monitor
@@ -80,7 +81,8 @@ def check_effects(job: ResolvedJob) -> None:
 
 
 def check_task(job: ResolvedJob) -> None:
-    """Refuse parts that are for other targets than those of the task."""
+    """Refuse parts that are for other targets than those of the task, and figures that are no tags."""
+    check_figures([("task", job.task), *(("logger", logger) for logger in job.logger.values())])
     targets = job.task.targets
     for group, part in [("loss", job.loss), *(("metric", metric) for metric in job.metric.values())]:
         if targets not in (fitting := getattr(part, "targets", (targets,))):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import MicroBatch, Stepped
-from lockstep.core.errors import InputError
+from lockstep.core.figures import check_declared
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
 from lockstep.core.observer import Observer, Outcome
@@ -171,11 +171,7 @@ class Telemetry:
 
     def log(self, name: str, values: Tensor) -> None:
         """Record a figure of the task for each example of a micro-batch, (b,). Raises InputError for another name."""
-        if name not in self.names:
-            raise InputError(
-                f"task: the figure {name!r} is not declared, expected one of {', '.join(self.names) or 'none'}; "
-                "name it in the class, as `figures: ClassVar[tuple[str, ...]]`"
-            )
+        check_declared("task", name, self.names)
         self.unlogged.append((self.step, self.names.index(name), values.double().sum()))
 
     def forget(self, after: int) -> None:
@@ -298,8 +294,8 @@ class Telemetry:
             accuracy = {} if epoch.top1 is None else {"acc/train_epoch_top1": epoch.top1}
             scalars = {"loss/train_epoch": epoch.loss, **accuracy, **scalars}
         spent = {f"perf/time/{part}": 100 * share for part, share in self.time_shares().items()}
-        self.observer.write(step, {**scalars, **spent})
         self.observer.evaluated(step, scalars, best)
+        self.observer.write(step, {**scalars, **spent})
         self.display.evaluated(step, scalars, epoch, best=best)
 
     def mfu(self, rate: float) -> float:

@@ -5,12 +5,13 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from lockstep.checkpoint.reading import mark_saved_or_not
 from lockstep.config import components
-from lockstep.core.figures import read_figures
+from lockstep.core.errors import InputError, shown
+from lockstep.core.figures import check_declared, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model import has_stages
 from lockstep.core.model_card import VALUES
@@ -38,14 +39,48 @@ MAX_LOSS_RATIO = 1000
 
 
 class Observers(Observer):
-    """Several observers as one. A lock lets one thread in at a time: GPU samples come from another thread."""
+    """Several observers as one. A lock lets one thread in at a time: GPU samples come from another thread.
 
-    def __init__(self, *observers: Observer) -> None:
-        self.observers = observers
+    `names` are the figures that the observers log. One that is logged is written with the next figures.
+    """
+
+    def __init__(self, *observers: Observer, names: Sequence[str] = ()) -> None:
+        self.observers, self.names = observers, names
         self.lock = threading.RLock()
+        self.step, self.logged = 0, dict[str, float]()
+
+    def log(self, name: str, value: float) -> None:
+        """Log a figure of an observer. Raises InputError for another name, or for what is no number."""
+        check_declared("logger", name, self.names)
+        try:
+            number = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise InputError(f"logger: the figure {name!r} is {shown(value)}, expected a number") from None
+        with self.lock:
+            self.logged[name] = number
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        with self.lock:
+            self.step, written = step, dict(scalars)
+            for observer in self.observers:
+                written |= self.logged
+                self.logged.clear()
+                observer.write(step, dict(written))
+
+    def write_logged(self) -> None:
+        """Write the figures that wait for the next ones."""
+        if self.logged:
+            self.write(self.step, {})
+
+    def flush(self) -> None:
+        with self.lock:
+            self.write_logged()
+            for observer in self.observers:
+                observer.flush()
 
     def end(self, outcome: Outcome) -> None:
-        with self.lock, close_all(*(lambda observer=observer: observer.end(outcome) for observer in self.observers)):
+        ends = (lambda observer=observer: observer.end(outcome) for observer in self.observers)
+        with self.lock, close_all(self.write_logged, *ends):
             pass
 
 
@@ -58,7 +93,7 @@ def _to_all(name: str) -> Callable[..., None]:
     return call_all
 
 
-for _name in ("write", "first_batch", "write_gpu", "evaluated", "predicted", "saved", "flush"):
+for _name in ("first_batch", "write_gpu", "evaluated", "predicted", "saved"):
     setattr(Observers, _name, _to_all(_name))
 
 
@@ -142,7 +177,10 @@ def _observer(
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     mark_saved_or_not(run_dir)
-    tags = [*tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0)), *job.task.figures]
+    loggers = sorted(job.logger.values(), key=lambda logger: not getattr(logger, "figures", ()))
+    observers = Observers(names=[name for logger in loggers for name in getattr(logger, "figures", ())])
+    evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
+    tags = [*evaluated, *job.task.figures, *observers.names]
     run = RunInfo(
         run_dir=run_dir,
         plan=plan,
@@ -152,12 +190,14 @@ def _observer(
         hyperparameters=banner.hyperparameters(job, world),
         tags=tags,
         model=state.model,
+        log=observers.log,
     )
-    loggers = [logger.build(run) for logger in job.logger.values()]
+    own = [logger.build(run) for logger in loggers]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, tags)
-    return Observers(table, sinks.PredictionsFile(run_dir.validation), *loggers)
+    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation))
+    return observers
 
 
 def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Task
 from lockstep.core.world import World
@@ -124,5 +125,14 @@ class TrainStep:
         return outputs
 
     def log(self, name: str, values: Tensor) -> None:
-        """Log a figure of each example of the present micro-batch, (b,), under one of the task's `figures`."""
+        """Log a figure of each example of the present micro-batch, (b,), under one of the task's `figures`.
+
+        Raises:
+            InputError: there is not one for each example.
+        """
+        if values.ndim != 1 or len(values) not in (0, len(self.labels)):  # none without the last stage of a model
+            raise InputError(
+                f"task: the figure {name!r} has the shape {(*values.shape,)}, expected one number for each of the "
+                f"{len(self.labels)} examples of the micro-batch, ({len(self.labels)},)"
+            )
         self.logged(name, self.loss.counted(values.detach(), self.labels))
