@@ -1,32 +1,37 @@
-"""Reads files of weights: what a model is used with, or starts from. They need no run and no checkpoint."""
+"""Reads files of weights: what a model is used with, or starts from. They need no run and no checkpoint.
 
+A model may start from weights that another program has saved. They are read as tensors only, never as code.
+"""
+
+import argparse
 import re
-from collections.abc import Sequence
+import zipfile
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
+import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.checkpoint.files import MODEL, header
-from lockstep.config.commands import shell_command
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, opened
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
-WRAPPERS = "(module|_orig_mod|model|net)[.]"
-CONVERT = (
-    "import argparse, re, sys, torch, safetensors.torch as st; _, old, new = sys.argv; "
-    "torch.serialization.add_safe_globals([argparse.Namespace]); "
-    'w = st.load_file(old) if old.endswith(".safetensors") else torch.load(old, "cpu", weights_only=True); '
-    'w = next((w[key] for key in ("state_dict", "model_state_dict", "model") if key in w), w); '
-    f'w = {{re.sub("^({WRAPPERS})+", "", name): w[name] for name in w if name != "n_averaged"}}; '
-    "st.save_file({name: w[name].clone(memory_format=torch.contiguous_format) for name in w}, new)"
-)
+WRAPPER = re.compile("(module|_orig_mod|model|net)[.]")
+# Where programs keep a model's tensors in a file with other things.
+NESTED = ("state_dict", "model_state_dict", "model")
+# Objects beside the tensors in files of timm and others, which hold only values.
+PLAIN: list[Any] = [argparse.Namespace]
+COUNTERS = ("n_averaged",)  # of torch's AveragedModel
+SAFETENSORS, START = ".safetensors", "init_from"
+T = TypeVar("T")
 
 
 def read_card(file: Path, key: str = "weights") -> ModelCard:
@@ -47,13 +52,16 @@ def find_card(file: Path) -> ModelCard | None:
     return read_card(file) if METADATA_KEY in metadata else None
 
 
-def weights_file(path: Path, key: str = "init_from") -> Path:
-    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors."""
-    places = [path, path / MODEL] if path.suffix == ".safetensors" else [path / MODEL]
+def weights_file(path: Path, key: str = START) -> Path:
+    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors.
+
+    `init_from` also takes a file that another program has written with `torch.save`.
+    """
+    foreign = not set(WEIGHTS).isdisjoint(path.suffixes)
+    places = [path, path / MODEL] if path.suffix == SAFETENSORS or (foreign and key == START) else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
     if file is None:
-        fix = _conversion(path) if key == "init_from" else "; init_from= takes weights of other programs"
-        fix *= path.is_file() and not set(WEIGHTS).isdisjoint(path.suffixes)
+        fix = "; init_from= takes weights of other programs" * (foreign and path.is_file())
         names = (name for name in (BEST, LATEST) if (path / name).is_file())
         near = near_path(path)
         fix += next((f", such as {path / name}" for name in names), f".{near}" * bool(near))
@@ -61,10 +69,43 @@ def weights_file(path: Path, key: str = "init_from") -> Path:
     return file
 
 
-def _conversion(file: Path) -> str:
-    """The end of an error: the command that writes a file of another program in our format."""
-    new = file.with_name(f"converted-{file.stem}.safetensors")
-    return f"; convert it, and name {new}: {shell_command(['python', '-c', CONVERT, file, new])}"
+def _tensors(file: Path) -> Mapping[str, Tensor]:
+    """The tensors in a file of weights, on the CPU; those of `torch.save` are in memory only when they are used.
+
+    Raises:
+        InputError: the file is damaged, or has objects that could run code.
+    """
+    if file.suffix == SAFETENSORS:
+        return load_file(file)
+    try:
+        with torch.serialization.safe_globals(PLAIN), opened(file, links=True):
+            saved = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        saved = next((saved[name] for name in NESTED if name in saved), saved)
+        return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
+    except Exception as error:  # torch raises all kinds of errors for a damaged file
+        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
+        raise InputError(
+            f"init_from: {file} has no weights that can be read safely ({reason}); save the tensors alone, "
+            "with torch.save(model.state_dict(), FILE)"
+        ) from error
+
+
+def _shapes(file: Path, key: str) -> dict[str, tuple[int, ...]]:
+    if file.suffix == SAFETENSORS:
+        return _read_header(file, key)[0]
+    return {name: tuple(tensor.shape) for name, tensor in _tensors(file).items()}
+
+
+def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:
+    """What a file has, by the names that the tensors have in the model: without what wrappers put before them."""
+
+    def own_name(name: str) -> str:
+        bare = name
+        while bare not in own and (wrapper := WRAPPER.match(bare)):
+            bare = bare[wrapper.end() :]
+        return bare if bare in own else name
+
+    return {own_name(name): value for name, value in saved.items() if name not in COUNTERS or name in own}
 
 
 def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str:
@@ -78,7 +119,8 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
         InputError: the file does not exist, or tensors outside the head do not fit.
     """
     file, head = weights_file(path), head_parameters(model)
-    own, saved, card = model.state_dict(), _read_header(file, "init_from")[0], find_card(file)
+    own, card = model.state_dict(), find_card(file)
+    saved = _by_own_names(_shapes(file, START), own)
     here = [*map(class_name, classes)]
     there = [*card.names] if card and here else here
     rows, moved = {name: row for row, name in enumerate(there)}, here != there
@@ -86,7 +128,7 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
     new_head = head if not fits or (moved and not labels) else ()
     check_tensors(model, file, leave_out=head if moved else new_head)
-    tensors = {name: tensor for name, tensor in load_file(file).items() if name not in new_head}
+    tensors = {name: tensor for name, tensor in _by_own_names(_tensors(file), own).items() if name not in new_head}
     for name in head if moved and not new_head else ():
         old, tensors[name] = tensors[name], own[name].clone()
         tensors[name][labels] = old[[rows[here[label]] for label in labels]].to(tensors[name])
@@ -99,18 +141,19 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     return f"{path} does not name its classes; their order is taken to be {shown(here)}" if here and not card else ""
 
 
-def check_tensors(model: nn.Module, file: Path, key: str = "init_from", leave_out: tuple[str, ...] = ()) -> None:
+def check_tensors(model: nn.Module, file: Path, key: str = START, leave_out: tuple[str, ...] = ()) -> None:
     """Raise InputError if the names or shapes of a file's tensors are not those of `model`, which can be on meta.
 
     Done before tensors are read, because they may not fit into memory.
     """
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved, _ = _read_header(file, key)
+    saved = _shapes(file, key)
+    if key == START:
+        saved = _by_own_names(saved, own)
     names = sorted((own.keys() | saved.keys()) - set(leave_out))
     if different := [name for name in names if own.get(name) != saved.get(name)]:
         examples = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
-        fix = _conversion(file) if any(re.match(WRAPPERS, name) for name in saved.keys() - own.keys()) else ""
-        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {examples}{fix}")
+        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {examples}")
 
 
 def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
