@@ -87,7 +87,7 @@ def test_a_sweep_ends_with_a_table_of_its_jobs_and_its_seeds_together(seeds: tup
         assert re.search(rf"^{number} +model=\w+ seed={number % 2 + 1} +\d+\.\d\d +done *$", table, re.MULTILINE)
     assert re.search(r"^model=digitnet: \d+\.\d\d ± \d+\.\d\d over 2 seeds$", table, re.MULTILINE)
     best = max(ledger(root).records(), key=lambda record: record.objective or 0)
-    assert f"best: job {best.number} with {best.objective:.2f}, {folder / best.folder}\n" in done.out
+    assert f"best: job {best.number} with {best.objective:.2f} % top-1, {folder / best.folder}\n" in done.out
 
 
 def test_a_sweep_is_compared_and_listed_and_its_best_is_used(seeds: tuple[Path, Done]) -> None:

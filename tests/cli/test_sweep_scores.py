@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from helpers import Done, forked
+from helpers import Done, forked, train
 from lockstep.core.run import Run
 from lockstep.sweep.ledger import Ledger
 
@@ -70,20 +71,85 @@ def test_a_search_minimises_a_loss(tmp_path: Path) -> None:
     assert study.best_value == min(record.objective for record in Ledger(tmp_path / "sweep").records())
 
 
+FAKE = ("dataset=fake", "dataset.classes=4", "dataset.channels=1", "dataset.size=8", "dataset.examples=256")
+TASKS = ("task=multiclass", "task=multilabel", "task=regression")
+
+
+@pytest.fixture
+def recipes(tmp_path: Path) -> Path:
+    """A folder with the recipes `a` and `b` of a regression, and `c` of several labels."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    for name, task, rate in (("a", "regression", 0.1), ("b", "regression", 0.01), ("c", "multilabel", 0.1)):
+        text = f"# @package _global_\ndefaults:\n  - override /task: {task}\noptimizer:\n  lr: {rate}\n"
+        (folder / f"{name}.yaml").write_text(text)
+    return folder.parent
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("monitor=loss,top1",), "compared by one score, and monitor differs between them; give it one value"),
         (
-            ("monitor=loss", "seed=1,2", "hydra.launcher.direction=maximize"),
-            "whose direction is minimize",
+            ("monitor=loss,top1",),
+            "the monitors of these are -loss and top1; give all of them one that each has: monitor=loss",
         ),
+        (("task=multiclass,multilabel",), "the monitors of these are map and top1; give all of them one"),
+        (("experiment=a,c",), "the monitors of these are -mae and map; give all of them one"),
+        (("monitor=loss", "seed=1,2", "hydra.launcher.direction=maximize"), "whose direction is minimize"),
+        (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation of this job does"),
+        (("seed=1,2", "sweep.objectives=[score,f1]"), "job 0 (seed=1): sweep.objectives has f1, which an evaluation"),
+        (("seed=1,2", "sweep.objectives=[top1,score]"), "each once; the score is top1: sweep.objectives=[score]"),
+        (("hydra/sweeper=optuna", "monitor=loss,top1"), "compared by one score, and monitor differs between them"),
+        (("hydra/sweeper=optuna", "seed=1,2", "sweep.objectives=[speed]"), "sweep.objectives has speed, which"),
+    ],
+    ids=str,
+)
+def test_jobs_that_cannot_be_compared_are_refused(
+    words: tuple[str, ...], sentence: str, tmp_path: Path, recipes: Path
+) -> None:
+    assert sentence in sweep(tmp_path, f"--config-dir={recipes}", *FAKE, "steps=1", *words, code=2).err
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "head", "direction"),
+    [
+        (("task=multiclass,multilabel,regression", "monitor=loss"), "val loss", "minimize"),
+        (("task=multiclass,multilabel,regression", "monitor=auto,loss"), None, None),
+        (("monitor=loss,-loss",), "val loss", "minimize"),
+        (("experiment=a,b",), "val mae", "minimize"),
+        (("metric=[f1],[f1,kappa]",), "val top-1 +val f1 +val kappa", "maximize"),
         (
-            ("task=multiclass,multilabel",),
-            "give all of them one monitor: monitor=loss",
+            ("metric=f1", "monitor=f1", "seed=1,2", "sweep.objectives=[f1,loss,top1]"),
+            "val f1 +val loss +val top-1",
+            "maximize",
         ),
     ],
+    ids=str,
 )
-def test_jobs_that_cannot_be_compared_are_refused(words: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
-    assert sentence in sweep(tmp_path, "steps=1", *words, code=2).err
-    assert not (tmp_path / "sweep").exists()
+def test_jobs_agree_on_a_score_after_auto_is_resolved(
+    words: tuple[str, ...], head: str | None, direction: str, tmp_path: Path, recipes: Path
+) -> None:
+    line = (f"--config-dir={recipes}", *FAKE, "steps=1", *words)
+    done = sweep(tmp_path, *line, code=0 if head else 2)
+    if head is not None:
+        assert re.search(f"^job +overrides +{head} +ended", done.out, re.MULTILINE)
+        assert Ledger(tmp_path / "sweep").identity().direction == direction
+        assert "jobs are done" in sweep(tmp_path, *line).out  # the line goes on with its own sweep
+
+
+def test_runs_of_all_tasks_are_a_table_each_of_every_command(tmp_path: Path) -> None:
+    for task, metric in zip(TASKS, ("f1", "map", "r2"), strict=True):
+        for seed in (1, 2):
+            train(
+                *FAKE, "model=linear", "steps=1", "device=cpu", task, f"metric={metric}", f"seed={seed}", cwd=tmp_path
+            )
+    heads = ["val top-1 +val f1", "val map", "val mae +val r2"]
+    compared, listed = (forked("lockstep", *words, cwd=tmp_path).out for words in (("compare", "outputs"), ("runs",)))
+    assert all(re.search(f"^what differs +{head} +done", compared, re.MULTILINE) for head in heads)
+    assert all(re.search(f"^when +{head} +size", listed, re.MULTILINE) for head in heads)
+    rows = json.loads(forked("lockstep", "runs", "--sort", "score", "--json", cwd=tmp_path).out)
+    for monitor, falls in (("top1", False), ("map", False), ("mae", True)):
+        scores = [row["score"] for row in rows if row["monitor"] == monitor]
+        assert scores == sorted(scores, reverse=not falls)
+        assert len(scores) == 2

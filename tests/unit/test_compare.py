@@ -74,7 +74,7 @@ def sweep(folder: Path, scores: dict[tuple[str, ...], float | None]) -> Ledger:
     """A sweep with a job for each combination of overrides; one without a score has failed before its folder."""
     ledger = Ledger(folder)
     keys = sorted({word.split("=")[0] for words in scores for word in words})
-    ledger.create(Identity(base={}, swept=tuple(keys), words=tuple(f"{key}=1,2" for key in keys)))
+    ledger.create(Identity(figure="top1", swept=tuple(keys), words=tuple(f"{key}=1,2" for key in keys)))
     records = ledger.enter((words, slug(",".join(words))) for words in scores)
     for record, score in zip(records, scores.values(), strict=True):
         started = ledger.start(record)
@@ -122,7 +122,7 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert re.search(r"^optimizer.lr=0\.1 +91\.00 ± 1\.00 +3 *$", shown, re.MULTILINE)
     assert "within the spread" in shown
     assert "Welch's 95 % interval" in shown
-    assert "best run: 92.00, " in shown
+    assert "best run: 92.00 % top-1, " in shown
     assert "failed: it is wrong" in shown
 
 
@@ -179,7 +179,7 @@ def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys
         ("config, to rounding", "loader.workers", "auto", "3"),
     ]
     compare([str(first), str(second)], by=[], sort=None, form="table")
-    assert "A  done  1.00  " in table(capsys)
+    assert "A  done  1.00 % top-1  " in table(capsys)
     compare([str(first), str(second)], by=[], sort=None, form="json")
     assert len(json.loads(table(capsys))) == 7
 
@@ -347,23 +347,85 @@ def test_a_condition_that_no_run_fulfils_says_so(swept: Ledger, capsys: CAPSYS) 
     assert table(capsys) == "no run fits score>99\n"
 
 
-def test_a_smaller_score_is_first_where_it_is_better_and_directions_are_not_mixed(
-    swept: Ledger, tmp_path: Path, capsys: CAPSYS
-) -> None:
+def test_a_smaller_score_is_first_where_it_is_better(swept: Ledger, tmp_path: Path, capsys: CAPSYS) -> None:
     other = sweep(tmp_path / "outputs" / "sweeps" / "two", {(f"batch={size}",): float(size) for size in (8, 4, 16)})
     other.create(replace(other.identity(), direction=Direction.minimize))
     assert [row["batch"] for row in groups(read_runs(other.folder))] == ["4", "8", "16"]
     compare([str(other.folder)], by=(), sort="score", form="table")
-    assert "best run: 4.00" in table(capsys)
+    assert "best run: 4.00 % top-1" in table(capsys)
     runs(str(other.folder), sort="score", filters=(), form="json")
     assert [row["score"] for row in json.loads(table(capsys))] == [4.0, 8.0, 16.0]
     runs(str(tmp_path / "outputs"), sort="score", filters=(), form="json")
     assert [row["score"] for row in json.loads(table(capsys))] == [92.0, 4.0]
-    with pytest.raises(InputError, match=rf"^{other.folder}: its scores are to minimize; name it alone$"):
-        compare([str(tmp_path / "outputs")], by=(), sort="score", form="json")
-    with_the_rest = json.loads(table(capsys))
-    compare([str(swept.folder)], by=(), sort="score", form="json")
-    assert with_the_rest == json.loads(table(capsys))
+    compare([str(tmp_path / "outputs")], by=(), sort="score", form="json")
+    rows = json.loads(table(capsys))
+    assert [row["score"] for row in rows] == [91.0, 91.0, 11.0, 4.0, 8.0, 16.0]
+    assert [row["direction"] for row in rows] == ["maximize"] * 3 + ["minimize"] * 3
+
+
+def judged(folder: Path, *words: str, monitor: str, score: float | None, **facts: Any) -> Path:
+    """A run that says by which figure it was judged; without a score, that had no value."""
+    RunDir(run(folder, *words, score=score)).write_summary(status="completed", monitor=monitor, **facts)
+    composed = components.load(RunDir(folder).composed)
+    RunDir(folder).composed.write_text(components.dump({**composed, "metric": {"f1": {}, "mae": {}, "recall": {}}}))
+    return folder
+
+
+@pytest.fixture
+def judged_runs(tmp_path: Path) -> Path:
+    for seed, losses in enumerate(((0.25, 0.5), (0.75, 1.5))):
+        for name, loss in zip("ab", losses, strict=True):
+            words = (f"model={name}", f"seed={seed}")
+            scores = {"loss": loss, "top1": 50.0, "f1": loss / 2, "recall/cat": 0.1}
+            judged(tmp_path / f"{name}{seed}", *words, monitor="-loss", score=loss, scores=scores)
+    judged(tmp_path / "c", "model=c", monitor="-loss", score=None, scores={"loss": None, "f1": None})
+    judged(tmp_path / "d", "model=d", monitor="map", score=0.9, scores={"map": 0.9}, test={"map": 0.75, "loss": 1})
+    judged(tmp_path / "e", "model=e", monitor="map", score=0.95, scores={"map": 0.95})
+    judged(tmp_path / "g", "model=g", monitor="-mae", score=2.0, scores={"mae": 2.0, "f1": 0.5})
+    run(tmp_path / "f", "model=f", status="failed")
+    return tmp_path
+
+
+def test_each_monitor_has_a_table_with_its_direction_and_a_column_for_each_metric_and_the_test(
+    judged_runs: Path, capsys: CAPSYS
+) -> None:
+    compare([str(judged_runs)], by=[], sort=None, form="csv")
+    rows = list(csv.DictReader(io.StringIO(table(capsys))))
+    assert [tuple(row[key] for key in ("model", "monitor", "score", "f1", "test")) for row in rows] == [
+        ("e", "map", "0.95", "", ""),
+        ("d", "map", "0.9", "", "0.75"),
+        ("a", "loss", "0.5", "0.25", ""),
+        ("b", "loss", "1.0", "0.5", ""),
+        ("c", "loss", "", "", ""),
+        ("", "mae", "2.0", "0.5", ""),
+        ("", "top1", "", "", ""),
+    ]
+    compare([str(judged_runs)], by=[], sort=None, form="table")
+    shown = table(capsys)
+    heads = re.findall("^what differs +(.*?) +done ", shown, re.MULTILINE)
+    assert [re.split("  +", names) for names in heads] == [
+        ["val map", "test"],
+        ["val loss", "val f1"],
+        ["val mae", "val f1"],
+        ["val top-1"],
+    ]
+    assert re.search(r"^model=a +0\.5 ± 0\.3536 +0\.25 +2 *$", shown, re.MULTILINE)
+    assert re.search(r"^model=d +0\.9 +0\.75 +1 +-0\.05 *$", shown, re.MULTILINE)
+    assert re.findall(r"^best run: (.*), .*/(\w+)$", shown, re.MULTILINE) == [
+        ("map 0.95", "e"),
+        ("loss 0.25", "a0"),
+        ("mae 2", "g"),
+    ]
+
+
+def test_a_listing_has_a_table_for_each_monitor_too(judged_runs: Path, capsys: CAPSYS) -> None:
+    names = [row["name"] for row in listed(capsys, judged_runs, sort="score")]
+    assert names == ["e", "d", "a0", "b0", "a1", "b1", "c", "g", "f"]
+    assert [row["name"] for row in listed(capsys, judged_runs, sort="f1", filters=["f1>0.3"])] == ["a1", "b1", "g"]
+    assert [row["name"] for row in listed(capsys, judged_runs, sort="test", filters=["monitor=map"])] == ["d", "e"]
+    runs(str(judged_runs), sort="when", filters=[], form="table")
+    heads = [re.split("  +", line)[1:-3] for line in table(capsys).splitlines() if line.startswith("when")]
+    assert heads == [["val loss", "val f1"], ["val map", "test"], ["val top-1"], ["val mae", "val f1"]]
 
 
 def test_a_listing_says_in_which_round_a_job_was_left_behind(swept: Ledger, capsys: CAPSYS) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.core import log
+from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
@@ -58,7 +59,7 @@ def test_seconds_on_a_clock(seconds: float, expected: str) -> None:
 
 
 def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = Lines(PLAN, left(0))
+    lines = Lines(PLAN, left(0), Monitor())
     lines.evaluated(11, SCORES, WINDOW, best=True)
     lines.evaluated(12, AVERAGED, None, best=True)
     lines.close()
@@ -82,7 +83,7 @@ def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
     monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     screen = terminal(monkeypatch, width)
-    bar = Bar(PLAN, left(0))
+    bar = Bar(PLAN, left(0), Monitor())
     try:
         bar.advance(7)
         for change in (lambda: None, lambda: bar.window(LARGE, None), lambda: bar.evaluating(3, 8)):
@@ -103,7 +104,7 @@ def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
 
 def test_at_eighty_columns_the_rate_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch, 80)
-    bar = Bar(PLAN, left(0))
+    bar = Bar(PLAN, left(0), Monitor())
     bar.evaluated(11, SCORES, WINDOW, best=True)
     bar.close()
     text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
@@ -119,7 +120,7 @@ def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
         (SCORES, False, ""),
     ):
         screen = terminal(monkeypatch)
-        lines = Lines(PLAN, left(0))
+        lines = Lines(PLAN, left(0), Monitor())
         lines.evaluated(5, scores, WINDOW, best=best)
         lines.close()
         assert coloured in screen.getvalue()
@@ -130,7 +131,7 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
     at_step_five = left(5)
     at_step_five.clock.began -= 100  # ten seconds a step
     at_step_five.clock.pauses.update(evaluation=3, checkpoint=2)  # all of them
-    lines = Lines(PLAN, at_step_five)
+    lines = Lines(PLAN, at_step_five, Monitor())
     lines.evaluated(15, SCORES, None, best=False)
     lines.close()
     assert "left 1:40" in capsys.readouterr().out
@@ -139,7 +140,7 @@ def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.Captu
 def test_a_log_point_is_a_line_when_nothing_was_printed_for_a_while(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = Lines(PLAN, left(0))
+    lines = Lines(PLAN, left(0), Monitor())
     lines.window(WINDOW, WINDOW)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(shown, "LINE_EVERY_S", 0.0)
@@ -152,7 +153,7 @@ def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch:
     monkeypatch.setattr(shown, "SILENCE_S", 0.01)
     messages: list[str] = []
     monkeypatch.setattr(log, "say", lambda message, *, shown: messages.append(message))
-    lines = Lines(PLAN, left(0))
+    lines = Lines(PLAN, left(0), Monitor())
     wait_for(lambda: any("epoch 1/3  step  0/25  in step 1 for 0:00  left ?" in text for text in messages))
     lines.evaluating(3, 8)
     wait_for(lambda: any("evaluating 3/8" in text for text in messages))
@@ -162,7 +163,7 @@ def test_a_run_that_is_slow_says_where_it_is_from_its_first_step_on(monkeypatch:
 
 def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = terminal(monkeypatch)
-    bar = display(PLAN, left(10), is_main=True)
+    bar = display(PLAN, left(10), Monitor(), is_main=True)
     assert isinstance(bar, Bar)
     bar.advance(12)
     bar.window(WINDOW, WINDOW)
@@ -178,13 +179,13 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
 def test_a_pipe_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(log, "console", Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    lines = display(PLAN, left(0), is_main=True)
+    lines = display(PLAN, left(0), Monitor(), is_main=True)
     lines.close()
     assert type(lines) is Lines
 
 
 def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    nothing = display(PLAN, left(0), is_main=False)
+    nothing = display(PLAN, left(0), Monitor(), is_main=False)
     assert type(nothing) is Display
     nothing.evaluated(1, SCORES, WINDOW, best=True)
     assert capsys.readouterr().out == ""

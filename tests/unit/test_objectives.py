@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import check_objectives, objectives_of, trade_offs
+from lockstep.sweep.record import check_figures, directions, objectives_of, trade_offs
+from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.view import SweepView
 
 NAMES = ("score", "seconds", "megabytes")
@@ -78,7 +80,60 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
     )
 
 
-@pytest.mark.parametrize("names", [[], ["score", "score"], ["speed"], ["score", "energy"]])
-def test_other_names_are_refused(names: list[str]) -> None:
-    with pytest.raises(InputError, match=r"sweep\.objectives is \[.*\], expected some of score, seconds, megabytes"):
-        check_objectives(names)
+@pytest.mark.parametrize(
+    ("monitor", "objectives", "sentence"),
+    [
+        (
+            "map",
+            ["score"],
+            "monitor has map, which an evaluation of this job does not log, expected loss, top1, recall;",
+        ),
+        (
+            "top1",
+            ["speed"],
+            "sweep.objectives has speed, .* expected score, seconds, megabytes, kwh, loss, top1, recall;",
+        ),
+        ("top1", ["score", "-f1"], "sweep.objectives has f1, "),
+    ],
+)
+def test_a_figure_that_a_job_does_not_log_is_no_score_and_no_objective(
+    monitor: str, objectives: list[str], sentence: str
+) -> None:
+    logged = ["loss", "top1", "recall"]
+    check_figures(logged, "-loss", ["score", "seconds", "-loss", "recall/9"])
+    check_figures((), monitor, objectives)  # an app that does not say what it logs
+    with pytest.raises(InputError, match=sentence):
+        check_figures(logged, monitor, objectives)
+
+
+def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger, names = sweep(tmp_path), ["score", "-loss", "f1"]
+    for record, loss in zip(ledger.records(), (3.0, 2.0, 2.5), strict=False):
+        scores = {"loss": loss, "f1": 0.51234, "top1": 1.0}
+        (tmp_path / record.folder / "summary.json").write_text(json.dumps({"scores": scores}))
+    assert directions(names, Direction.maximize) == ["maximize", "minimize", "maximize"]
+    SweepView(ledger, ledger.records()).show_table(names)
+    out = capsys.readouterr().out
+    assert re.search(r"^job +overrides +score +val loss +val f1 +ended *$", out, re.MULTILINE)
+    assert re.search(r"^1 +lr=2 +50\.00 +2 +0\.5123 +done *$", out, re.MULTILINE)
+    assert "no other job is better in score and val loss and val f1 than jobs 0, 1\n" in out
+
+
+def test_the_table_names_the_figure_and_has_a_column_for_each_metric_and_the_test(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = sweep(tmp_path)
+    ledger.create(replace(ledger.identity(), figure="loss", direction=Direction.minimize))
+    scores = {"loss": 90.0, "top1": 1.0, "f1": 0.51234, "mcc": None, "recall/cat": 0.1}
+    folder = tmp_path / ledger.records()[0].folder
+    summary = {"monitor": "-loss", "objective": 90.0, "scores": scores, "test": {"loss": 91.5, "top1": 2.0}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / ".hydra").mkdir()
+    (folder / ".hydra" / "config.yaml").write_text("metric: {f1: {}, mcc: {}, recall: {}}")
+    SweepView(ledger, ledger.records()).show_table()
+    out = capsys.readouterr().out
+    assert re.search(r"^job +overrides +val loss +val f1 +test +ended *$", out, re.MULTILINE)
+    assert re.search(r"^0 +lr=1 +90 +0\.5123 +91\.5 +done *$", out, re.MULTILINE)
+    assert "best: job 2 with loss 40, " in out
+    page = write_sweep_report(ledger).read_text()
+    assert re.findall("<th>(.*?)</th>", page) == ["job", "lr", "val loss", "val f1", "test", "state"]

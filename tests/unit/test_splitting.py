@@ -19,7 +19,7 @@ from PIL import Image
 
 from lockstep.config.options import declared
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction
+from lockstep.core.monitor import Monitor
 from lockstep.core.run import State
 from lockstep.data.datasets import Digits, Folder
 from lockstep.data.datasets.builtin import ArraySource
@@ -126,7 +126,7 @@ def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
         )
         for number, (rate, fold, score) in enumerate([(1, 0, 90.0), (1, 1, 92.0), (2, 0, 80.0), (2, 1, 82.0)])
     ]
-    lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Direction.maximize)
+    lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Monitor())
     assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
 
 

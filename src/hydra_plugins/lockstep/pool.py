@@ -28,6 +28,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
+from lockstep.core.monitor import Monitor
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
@@ -35,7 +36,7 @@ from lockstep.core.terminal import impatient
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import SCORE, Record, checked_direction, job_key, swept_keys, varied
+from lockstep.sweep.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -164,6 +165,7 @@ class PoolLauncher(Launcher, Callback):
                 lines = str(error).split("\n")
                 raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
         needs = [need for _, need in planned]
+        self._agree(ledger, {need.monitor for need in needs if need.monitor})
         if self.halving and (jobs := len({*map(self.identify, job_overrides)})) < self.halving:
             raise InputError(
                 f"sweep.halving={self.halving} keeps the best one of {self.halving} jobs, and this line has {jobs}; "
@@ -189,6 +191,24 @@ class PoolLauncher(Launcher, Callback):
                 tasks.append(Task(record, need, run, (*program, *words)))
         return records, None if not tasks and any(need.submits for need in needs) else tasks
 
+    def _agree(self, ledger: Ledger, monitors: set[str]) -> None:
+        """Take the score that the monitors of jobs are as that of the sweep.
+
+        Raises:
+            WrongJob: they differ, or are another one than before; the ledger is unchanged.
+        """
+        identity = ledger.identity()
+        if identity.figure != SCORE and (self.search is not None or ledger.records()):
+            monitors = {*monitors, str(identity.monitor)}
+        if len(monitors) > 1:
+            raise WrongJob(
+                f"the jobs of a sweep are compared by one score, and the monitors of these are "
+                f"{' and '.join(sorted(monitors))}; give all of them one that each has: monitor=loss"
+            )
+        if monitors and {str(identity.monitor)} != monitors:
+            monitor = Monitor.parse(*monitors)
+            ledger.create(replace(identity, figure=monitor.name, direction=monitor.direction))
+
     def _planned(self, words: Sequence[str]) -> tuple[DictConfig, Needs]:
         """The config of a job, and what it needs.
 
@@ -200,6 +220,7 @@ class PoolLauncher(Launcher, Callback):
                 config = self.hydra_context.config_loader.load_sweep_config(self.config, [*words])
                 needs_of = getattr(self.task_function, "needs", None)
                 needs = needs_of(config, self.devices.all) if needs_of else Needs(self.gpus, self.cores)
+                check_figures(needs.figures, needs.monitor, self.objectives)
                 self.planned[key] = config, needs
             except Exception as error:
                 if not isinstance(known := translate(error), InputError):

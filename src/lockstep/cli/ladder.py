@@ -27,6 +27,7 @@ from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
 from lockstep.core.model import has_batchnorm
+from lockstep.core.monitor import TOP1
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
@@ -132,7 +133,7 @@ def ladder(
         raise InputError(f"--script: two rungs are called {twice[0]}; give the file another name")
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]
     line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
-    identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line)
+    identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line, figure=TOP1)
     ledger = Ledger(Path(job.output_root) / FOLDER / f"{job.name}-{identity.hash[:8]}")
     if not ledger.folder.exists():  # a ladder that cannot begin leaves no folder
         check_plan(job)

@@ -35,7 +35,8 @@ def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
     if form == "json":
         lines = json.dumps(rows, indent=1).splitlines()
     else:
-        lines = [csv_row([*row]) for row in rows[:1]]
-        lines += [csv_row(["" if value is None else value for value in row.values()]) for row in rows]
+        names = dict.fromkeys(name for row in rows for name in row)
+        values = [["" if (value := row.get(name)) is None else value for name in names] for row in rows]
+        lines = [csv_row(cells) for cells in ([*names], *values) if rows]
     for line in lines:
         log.console.print(line, soft_wrap=True)

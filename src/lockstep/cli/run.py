@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.terminal import forgive_output
 from lockstep.job.create import create_run, import_for_ranks, prepare
+from lockstep.job.resolve import logged, monitor_of
 from lockstep.job.resume import Resume, refuse_in_sweep
 from lockstep.job.run_folder import Preparation
 from lockstep.job.slurm import submission
@@ -133,8 +135,9 @@ def needs_of(composed: Any, machine: Needs) -> Needs:
     identity = frozenset(
         (key, str(value) if isinstance(value, list | dict) else value) for key, value in leaves(built)
     )
+    needs = Needs(identity=identity, monitor=str(monitor_of(job)), figures=logged(job))
     if launcher.submits:
-        return Needs(cores=0, submits=True, identity=identity)
+        return replace(needs, cores=0, submits=True)
     import_for_ranks(job)
     gpus = 0 if job.device == "cpu" else machine.gpus
     # A strategy that takes what is there gets one device: several jobs train more than one on several devices.
@@ -142,6 +145,6 @@ def needs_of(composed: Any, machine: Needs) -> Needs:
     ranks = ranks if launcher.ranks == "auto" else int(launcher.ranks)
     if gpus:
         shared = kind(values) if job.sweep.gpu_share else ""
-        return Needs(gpus=job.strategy.devices(ranks, gpus), kind=shared, identity=identity)
+        return replace(needs, gpus=job.strategy.devices(ranks, gpus), kind=shared)
     cores = machine.cores if launcher.threads == "auto" else ranks * int(launcher.threads)
-    return Needs(cores=cores, identity=identity)
+    return replace(needs, cores=cores)

@@ -13,15 +13,14 @@ from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
-from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import storing
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import best_of, score_text
+from lockstep.sweep.record import Record, best_of, cells, columns_of, head
 from lockstep.sweep.report import write_sweep_report
-from lockstep.sweep.runs import Row, differing, existing, ordered, read_jobs, read_single, run_folders
+from lockstep.sweep.runs import JobRun, Row, differing, existing, ordered, read_jobs, read_single, run_folders, tables
 from lockstep.telemetry.progress import format_timestamp, progress
 from lockstep.telemetry.report import is_current, write_report
 
@@ -38,39 +37,43 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
         InputError: the folder does not exist or has no run, a condition is wrong, or files are damaged.
     """
     root = existing(folder)
-    rows, damaged = _rows(root)
+    rows, columns, damaged = _rows(root)
     known = {name for row in rows for name in row}
     rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
-    smaller = Ledger(root).exists and Ledger(root).identity().direction is Direction.minimize
-    rows = ordered(rows, sort, descending=sort == "score" and not smaller)
+    rows = ordered(rows, sort)
     if form == "json":
         show_rows(rows, form)
-    elif rows:
-        _show(rows)
-    elif not damaged:
+    else:
+        for number, (monitor, table) in enumerate(tables(rows).items()):
+            if number:
+                log.show("")
+            _show(table, monitor.name, columns)
+    if not (rows or damaged or form == "json"):
         log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
         raise InputError(*damaged)
 
 
-def _show(rows: Sequence[Row]) -> None:
+def _show(rows: Sequence[Row], figure: str, columns: Sequence[str]) -> None:
     """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
-    shown = [
-        (row["when"], score_text(row["score"]), format_bytes(row["size"]), row["state"], row["name"]) for row in rows
+    columns = [name for name in columns if name == "score" or any(name in row for row in rows)]
+    shown = [["when", *(head(name, figure) for name in columns), "size", "state", "name"]]
+    shown += [
+        [row["when"], *cells(row, columns, figure), format_bytes(row["size"]), row["state"], row["name"]]
+        for row in rows
     ]
-    shown = [("when", "score", "size", "state", "name"), *shown]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for cells, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    for texts, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):
+        line = "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True))
         log.console.print(line.rstrip(), soft_wrap=True)
         if what:
             log.show(f"    {what}")
 
 
-def _rows(root: Path) -> tuple[list[Row], list[str]]:
-    """A row for each run and each sweep, and sentences about what is damaged."""
+def _rows(root: Path) -> tuple[list[Row], list[str], list[str]]:
+    """A row for each run and each sweep, the columns beside their scores, and sentences about what is damaged."""
     single: list[Run] = []
-    rows: list[Row] = []
+    rows: list[tuple[Run, Row]] = []
     damaged: list[str] = []
     for path in run_folders(root):
         ledger = Ledger(path)
@@ -91,11 +94,16 @@ def _rows(root: Path) -> tuple[list[Row], list[str]]:
     for run in single:
         what = " ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings)
         what += f"  rung {run.rung}" if run.rung and run.state != State.done else ""
-        rows.append({**_columns(run.folder, root, run.started, what, run.score, run.state), **run.settings})
-    return rows, damaged
+        columns = _columns(run.folder, root, run.started, what, run.score, run.state)
+        rows.append((run, {**columns, **run.settings}))
+    described: list[Row] = [
+        {**run.columns, **row, "monitor": run.monitor.name, "direction": run.monitor.direction} for run, row in rows
+    ]
+    return described, columns_of(run for run, _ in rows), damaged
 
 
-def _sweep(ledger: Ledger, root: Path) -> Row:
+def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
+    """The best job of a sweep, if there is one, and the row of the sweep."""
     identity, records = ledger.identity(), ledger.records()
     typed = {word.partition("=")[0]: word for word in identity.words}
     what = " ".join(word for key, word in typed.items() if key in identity.swept)
@@ -103,7 +111,8 @@ def _sweep(ledger: Ledger, root: Path) -> Row:
     best = best_of(records, identity.direction)
     count = Counter(record.present_state for record in records)
     state = ", ".join(f"{number} {state}" for state, number in count.items())
-    return _columns(ledger.folder, root, started, what, best.score if best else None, state)
+    row = _columns(ledger.folder, root, started, what, best.score if best else None, state)
+    return JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor), row
 
 
 def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:

@@ -22,13 +22,13 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
-from lockstep.core.monitor import TOP1, Monitor
+from lockstep.core.monitor import Monitor
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
 
 Content = TypeVar("Content")
 
-CLASS = "._target_"
+CLASS, TEST = "._target_", "test"
 # Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
 ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
 
@@ -55,11 +55,11 @@ class Run:
 
     Fields:
         damage: a sentence for each file that was read so far and is damaged.
-        direction: which score of its sweep is better; None for a run alone.
+        unnamed: the monitor of a run that does not name it, as one that has not begun, or an older one.
         rung: how far it came in a successive halving; empty without one.
     """
 
-    direction: str | None = None
+    unnamed = Monitor()
     rung = ""
 
     def __init__(self, folder: Path) -> None:
@@ -128,8 +128,17 @@ class Run:
 
     @property
     def monitor(self) -> Monitor:
-        """The figure that decides; older runs do not name it."""
-        return Monitor.parse(self.summary.get("monitor") or TOP1)
+        """The figure that decides."""
+        return Monitor.parse(named) if (named := self.summary.get("monitor")) else self.unnamed
+
+    @property
+    def columns(self) -> dict[str, float]:
+        """What tables have beside its score: the chosen metrics of its best evaluation; `test`, of the monitor."""
+        scores, tests = ({**(self.summary.get(key) or {})} for key in ("scores", TEST))
+        chosen = metrics if isinstance(metrics := self.composed.get("metric"), dict) else ()
+        figures = {name: scores.get(name) for name in chosen if name != self.monitor.name}
+        figures[TEST] = tests.get(self.monitor.name)
+        return {name: value for name, value in figures.items() if value is not None and self.score is not None}
 
     @cached_property
     def score(self) -> float | None:
@@ -175,6 +184,7 @@ class Run:
         values: dict[str, Any] = {**self.typed_values, **dict(leaves(self.composed))}
         values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
         values |= self.choices
+        values |= {"monitor": self.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
         keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]
         return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 

@@ -28,7 +28,7 @@ NUMBERS = (
     *("started", "seconds", "step", "steps", "objective", "best", "best_step", "skipped"),
     *("img_per_s", "data_wait_pct", "gpu_memory", "cpu_mem_gb"),
 )
-TABLES = ("spent", "time", "scores")  # numbers by their names
+TABLES = ("spent", "time", "scores", "test")  # numbers by their names
 # The logs that a job can have written before training starts.
 PREPARED_LOGS = ("rank*.log", "rank*.error.json", "slurm-*.log")
 

@@ -1,6 +1,5 @@
 """Replaces `auto` by values for this machine (device, ranks, strategy, launcher), and makes paths absolute."""
 
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
-from lockstep.core.monitor import USUAL, Monitor, chosen_monitor
+from lockstep.core.monitor import LOSS, USUAL, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, with_sizes
 from lockstep.data.transforms import Auto as AutoAugment
@@ -77,7 +76,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         dataset=dataset,
         task=job.task.absolute(),
         metric=metrics,
-        monitor=str(_monitor(job, metrics)),
+        monitor=str(monitor_of(job)),
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
@@ -114,8 +113,14 @@ def _metrics(job: Job) -> dict[str, Metric]:
     return {**usual, **job.metric}
 
 
-def _monitor(job: Job, metrics: Mapping[str, Metric]) -> Monitor:
-    classes = {name: type(metric) for name, metric in metrics.items()}
+def logged(job: Job) -> list[str]:
+    """The figures of an evaluation of a job; a metric stands for those of its classes, too."""
+    return [LOSS, *job.task.counted, *_metrics(job)]
+
+
+def monitor_of(job: Job) -> Monitor:
+    """The figure that decides in a job."""
+    classes = {name: type(metric) for name, metric in _metrics(job).items()}
     tasks = [cls.__name__.lower() for cls in type(job.task).__mro__]
     return chosen_monitor(
         job.monitor,

@@ -16,6 +16,7 @@ class Needs:
 
     Jobs of one `kind` take as much memory as another. A job of a known kind on one GPU shares it with others. A job
     that `submits` itself to a cluster takes nothing here. Jobs of one `identity` are one job; None is not known.
+    The score of a job is its `monitor`, one of the `figures` of its evaluations; empty are not known.
     """
 
     gpus: int = 0
@@ -23,6 +24,8 @@ class Needs:
     kind: str = ""
     submits: bool = False
     identity: Hashable = None
+    monitor: str = ""
+    figures: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

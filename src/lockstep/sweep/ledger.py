@@ -27,7 +27,7 @@ from lockstep.config.messages import translate
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.fields import leaves
-from lockstep.core.monitor import Direction
+from lockstep.core.monitor import TOP1, Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -35,7 +35,7 @@ from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_a
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import Identify, Record, best_of, job_key, parsed_record
+from lockstep.sweep.record import SCORE, Identify, Record, best_of, job_key, parsed_record
 
 VERSION = 1
 SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
@@ -51,6 +51,7 @@ class Identity:
         swept: the keys that differ from job to job, sorted.
         words: the command line of the newest call, without the program.
         direction: which score is better.
+        figure: the name of the figure that the score is; `score` where nothing says it.
         id: what no other sweep has, also not one with the same folder.
     """
 
@@ -58,19 +59,22 @@ class Identity:
     swept: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
     direction: Direction = Direction.maximize
+    figure: str = SCORE
     id: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
+    def monitor(self) -> Monitor:
+        return Monitor(self.figure, self.direction)
+
+    @property
     def hash(self) -> str:
-        text = json.dumps([self.base, self.swept, self.direction], sort_keys=True)
+        text = json.dumps([self.base, self.swept], sort_keys=True)  # which decide what the score is
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: Identity) -> str:
         """What differs between this sweep and `other`, for a sentence; empty if nothing does."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
-        if self.direction != other.direction:
-            return f"its direction is {self.direction}, and that of this line {other.direction}"
         ours, theirs = dict(leaves(self.base)), dict(leaves(other.base))
         keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         shown = [f"{key} is {ours.get(key)} there and {theirs.get(key)} here" for key in keys[:DIFFERENCES_SHOWN]]
@@ -125,6 +129,7 @@ class Ledger:
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
                 direction=Direction(facts.get("direction", Direction.maximize)),
+                figure=str(facts.get("figure", TOP1 if facts["base"] else SCORE)),  # other apps have no base
                 id=str(facts.get("id", "")),
             )
         except UnreadableFile as error:

@@ -23,7 +23,7 @@ from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import locked
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import SCORE, check_objectives, checked_direction
+from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 # What does not decide what a sweep is: where it is, and how its line goes on.
@@ -43,7 +43,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     values: Any = OmegaConf.to_container(block)
     for problem in problems(SweepBlock, values, "sweep."):
         raise InputError(problem)
-    check_objectives(block.objectives)
+    block.objectives = _objectives(config)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
     of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
     for key, value in of_pool.items():
@@ -58,8 +58,11 @@ def choose_folder(config: DictConfig) -> Ledger:
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
     searches = config.hydra.runtime.choices["hydra/sweeper"] not in GRIDS
     swept = _swept([*params, *config.hydra.overrides.task], searches=searches)
+    if searches:
+        _check_scores(config, swept)
+    monitor = _monitor(config)
     identity = Identity(
-        base=_base(config), swept=swept, words=tuple(words), direction=_monitor(config, swept).direction
+        base=_base(config), swept=swept, words=tuple(words), figure=monitor.name, direction=monitor.direction
     )
     named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     with alone_in(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
@@ -74,7 +77,7 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     for word in config.hydra.overrides.hydra:
         if launcher in POOLS and (reason := useless.get(key_of(word))):
             raise InputError(f"{word} has no effect: {reason}; leave it out")
-    direction = _monitor(config, ()).direction
+    direction = _monitor(config).direction
     for word in config.hydra.overrides.hydra:
         key, value = key_of(word), word.partition("=")[2]
         if key.endswith(".direction") and checked_direction(value) is not direction:
@@ -93,23 +96,40 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
             raise InputError(f"{sentence} prevents that; leave out one of them")
 
 
-def _monitor(config: DictConfig, swept: Sequence[str]) -> Monitor:
-    """The figure by which the jobs of a sweep are compared.
+def _objectives(config: DictConfig) -> list[str]:
+    """The objectives of the line; a figure is written as a monitor, with a minus if less is better.
 
     Raises:
-        InputError: the jobs would have different ones.
+        InputError: there are none, or two are the same.
     """
-    text, tasks = str(config.monitor), declared("task")
-    if different := {"monitor", *(["task"] if text == "auto" else [])} & {*swept}:
+    names, score = [str(name) for name in config.sweep.objectives], str(_monitor(config))
+    written = [name if name in OBJECTIVES else str(_monitor(config, name)) for name in names]
+    written = [SCORE if text == score else text for text in written]
+    if not names or len({*written}) < len(names):
+        raise InputError(
+            f"sweep.objectives is [{','.join(names)}], expected some of {', '.join(OBJECTIVES)} and figures of an "
+            f"evaluation (loss, top1), each once; the score is {score}: sweep.objectives=[{SCORE}]"
+        )
+    return written
+
+
+def _check_scores(config: DictConfig, swept: Sequence[str]) -> None:
+    """Refuse a search for jobs with different scores: the pool could only see that of one after the other."""
+    if different := {"monitor", *(["task"] if config.monitor == "auto" else [])} & {*swept}:
         key = min(different)
         remedy = "give all of them one monitor: monitor=loss" if key == "task" else "give it one value"
         raise InputError(f"the jobs of a sweep are compared by one score, and {key} differs between them; {remedy}")
+
+
+def _monitor(config: DictConfig, text: str = "") -> Monitor:
+    """The figure by which the jobs of a sweep are compared, as far as the line says it, or another one."""
+    tasks = declared("task")
     name = str(config.hydra.runtime.choices.get("task", "multiclass"))
     names = [name, *(cls.__name__.lower() for cls in getattr(tasks.get(name), "__mro__", ()))]
     declared_metrics = declared("metric").items()
     less = {key: cls.__name__ for key, cls in declared_metrics if not getattr(cls, "higher_is_better", True)}
     return chosen_monitor(
-        text,
+        text or str(config.monitor),
         task=next((known for known in names if known in USUAL), ""),
         metrics={key: str(node["_target_"]).rpartition(".")[2] for key, node in (config.metric or {}).items()},
         less_is_better=less,

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction
-from lockstep.core.run import Run, State, born
+from lockstep.core.monitor import Direction, Monitor, figure_name, figure_parts
+from lockstep.core.run import TEST, Run, State, born
 
 SCORE, SEED = "score", "seed"
 SAMPLES = (SEED, "dataset.fold")  # keys whose jobs are samples of one setting: their scores have a mean and a spread
@@ -94,13 +94,29 @@ def best_of(records: Iterable[Record], direction: Direction) -> Record | None:
     return max(gains, key=gains.__getitem__, default=None)
 
 
-def score_text(score: float | None, beside: float | None = None) -> str:
-    """A score with two digits behind the point, as percentages have, and with four digits below 1.
+def score_text(score: float | None, figure: str) -> str:
+    """A figure without its unit; an unknown `score` has two digits behind the point, and four below 1."""
+    if score is None:
+        return ""
+    if figure == SCORE:
+        return f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
+    return f"{score:.3g}" if figure in COSTS else figure_parts(Monitor.parse(figure).name, score)[0]
 
-    A spread has the digits of the mean that it is shown `beside`.
-    """
-    size = abs(score or 0.0) if beside is None else abs(beside)
-    return "" if score is None else f"{score:.2f}" if score == 0 or size >= 1 else f"{score:.4g}"
+
+def head(name: str, score: str) -> str:
+    """The head of a column, `val top-1`, `val f1`, `test` or `seconds`, where the score is the figure `score`."""
+    name = score if name == SCORE else name
+    return name if name in (TEST, *OBJECTIVES) else figure_name(Monitor.parse(name).name)
+
+
+def columns_of(runs: Iterable[Run]) -> list[str]:
+    """The columns of these runs: the score, the metrics that some have, and at last the test split."""
+    return [SCORE, *sorted(dict.fromkeys(name for run in runs for name in run.columns), key=TEST.__eq__)]
+
+
+def cells(figures: Mapping[str, Any], names: Iterable[str], score: str) -> list[str]:
+    """These columns of a row as texts, where the score is the figure `score`."""
+    return [score_text(figures.get(name), score if name in (SCORE, TEST) else name) for name in names]
 
 
 def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:
@@ -115,7 +131,7 @@ def varied(overrides: Iterable[str], keys: Sequence[str]) -> list[str]:
     return [word for word in overrides if word.partition("=")[0] in keys]
 
 
-def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: Direction) -> list[str]:
+def seeds_together(records: Sequence[Record], swept: Sequence[str], monitor: Monitor) -> list[str]:
     """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
     scores: dict[str, list[float]] = defaultdict(list)
     for record in records:
@@ -127,8 +143,8 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], direction: D
         (statistics.mean(of), statistics.stdev(of), len(of), words) for words, of in scores.items() if len(of) > 1
     ]
     return [
-        f"{words}: {score_text(mean)} ± {score_text(spread, mean)} over {number} {kind}"
-        for mean, spread, number, words in sorted(rows, key=lambda row: (-direction.gain(row[0]), row[3]))
+        f"{words}: {score_text(mean, monitor.name)} ± {score_text(spread, monitor.name)} over {number} {kind}"
+        for mean, spread, number, words in sorted(rows, key=lambda row: (-monitor.direction.gain(row[0]), row[3]))
     ]
 
 
@@ -168,16 +184,21 @@ OBJECTIVES = (SCORE, *COSTS)
 
 
 def _value(folder: Path, record: Record, name: str) -> float | None:
-    return record.score if name == SCORE else COSTS[name](Run(folder / record.folder))
+    if name == SCORE:
+        return record.score
+    run = Run(folder / record.folder)
+    return COSTS[name](run) if name in COSTS else (run.summary.get("scores") or {}).get(Monitor.parse(name).name)
 
 
-def check_objectives(names: Sequence[str]) -> None:
-    """Raise InputError for names that are no objectives."""
-    if not names or len({*names}) < len(names) or not {*names} <= {*OBJECTIVES}:
-        raise InputError(
-            f"sweep.objectives is [{','.join(map(str, names))}], expected some of {', '.join(OBJECTIVES)}, each "
-            f"once: sweep.objectives=[{SCORE}]"
-        )
+def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]) -> None:
+    """Refuse a monitor and objectives of which a job does not log the figure; without `logged`, nothing is known."""
+    for key, others, names in (("monitor", (), [monitor]), ("sweep.objectives", OBJECTIVES, objectives)):
+        figures = [Monitor.parse(name).name for name in names if name not in others]
+        if wrong := [name for name in figures if logged and name.partition("/")[0] not in logged]:
+            raise InputError(
+                f"{key} has {wrong[0]}, which an evaluation of this job does not log, expected "
+                f"{', '.join([*others, *logged])}; add a metric with metric=[NAME]"
+            )
 
 
 def objectives_of(folder: Path, record: Record, names: Sequence[str]) -> list[float]:
@@ -199,8 +220,11 @@ def unmeasured(folder: Path, records: Sequence[Record], names: Sequence[str]) ->
 
 
 def directions(names: Sequence[str], score: Direction) -> list[Direction]:
-    """Which value of each objective is better; that of the score is the sweep's."""
-    return [score if name == SCORE else Direction.minimize for name in names]
+    """Which value of each objective is better: of the score, as the sweep says; of a figure, as its minus says."""
+    return [
+        score if name == SCORE else Direction.minimize if name in COSTS else Monitor.parse(name).direction
+        for name in names
+    ]
 
 
 def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str], score: Direction) -> list[int]:

@@ -8,11 +8,12 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.commands import shell_command
+from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, score_text, seeds_together, swept_keys, varied
+from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, seeds_together, swept_keys, varied
 from lockstep.telemetry import pictures
 from lockstep.telemetry.report import number, rendered
 
@@ -33,38 +34,40 @@ def write_sweep_report(ledger: Ledger) -> Path:
 
 def _facts(ledger: Ledger) -> dict[str, Any]:
     records, identity = ledger.records(), ledger.identity()
+    monitor, figure = identity.monitor, identity.figure
     swept = swept_keys(record.overrides for record in records) or identity.swept
     jobs = {record.number: Run(ledger.folder / record.folder) for record in records}
     costs = {number: costs_of(job) for number, job in jobs.items()}
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
-    count, best = Counter(record.present_state for record in records), best_of(records, identity.direction)
+    columns = columns_of(jobs.values())
+    count, best = Counter(record.present_state for record in records), best_of(records, monitor.direction)
     best_text = ""
     if best is not None:
         words = " ".join(varied(best.overrides, swept))
-        best_text = f"job {best.number} with {score_text(best.score)}: {words}"
+        best_text = f"job {best.number} with {figure_text(figure, best.score or 0.0)}: {words}"
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
         "best": best_text,
-        "over the seeds": "; ".join(seeds_together(records, swept, identity.direction)),
+        "over the seeds": "; ".join(seeds_together(records, swept, monitor)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
-    ranked = sorted(records, key=lambda job: (job.score is None, -identity.direction.gain(job.score or 0.0)))
+    ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
     program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
         "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
         "summary": [row for row in summary.items() if row[1]],
-        "charts": [*_charts([record for record in ranked if record.score is not None], swept, costs)],
-        "columns": ["job", *swept, SCORE, *shown, "state"],
+        "charts": [*_charts([record for record in ranked if record.score is not None], swept, costs, monitor)],
+        "columns": ["job", *swept, *(head(name, figure) for name in columns), *shown, "state"],
         "jobs": [
             (
                 _link(ledger, record),
                 [
                     str(record.number),
                     *_values(record, swept),
-                    score_text(record.objective),
+                    *cells({**jobs[record.number].columns, SCORE: record.objective}, columns, figure),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
                     record.present_state,
                 ],
@@ -99,23 +102,23 @@ def _as_number(text: str) -> str | float:
 
 
 def _charts(
-    records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]]
+    records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]], monitor: Monitor
 ) -> Iterator[tuple[str, str]]:
-    scores = [record.score or 0.0 for record in records]
+    scores, name = [record.score or 0.0 for record in records], head(SCORE, monitor.name)
     if swept and len(records) > 1:
         rows = [
             [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
         ]
         yield (
             "What was varied, and the score (the darker the better)",
-            pictures.parallel([*swept, SCORE], rows, scores),
+            pictures.parallel([*swept, name], rows, [*map(monitor.direction.gain, scores)]),
         )
-    for name in SPENDING:
+    for cost in SPENDING:
         points = [
-            (costs[record.number][name], value, str(record.number))
+            (costs[record.number][cost], value, str(record.number))
             for record, value in zip(records, scores, strict=True)
-            if name in costs[record.number]
+            if cost in costs[record.number]
         ]
         if points:
             x, y, labels = zip(*points, strict=True)
-            yield f"Score against {name}, by job", pictures.scatter(x, y, labels, name, SCORE)
+            yield f"Score against {cost}, by job", pictures.scatter(x, y, labels, cost, name)

@@ -12,12 +12,12 @@ from typing import Any
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
-from lockstep.core.monitor import Direction
+from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.named_paths import pointed
-from lockstep.core.run import Run, State
+from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SAMPLES, SEED, Record
+from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, columns_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -42,9 +42,9 @@ VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
 class JobRun(Run):
     """The run of a job of a sweep: its record says how far it is, also before there is a folder."""
 
-    def __init__(self, ledger: Ledger, record: Record, direction: Direction) -> None:
+    def __init__(self, ledger: Ledger, record: Record, monitor: Monitor) -> None:
         super().__init__(ledger.folder / record.folder)
-        self.record, self.direction, self.rung = record, direction, record.rung
+        self.record, self.unnamed, self.rung = record, monitor, record.rung
         self.started = record.started
 
     @cached_property
@@ -107,15 +107,15 @@ def read_runs(root: Path) -> list[Run]:
 
 def read_jobs(ledger: Ledger) -> list[Run]:
     """All jobs of a sweep."""
-    direction = ledger.identity().direction
-    return [JobRun(ledger, record, direction) for record in ledger.records()]
+    monitor = ledger.identity().monitor
+    return [JobRun(ledger, record, monitor) for record in ledger.records()]
 
 
 def read_single(folder: Path) -> Run:
     """The run of a folder, which may be the job of a sweep."""
     if (entry := record_of(folder)) is None:
         return Run(folder)
-    return JobRun(*entry, entry[0].identity().direction)
+    return JobRun(*entry, entry[0].identity().monitor)
 
 
 def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
@@ -132,7 +132,7 @@ def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
 
 
 def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
-    """A row for the runs that differ in the seed alone, or are equal in the keys `by`; the best first.
+    """A row for the runs of a monitor that differ in the seed alone, or are equal in the keys `by`; the best first.
 
     Raises:
         InputError: no run has a key of `by`.
@@ -141,22 +141,30 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
         if not any(key in run.settings for run in runs):
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
-    direction = direction_of(runs)
+    together: dict[Monitor, list[Run]] = {}
+    for run in runs:
+        together.setdefault(run.monitor, []).append(run)
+    return ordered([row for monitor, of in together.items() for row in _groups(of, by, monitor)], SCORE)
+
+
+def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor) -> list[Row]:
     keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
-    scores = {values: _scores(group) for values, group in members.items()}
+    scores = {values: _samples(group, SCORE) for values, group in members.items()}
     images = {values: _validated_on(group) for values, group in members.items()}
-    rows = []
+    rows: list[Row] = []
     for values, group in members.items():
         rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
-        best = max(rivals, key=lambda rival: direction.gain(statistics.mean(rival)) if rival else -math.inf)
+        best = max(rivals, key=lambda rival: monitor.direction.gain(statistics.mean(rival)) if rival else -math.inf)
         count = Counter(run.state for run in group if run.state != State.done)
         not_done = ", ".join(f"{number} {state}" for state, number in count.items())
         settings = dict(zip(keys, values, strict=True))
-        rows.append({**settings, **_figures(scores[values], best), "not_done": not_done})
-    return ordered(rows, "score", descending=direction is Direction.maximize)
+        row = {**settings, **_figures(scores[values], best), "not_done": not_done}
+        row |= {"monitor": monitor.name, "direction": monitor.direction}
+        rows.append(row | {name: _mean(group, name) for name in columns_of(runs) if name not in row})
+    return rows
 
 
 def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
@@ -165,15 +173,14 @@ def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
     return frozenset((k, v) for k, v in pairs if _is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
 
 
-def direction_of(runs: Sequence[Run]) -> Direction:
-    """Which score is better in most of these runs."""
-    return max(Direction, key=[run.direction for run in runs].count)
+def _samples(runs: Sequence[Run], name: str) -> list[float]:
+    """A column of the runs that have it. A run that was made twice, with the same seed, is one sample."""
+    pairs = ((run, run.score if name == SCORE else run.columns.get(name)) for run in runs)
+    return [*{frozenset(run.settings.items()): value for run, value in pairs if value is not None}.values()]
 
 
-def _scores(runs: Sequence[Run]) -> list[float]:
-    """The scores of runs. A run that was made twice, with the same seed, is one sample of the spread."""
-    samples = {frozenset(run.settings.items()): run.score for run in runs if run.score is not None}
-    return [*samples.values()]
+def _mean(runs: Sequence[Run], name: str) -> float | None:
+    return statistics.mean(values) if (values := _samples(runs, name)) else None
 
 
 def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
@@ -208,8 +215,17 @@ def interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, fl
     return difference - margin, difference + margin
 
 
-def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[Row]:
-    """Rows by a column: numbers by size, then texts, and at the end what has none."""
+def tables(rows: Sequence[Row]) -> dict[Monitor, list[Row]]:
+    """The rows of each monitor, in the order of the first ones: scores of several figures cannot be compared."""
+    members: dict[Monitor, list[Row]] = {}
+    for row in rows:
+        monitor = Monitor(row.get("monitor", SCORE), row.get("direction", Direction.maximize))
+        members.setdefault(monitor, []).append(row)
+    return members
+
+
+def ordered(rows: Sequence[Row], key: str) -> list[Row]:
+    """Each table by a column: numbers by size, then texts, then what has none; of the score, the best first."""
     names = dict.fromkeys(name for row in rows for name in row)
     if rows and key not in names:
         hint = did_you_mean(key, names, prefix="--sort ") or f" There are {', '.join(names)}."
@@ -217,11 +233,12 @@ def ordered(rows: Sequence[Row], key: str, *, descending: bool = False) -> list[
 
     def place(row: Row) -> tuple[int, float, str]:
         try:
-            return 0, float(row[key]) * (-1 if descending else 1), ""
+            is_best_first = key in (SCORE, TEST) and row["direction"] is Direction.maximize
+            return 0, float(row[key]) * (-1 if is_best_first else 1), ""
         except (KeyError, TypeError, ValueError):
             return (1, 0.0, str(row[key])) if row.get(key) else (2, 0.0, "")
 
-    return sorted(rows, key=place)
+    return [row for table in tables(sorted(rows, key=place)).values() for row in table]
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:

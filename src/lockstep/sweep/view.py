@@ -14,6 +14,7 @@ from rich.text import Text
 
 from lockstep.core import log, safe_read
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
+from lockstep.core.monitor import figure_text
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import relative
 from lockstep.runtime.program import say
@@ -22,6 +23,9 @@ from lockstep.sweep.record import (
     SCORE,
     Record,
     best_of,
+    cells,
+    columns_of,
+    head,
     objectives_of,
     score_text,
     seeds_together,
@@ -79,7 +83,7 @@ class SweepView:
         self.left = left
         identity = self.ledger.identity()
         self.swept = identity.swept or swept_keys(record.overrides for record in self.records.values())
-        self.direction = identity.direction
+        self.monitor = identity.monitor
 
     def started(self, record: Record) -> None:
         self.records[record.number] = record
@@ -94,7 +98,7 @@ class SweepView:
             self.open.discard(record.number)
             self.ended_now += 1
         state = "paused" if record.state is State.waiting else record.state  # others may be better
-        ending = f"{state}: {record.error}" if record.error else f"{state} {score_text(record.objective)}".rstrip()
+        ending = f"{state}: {record.error}" if record.error else f"{state} {self._score(record)}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
         duration = f"  in {format_duration(record.ended - record.started)}" if record.started else ""
@@ -131,8 +135,8 @@ class SweepView:
             for state in State
             if count[state]
         ]
-        if best := best_of(self.records.values(), self.direction):
-            columns.append(FigureColumn("best", score_text(best.objective), f" (job {best.number})", 6, "green"))
+        if best := best_of(self.records.values(), self.monitor.direction):
+            columns.append(FigureColumn("best", self._score(best), f" (job {best.number})", 6, "green"))
         if self.ended_now:
             seconds = (time.monotonic() - self.began) / self.ended_now * (len(self.open) + self.left)
             columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
@@ -141,6 +145,9 @@ class SweepView:
     def _name(self, record: Record) -> str:
         words = " ".join(varied(record.overrides, self.swept)) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
+
+    def _score(self, record: Record) -> str:
+        return score_text(record.objective, self.monitor.name)
 
     def show(self, text: str) -> None:
         """Print a sentence above the live lines, which stay whole."""
@@ -151,14 +158,19 @@ class SweepView:
         folder, numbers = self.ledger.folder, self.records
         records = [record for record in self.ledger.records() if record.number in numbers]
         names = [SCORE, *(name for name in names if name != SCORE)]
-        table = Table("job", "overrides", *names, "ended")
+        runs = {record.number: Run(folder / record.folder) for record in records}
+        columns = [name for name in columns_of(runs.values()) if not {name, f"-{name}"} & {*names[1:]}] + names[1:]
+        table = Table("job", "overrides", *(head(name, self.monitor.name) for name in columns), "ended")
         figures = {record.number: objectives_of(folder, record, names) for record in records}
         for record in records:
             ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
             ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
-            others = [f"{value:.3g}" for value in figures[record.number][1:]] or [""] * (len(names) - 1)
+            known = dict(zip(names, figures[record.number], strict=False))
+            texts = cells(
+                {**runs[record.number].columns, **known, SCORE: record.objective}, columns, self.monitor.name
+            )
             words = " ".join(varied(record.overrides, self.swept))
-            table.add_row(str(record.number), words, score_text(record.objective), *others, ending)
+            table.add_row(str(record.number), words, *texts, ending)
         # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
         log.console.print(f"sweep in {relative(folder)}", soft_wrap=True)
         log.show_table(table)
@@ -176,16 +188,17 @@ class SweepView:
         self, records: Sequence[Record], names: Sequence[str], figures: Mapping[int, Sequence[float]]
     ) -> Iterator[str]:
         """The lines below the table: the seeds together, the trade-offs, and the best job."""
-        yield from seeds_together(records, self.swept, self.direction)
+        yield from seeds_together(records, self.swept, self.monitor)
         known = {number: values for number, values in figures.items() if values}
-        if len(names) > 1 and (best_ones := trade_offs(known, names, self.direction)):
+        if len(names) > 1 and (best_ones := trade_offs(known, names, self.monitor.direction)):
             jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
-            yield f"no other job is better in {' and '.join(names)} than {jobs}"
+            compared = " and ".join(head(name, self.monitor.name) for name in names)
+            yield f"no other job is better in {compared} than {jobs}"
         yield from unmeasured(self.ledger.folder, records, names)
-        if best := best_of(records, self.direction):
+        if best := best_of(records, self.monitor.direction):
             self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
             path = relative(self.ledger.folder / best.folder)
-            yield f"best: job {best.number} with {score_text(best.objective)}, {path}"
+            yield f"best: job {best.number} with {figure_text(self.monitor.name, best.objective or 0.0)}, {path}"
 
 
 def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:

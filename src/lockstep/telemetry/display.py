@@ -26,7 +26,6 @@ from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
 BEST = "green"
-TOP1_MONITOR = Monitor()
 # A forward pass takes about a third of a training step. Only used until the first evaluation was timed.
 EVALUATION_COST = 1 / 3
 
@@ -101,7 +100,7 @@ class Display:
 class Screen(Display):
     """The base class for a terminal and a file: a line per evaluation."""
 
-    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
         self.plan, self.left, self.monitor = plan, left, monitor
         self.step = left.first
         self.stepped_at = self.shown_at = time.monotonic()
@@ -156,7 +155,7 @@ class Screen(Display):
 class Lines(Screen):
     """Lines for a file: one per evaluation, one every `LINE_EVERY_S` seconds, and no silence above `SILENCE_S`."""
 
-    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
         super().__init__(plan, left, monitor)
         self.closed = threading.Event()
         self.watcher = threading.Thread(target=self._break_silence, name="display", daemon=True)
@@ -184,7 +183,7 @@ class Lines(Screen):
 class Bar(Screen):
     """The lines of evaluations above one line that moves: the step, a bar, the last figures, the time left."""
 
-    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR) -> None:
+    def __init__(self, plan: Plan, left: TimeLeft, monitor: Monitor) -> None:
         super().__init__(plan, left, monitor)
         self.evaluated_share = 0.0
         self.last: Window | None = None
@@ -228,7 +227,7 @@ def figures(window: Window) -> list[FigureColumn]:
     ]
 
 
-def display(plan: Plan, left: TimeLeft, monitor: Monitor = TOP1_MONITOR, *, is_main: bool) -> Display:
+def display(plan: Plan, left: TimeLeft, monitor: Monitor, *, is_main: bool) -> Display:
     if not is_main:
         return Display()
     return (Bar if log.has_terminal() else Lines)(plan, left, monitor)

@@ -20,7 +20,7 @@ from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import CHOSEN_ON_ITSELF, figure_name, figure_parts
+from lockstep.core.monitor import CHOSEN_ON_ITSELF, LOSS, TOP1, Monitor, figure_name, figure_parts
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -159,19 +159,19 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
     facts, figures = run.summary, run.figures
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     monitor = run.monitor
-    word, tags = figure_name(monitor.name).removeprefix("val "), [tag for tag in monitor.tags if tag in last]
-    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in tags]
+    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in monitor.tags]
+    words = {name: figure_name(name).removeprefix("val ") for name in (monitor.name, TOP1)}
+    words[LOSS] = "validation loss"
+    final = {name: [last[tag] for tag in Monitor(name).tags if tag in last] for name in words}
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
         "state": str(run.state),
         "ended early": facts.get("stopped_early"),
-        f"best {word}": figure(monitor.name, facts.get("best"))
+        f"best {words[monitor.name]}": figure(monitor.name, facts.get("best"))
         + number(facts.get("best_step"), ",", before=" at step "),
-        f"last {word}": figure(monitor.name, last[tags[0]]) if tags else "",
-        "last top-1": number(last.get("acc/val_ema_top1", last.get("acc/val_top1")), ".2f", " %"),
+        **{f"last {words[name]}": figure(name, values[0]) for name, values in final.items() if values},
         "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
-        "last validation loss": number(last.get("loss/val"), ".4f"),
         **{f"last {tag[7:]}": number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
