@@ -96,7 +96,7 @@ def recipes(tmp_path: Path) -> Path:
         (("task=multiclass,multilabel",), "the monitors of these are map and top1; give all of them one"),
         (("experiment=a,c",), "the monitors of these are -mae and map; give all of them one"),
         (("monitor=loss", "seed=1,2", "hydra.launcher.direction=maximize"), "whose direction is minimize"),
-        (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation of this job does"),
+        (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[score,f1]"), "job 0 (seed=1): sweep.objectives has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[top1,score]"), "each once; the score is top1: sweep.objectives=[score]"),
         (("hydra/sweeper=optuna", "monitor=loss,top1"), "compared by one score, and monitor differs between them"),

@@ -65,6 +65,11 @@ def pointed(path: Path, root: Path, key: str) -> Path:
     """
     if path.name != LATEST and not path.exists() and (near := near_path(path, [LATEST])):
         raise InputError(f"{key}: {path} does not exist.{near}".removeprefix(f"{path}: "))
+    if path.name == BEST and path.parent.is_dir() and not path.exists():
+        raise InputError(
+            f"{key}: there is no {path}: `best` is in the folder of a sweep, from the first job that is done; name a "
+            "run folder, or outputs/sweeps/NAME/best"
+        )
     if path.name == LATEST and not path.is_dir():
         root = root if path == Path(LATEST) else path.parent
         return relative(latest(root, key).path)
