@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import shutil
 import tarfile
 from collections import Counter
@@ -21,10 +22,11 @@ from lockstep.config.options import declared
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import State
-from lockstep.data.datasets import Digits, Folder
+from lockstep.data.datasets import CSV, Digits, Folder
 from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.splitting import Examples
+from lockstep.data.inspection import inspect
 from lockstep.sweep.record import Record, seeds_together
 
 
@@ -337,3 +339,24 @@ def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
     with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; leave out the label"):
         grouped.fold(2, 0)
     assert not grouped.share("val_share", 0.3)[-1], "the only group with a label is trained"
+
+
+def test_images_that_are_trained_on_and_in_the_test_split_are_named(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, {"a": 6, "b": 6})
+    shutil.copytree(tmp_path / "train", tmp_path / "test")
+    texts = [finding.text for finding in inspect(Folder(path=path, test_folder="test", val_share=0.2), 10)]
+    assert "all 2 have images in every split: 10 to train on, 2 to evaluate, 12 to test" in texts
+    assert any(re.match(r"\d+ twice in two splits, such as .*: the score is too good", text) for text in texts)
+
+
+@pytest.mark.parametrize("options", [{"group_column": "patient"}, {"group_column": "group", "group_pattern": "x"}])
+def test_a_group_column_that_names_no_groups_is_one_sentence(options: dict[str, str], root: Path) -> None:
+    for name in ("csv", "hf"):
+        with pytest.raises(InputError, match=r"group_column is 'patient', but the table|names no group in 'train0'"):
+            source(name, root, **options).prepare()
+    (root / "bare.csv").write_text("path,label,group\ntrain/a/train0_0.png,a,\n")
+    with pytest.raises(InputError, match=r"line 2 of .* has nothing in the column 'group'"):
+        CSV(path=str(root / "bare.csv"), group_column="group", val_share=0.5).prepare()
+    (root / "bare.csv").write_text("path,label,group\n" + "".join(f"train/a/train0_0.png,a,{n}\n" for n in "xy"))
+    with pytest.raises(InputError, match=r"line 3 of .* with another group than line 2"):
+        CSV(path=str(root / "bare.csv"), group_column="group", folds=2, fold=0).prepare()

@@ -224,8 +224,8 @@ class FileSource(PhotoSource, CutSource):
         Raises:
             InputError: there is an evaluation split although it is cut, or the test split is another one too.
         """
-        names = {key: getattr(self, key) for split in SPLIT_NAMES if getattr(self, key := f"{split}_{self.part}")}
-        train, val, test = (f"{split}_{self.part}" for split in SPLIT_NAMES)
+        train, val, test = keys = [f"{split}_{self.part}" for split in SPLIT_NAMES]
+        names = {key: name for key in keys if (name := getattr(self, key)) is not None}
         others = {key: places(name) for key, name in names.items()}
         tested = others.pop(test, set())
         if self.is_cut:
@@ -239,7 +239,8 @@ class FileSource(PhotoSource, CutSource):
         for key, parts in others.items():
             if both := sorted(parts & tested):
                 cut = ", or evaluate a share of the training split with dataset.val_share=0.1" * (key == val)
-                raise InputError(f"dataset.{test} and dataset.{key} both name {both[0]}; name another{cut}")
+                both_keys = f"dataset.{test} and dataset.{key}"
+                raise InputError(f"{both_keys} both name {both[0]}; name another, or leave out dataset.{test}{cut}")
         return names
 
     @property
@@ -313,7 +314,7 @@ class FileSource(PhotoSource, CutSource):
         limit = [f"dataset.limit leaves {part} of each split: a first try"] if part else []
         labels = {name: files.labels for name, files in splits.items()}
         return [
-            *(note for files in splits.values() for note in files.notes),
+            *dict.fromkeys(note for files in splits.values() for note in files.notes),
             *limit,
             *class_notes(self.class_names, labels, self.targets),
         ]

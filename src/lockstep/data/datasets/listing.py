@@ -96,7 +96,7 @@ class Files:
 
     def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Files]:
         """The training split without the `chosen` files, bool (N,), and the split `name` of these."""
-        return {"train": self.part(~chosen), name: replace(self.part(chosen), notes=())}
+        return {"train": self.part(~chosen), name: self.part(chosen)}
 
 
 def _digest(content: bytes) -> str:
@@ -170,8 +170,8 @@ def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str
     """
     if name not in options:
         available = ", ".join(sorted(map(repr, options))) or "nothing"
-        split = key.partition("_")[0] if key in ("val_split", "test_split", "split_column") else ""
-        share = f", or hold out a share of each class with dataset.{'test' if split == 'test' else 'val'}_share=0.1"
+        split = {"split_column": "val", "val_split": "val", "test_split": "test"}.get(key, "")
+        share = f", or hold out a share of each class with dataset.{split}_share=0.1"
         raise InputError(
             f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME"
             f"{share * bool(split)}"

@@ -1,6 +1,7 @@
 """Cuts a split by hashes of names: a share or a fold to evaluate or to test, and the part that a limit leaves."""
 
 import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,16 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import LABELS
-from lockstep.data.datasets.targets import CLASSES_NAMED
+from lockstep.data.datasets.targets import CLASSES_NAMED, SPLIT_NAMES
 
-# What a cut of the training split makes, and the split's usual name.
-CUT_TO = {"folds": "fold", "val_share": "evaluation split", "test_share": "test split"}
 Chosen = NDArray[np.bool_]
 Sides = tuple[NDArray[np.int64], int]  # the side of each example, and the number of sides
 
@@ -152,41 +150,40 @@ class Examples:
 
         A share may leave the only unit of a class or label to the training split, on side 0.
         """
+        example, owner = self._owners()
 
-        def empty(value: float) -> tuple[int, int, int] | None:
-            """A class or label, its units, and a side that has none."""
-            counts = self._counts(*sides(value))
-            for label, at in ((counts == 0) & counts.any(1, keepdim=True)).nonzero().tolist():
-                number = len(np.unique(units.of[self._examples_of(label)]))
-                if key == "folds" or at == 0 or number > 1:
-                    return label, number, at
+        def missing(value: float) -> tuple[int, int, int] | None:
+            """A class or label, the number of its units, and a side that has none of them."""
+            side, number = sides(value)
+            shape = int(owner.max(initial=0)) + 1, number
+            counts = np.bincount(owner * number + side[example], minlength=math.prod(shape)).reshape(shape)
+            for label, at in np.argwhere((counts == 0) & counts.any(1, keepdims=True)).tolist():
+                own = len(np.unique(units.of[example[owner == label]]))
+                if key == "folds" or at == 0 or own > 1:
+                    return label, own, at
             return None
 
-        if (first := empty(value)) is None:
+        if (first := missing(value)) is None:
             return
-        label, number, at = first
+        label, own, at = first
         kind = "label" if self.targets == LABELS else "class" if self.labels.ndim == 1 else ""
-        owner = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
-        where = "a fold" if key == "folds" else f"the {CUT_TO[key] if at else 'training split'}"
-        remedies = [f"use dataset.{key}={other:g}" for other in others if empty(other) is None][:1]
+        name = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
+        part = key.removesuffix("_share") if at else "train"
+        where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
+        remedies = [f"use dataset.{key}={other:g}" for other in others if missing(other) is None][:1]
+        remedies += [f"leave out the {kind}"] * bool(kind)
         raise InputError(
-            f"dataset.{key} is {value:g}, but {owner} has {number:,} {self.unit}{'s' * (number != 1)}, and {where} "
-            f"would have none; {', or '.join(remedies + [f'leave out the {kind}'] * bool(kind))}"
+            f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
+            f"{where} would have none; {', or '.join(remedies)}"
         )
 
-    def _counts(self, side: NDArray[np.int64], sides: int) -> Tensor:
-        """The examples of each class or label on each side, (K, sides); of all values together."""
-        sides_of = torch.from_numpy(side)
-        if self.labels.ndim == 1:
-            number = int(self.labels.max()) + 1
-            return (self.labels * sides + sides_of).bincount(minlength=number * sides).view(number, sides)
-        owned = (self.labels > 0) if self.targets == LABELS else torch.ones(len(side), 1)
-        return owned.float().T @ F.one_hot(sides_of, sides).float()
-
-    def _examples_of(self, label: int) -> Chosen:
-        if self.labels.ndim == 1:
-            return (self.labels == label).numpy()
-        return (self.labels[:, label] > 0).numpy() if self.targets == LABELS else np.ones(len(self.labels), bool)
+    def _owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Each class or label of each example, as the example and the class; values count as one class."""
+        labels = self.labels.numpy()
+        if labels.ndim == 2 and self.targets == LABELS:
+            example, label = np.nonzero(labels)
+            return example, label
+        return np.arange(len(labels)), labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import io
 import os
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     name: str
     label: tuple[str, ...]
     split: str
-    group: str
+    group: str | None
 
 
 @option("dataset")
@@ -77,8 +77,7 @@ class CSV(FileSource):
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
         notes += (f"{self.path}: left out lines of other splits ({shown})",) * bool(other_splits)
         classes = self._classes(splits["train_split"])
-        listings = {key: self._listing(rows, classes) for key, rows in splits.items()}
-        return listings | {"train_split": replace(listings["train_split"], notes=notes)}
+        return {key: self._listing(rows, classes, notes) for key, rows in splits.items()}
 
     @property
     def _columns_of_labels(self) -> list[str]:
@@ -102,7 +101,7 @@ class CSV(FileSource):
             return split_text(row.label[0], self.label_separator)
         return row.label if self.targets in (LABELS, VALUES) else row.label[0]
 
-    def _listing(self, rows: list[Row], classes: tuple[str, ...]) -> Files:
+    def _listing(self, rows: list[Row], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
         def place(index: int) -> str:
             return self._line(rows[index])
 
@@ -114,8 +113,8 @@ class CSV(FileSource):
         class_of = labels.tolist() if labels.ndim == 1 else [0] * len(rows)
         order = sorted(range(len(rows)), key=lambda index: (class_of[index], rows[index].name))
         names = as_names(rows[index].name for index in order)
-        groups = as_names(rows[index].group for index in order) if self.group_column else None
-        return Files(in_folder(self.folder), names, labels[order], classes, groups=groups)
+        groups = None if self.group_column is None else as_names(rows[index].group or "" for index in order)
+        return Files(in_folder(self.folder), names, labels[order], classes, notes=notes, groups=groups)
 
     def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
         """The lines of the table, checked: each names an image that exists, with one label, split and group."""
@@ -123,13 +122,10 @@ class CSV(FileSource):
         rows, renamed = [], []
         for row in self._rows():
             may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
-            labels = [] if may_lack else [*zip(self._columns_of_labels, row.label, strict=True)]
-            cells = {self.path_column: row.name, **dict(labels)}
-            if self.group_column:
-                cells[self.group_column] = row.group
-            if "" in cells.values():
-                empty = next(column for column, cell in cells.items() if not cell)
-                raise self._wrong(row.line, f"has nothing in the column {empty!r}")
+            labels = [] if may_lack else zip(row.label, self._columns_of_labels, strict=True)
+            cells = [(row.name, self.path_column), *labels, (row.group, self.group_column)]
+            if empty := [column for cell, column in cells if cell == ""]:
+                raise self._wrong(row.line, f"has nothing in the column {empty[0]!r}")
             file = self.folder / row.name
             # A file may be named in several ways: a.png, ./a.png, /data/a.png.
             earlier = rows_by_file.setdefault(os.path.abspath(file), row)  # noqa: PTH100, which keeps `..`
@@ -162,7 +158,7 @@ class CSV(FileSource):
                     if len(cells) != len(names):
                         raise self._wrong(lines.line_num + 1, f"has {len(cells)} columns, expected {len(names)}")
                     name, *texts = (cells[column].strip() for column in columns)
-                    group = texts.pop() if self.group_column else ""
+                    group = None if self.group_column is None else texts.pop()
                     label, split = tuple(texts[:width]), texts[width:]
                     yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split, group)
             except UnicodeDecodeError as error:
@@ -178,7 +174,7 @@ class CSV(FileSource):
         columns = [("path_column", self.path_column), *((key, name) for name in self._columns_of_labels)]
         if not self.is_cut or self.test_split is not None or self.split_column in names:
             columns.append(("split_column", self.split_column))
-        if self.group_column:
+        if self.group_column is not None:
             columns.append(("group_column", self.group_column))
         numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
         return [option_of(numbers, name, f"the table {self.path}", key=key) for key, name in columns]
@@ -258,7 +254,7 @@ class HF(FileSource):
     def _check_columns(self, table: Any) -> None:
         import datasets
 
-        groups = [("group_column", self.group_column)] if self.group_column else []
+        groups = [("group_column", self.group_column)] if self.group_column is not None else []
         for key, column in (("image_column", self.image_column), ("label_column", self.label_column), *groups):
             option_of(table.features, column, f"the table {self.path}", key=key)
         if not isinstance(table.features[self.image_column], datasets.Image):
@@ -304,7 +300,7 @@ class HF(FileSource):
 
     def _groups(self, table: Any, where: str) -> NDArray[np.bytes_] | None:
         """The groups of a column, or the names of files for `group_pattern`."""
-        if self.group_column:
+        if self.group_column is not None:
             cells = table.with_format(None).select_columns([self.group_column])[self.group_column][:]
         elif self.group_pattern is None:
             return None

@@ -6,7 +6,7 @@ import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -89,9 +89,8 @@ class WebDataset(FileSource):
         if len(classes) < 2:
             column = "".join(classes) or self.targets.removesuffix("s")
             classes = names_of([*train.values()], self.targets, lambda index: str(images[index]), column)
-        listings = {key: self._members(labels, classes) for key, labels in splits.items()}
         notes = left_out_note(Path(self.path), left_out)
-        return listings | {"train_shards": replace(listings["train_shards"], notes=notes)}
+        return {key: self._members(labels, classes, notes) for key, labels in splits.items()}
 
     def _shards(self, pattern: str) -> list[Path]:
         try:
@@ -180,12 +179,12 @@ class WebDataset(FileSource):
             return cells[0] if cells else value
         return [float(cell) if isinstance(cell, int) else cell for cell in cells]
 
-    def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...]) -> Files:
+    def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
         images = list(labels)
         digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
         targets = as_targets([*labels.values()], self.targets, classes, lambda index: str(images[index]))
         names = as_names(image.key for image in images)
-        return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, member_names=names)
+        return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, notes, names)
 
 
 def _key_and_suffix(name: str) -> tuple[str, str]:
