@@ -216,10 +216,7 @@ class FileSource(PhotoSource, CutSource):
         """The files of the splits that `wanted` names, by its keys. Raises InputError."""
 
     def wanted(self, places: Callable[[str], Set[str]]) -> dict[str, str]:
-        """The names of the splits to list, by the fields that name them: an evaluation split only if it is not cut.
-
-        Args:
-            places: the folders, shards or other parts that a name stands for; empty if there are none.
+        """The splits to list, as the names by their fields; `places` has the folders or parts that a name stands for.
 
         Raises:
             InputError: there is an evaluation split although it is cut, or the test split is another one too.
@@ -330,8 +327,8 @@ def check_groups(splits: Mapping[str, Files]) -> None:
         if both := sorted(groups[one] & groups[other]):
             raise InputError(
                 f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
-                f"{SPLIT_NAMES[other]} split ({len(both):,} groups do), so the score would be too good; correct the "
-                "splits, or leave out dataset.group_column and dataset.group_pattern"
+                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or leave out "
+                "dataset.group_column and dataset.group_pattern"
             )
 
 

@@ -55,12 +55,11 @@ class Folder(FileSource):
         splits = {key: Path(self.path, name) for key, name in self.wanted(self._places).items()}
         for key, folder in splits.items():
             if not folder.is_dir():
-                split, share = ("test",) * 2 if key == "test_folder" else ("validation", "val")
                 others = (name for part in VAL for name in _subfolders(Path(self.path)) if part in name.lower())
                 other = next((name for name in others if Path(self.path, name) not in splits.values()), "NAME")
                 raise InputError(
-                    f"dataset.{key}: there is no folder {folder}; name the one of the {split} split with "
-                    f"dataset.{key}={other}, or hold out a share of {train} with dataset.{share}_share=0.1"
+                    f"dataset.{key}: there is no folder {folder}; name another with dataset.{key}={other}, or hold "
+                    f"out a share of {train} with dataset.{key.partition('_')[0]}_share=0.1"
                 )
         return {key: list_split(folder, train) for key, folder in splits.items()}
 

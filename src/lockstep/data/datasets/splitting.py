@@ -2,12 +2,11 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -124,24 +123,22 @@ class Examples:
         places = (at.to_bytes(8, "big") if apart else b"" for at in range(len(names)))
         # Numbered in the order of their hashes.
         of = np.unique(np.array([*map(bytes.__add__, digests, places)], dtype="S24"), return_inverse=True)[1]
-        strata = self.strata().numpy()
+        strata = self.strata()
         width = strata.max(initial=0) + 1
         pairs, sizes = np.unique(of * width + strata, return_counts=True)
-        pairs = pairs[np.lexsort((-sizes, pairs // width))]  # the commonest stratum of a unit first
-        stratum = pairs[np.unique(pairs // width, return_index=True)[1]] % width
+        stratum = (pairs % width)[_first_of(pairs // width, -sizes)]  # the commonest of a unit
         order = np.argsort(stratum, kind="stable")
         first, end = (np.searchsorted(stratum[order], stratum, side) for side in ("left", "right"))
         return Units(of, np.argsort(order) - first, end - first)
 
-    def strata(self) -> Tensor:
-        """The stratum of each example, int64 (N,)."""
-        if self.labels.ndim == 1:
-            return self.labels
-        if self.targets != LABELS:
-            return torch.zeros(len(self.labels), dtype=torch.int64)
-        has = self.labels > 0
-        rarest = torch.where(has, has.sum(0), len(has) + 1).argmin(1)
-        return torch.where(has.any(1), rarest, has.shape[1])
+    def strata(self) -> NDArray[np.int64]:
+        """The stratum of each example, (N,)."""
+        example, label = self._labels()
+        counts = np.bincount(label)
+        rarest = _first_of(example, counts[label])
+        strata = np.full(len(self.labels), len(counts))  # of those without a label
+        strata[example[rarest]] = label[rarest]
+        return strata
 
     def _check(
         self, key: str, value: float, units: Units, sides: Callable[[float], Sides], others: Iterable[float]
@@ -150,40 +147,44 @@ class Examples:
 
         A share may leave the only unit of a class or label to the training split, on side 0.
         """
-        example, owner = self._owners()
+        example, owner = self._labels()
 
-        def missing(value: float) -> tuple[int, int, int] | None:
-            """A class or label, the number of its units, and a side that has none of them."""
+        def missing(value: float) -> Iterator[tuple[int, int, int]]:
+            """Each class or label, the number of its units, and a side that has none of them."""
             side, number = sides(value)
             shape = int(owner.max(initial=0)) + 1, number
             counts = np.bincount(owner * number + side[example], minlength=math.prod(shape)).reshape(shape)
             for label, at in np.argwhere((counts == 0) & counts.any(1, keepdims=True)).tolist():
                 own = len(np.unique(units.of[example[owner == label]]))
                 if key == "folds" or at == 0 or own > 1:
-                    return label, own, at
-            return None
+                    yield label, own, at
 
-        if (first := missing(value)) is None:
-            return
-        label, own, at = first
-        kind = "label" if self.targets == LABELS else "class" if self.labels.ndim == 1 else ""
-        name = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
-        part = key.removesuffix("_share") if at else "train"
-        where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
-        remedies = [f"use dataset.{key}={other:g}" for other in others if missing(other) is None][:1]
-        remedies += [f"leave out the {kind}"] * bool(kind)
-        raise InputError(
-            f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
-            f"{where} would have none; {', or '.join(remedies)}"
-        )
+        for label, own, at in missing(value):
+            kind = "label" if self.targets == LABELS else "class" if self.labels.ndim == 1 else ""
+            name = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
+            part = key.removesuffix("_share") if at else "train"
+            where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
+            remedies = [f"use dataset.{key}={other:g}" for other in others if not any(missing(other))][:1]
+            remedies += [f"leave out the {kind}"] * bool(kind)
+            raise InputError(
+                f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
+                f"{where} would have none; {', or '.join(remedies)}"
+            )
 
-    def _owners(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Each class or label of each example, as the example and the class; values count as one class."""
+    def _labels(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The example and the number of each class or label that an example has; all values are one class."""
         labels = self.labels.numpy()
-        if labels.ndim == 2 and self.targets == LABELS:
+        if labels.ndim == 2:
+            labels = labels if self.targets == LABELS else np.ones((len(labels), 1))
             example, label = np.nonzero(labels)
             return example, label
-        return np.arange(len(labels)), labels if labels.ndim == 1 else np.zeros(len(labels), np.int64)
+        return np.arange(len(labels)), labels
+
+
+def _first_of(units: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The position of the first of each unit by `order`, the units in their order."""
+    positions = np.lexsort((order, units))
+    return positions[np.unique(units[positions], return_index=True)[1]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -181,13 +181,7 @@ def check_labels(labels: Tensor, classes: int, where: str, targets: str = CLASSE
 
 
 def class_notes(names: Sequence[str], splits: Mapping[str, Tensor], targets: str = CLASSES) -> list[str]:
-    """Sentences about classes or labels without images and values that never change.
-
-    Args:
-        names: those of the classes, labels or values.
-        splits: the labels of "train", "val" and any "test".
-        targets: one of `model_card.TARGETS`.
-    """
+    """Sentences about classes or labels without images and values that never change, by the labels of each split."""
     if targets == VALUES:
         values_of = zip(names, splits["train"].T, strict=True)
         same = [name for name, values in values_of if len(values.unique()) == 1]
