@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from helpers import records, resolved, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
+from lockstep.data.datasets import packed
 from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
+from lockstep.job.create import check_plan
+from lockstep.job.validate import check_job
+from lockstep.training.resolved_job import ResolvedJob
 
 LABELS = [["cat", "dog"], ["dog"], [], ["bird"], ["cat"], ["bird", "cat"], ["dog"], ["cat"]]
 VALUES = [[1.5, -2.0], [0.0, 3.25], [1e-3, 7.0], [2.0, 0.0], [-1.0, 1.0], [4.0, 4.0], [0.5, 0.5], [9.0, -9.0]]
@@ -119,6 +124,99 @@ def test_the_targets_of_a_data_set_are_those_of_the_task(tmp_path: Path) -> None
     assert kinds == {"multiclass": "classes", "multilabel": "labels", "regression": "values"}
     with pytest.raises(InputError, match=r"the targets of dataset=digits are classes, .* of csv, fake, hf"):
         resolved("task=regression")
+
+
+NO_NUMBERS = "expected a finite number; correct it"
+ONE_CLASS = "has one class; use task=multilabel or task=regression, or dataset.label_column=NAME"
+NO_CLASS = "numbered classes are whole numbers from 0"
+OTHERS = ", or dataset=NAME with one of csv, fake, hf, webdataset"
+# For each column or data set: what each task says of it; None: it fits.
+FITTING: dict[str, tuple[str | None, str | None, str | None]] = {
+    "label_column=name": (None, None, NO_NUMBERS),
+    "label_column=names": (
+        "has nothing in the column 'names'; correct it",
+        None,
+        "has nothing in the column 'names'",
+    ),
+    "label_column=number": (NO_CLASS, NO_CLASS, None),
+    "label_column=nan": (NO_CLASS, NO_CLASS, NO_NUMBERS),
+    "label_column=hole": ("has nothing in the column 'hole'", None, "has nothing in the column 'hole'; correct it"),
+    "label_columns=[x,y]": (ONE_CLASS, None, None),
+    "label_columns=[x,hole]": (*("has nothing in the column 'hole'; correct it",) * 3,),
+    "label_columns=[x,number]": (ONE_CLASS, "expected 0 or 1 (also true or false) for each label; correct it", None),
+    "label_columns=[x,nan]": (ONE_CLASS, "expected 0 or 1 (also true", NO_NUMBERS),
+    "label_columns=[zero,zero]": (ONE_CLASS, "no image to train on has a label, so there is nothing to learn", None),
+    "label_column=other": (*("name one with dataset.label_column=NAME",) * 3,),
+    "label_columns=[x,other]": (*("name one with dataset.label_columns=[NAME]",) * 3,),
+    "dataset=digits": (None, f"use task=multiclass{OTHERS}", f"use task=multiclass{OTHERS}"),
+    "dataset=packed": (f"use task=multilabel{OTHERS}", None, f"use task=multilabel{OTHERS}"),
+    "dataset=fake dataset.targets=values": (f"use task=regression{OTHERS}", f"use task=regression{OTHERS}", None),
+}
+
+
+def check_whole(job: ResolvedJob) -> None:
+    check_job(job)
+    check_plan(job)
+
+
+@pytest.fixture(scope="module")
+def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A table with a column of each kind, and a packed set of labels."""
+    folder = tmp_path_factory.mktemp("columns")
+    cells = [
+        f"{'ab'[n % 2]},{('a', '', 'b;c', 'a;c')[n % 4]},{n / 7:.3f},{'nan' if n == 4 else n / 2},"
+        f"{'' if n == 3 else n % 2},{n % 2},{n % 3 == 0:d},0"
+        for n in range(8)
+    ]
+    path = table(folder, "name,names,number,nan,hole,x,y,zero", cells)
+    source = CSV(path=path, label_columns=["x", "y"], targets="labels", decode_size=8)
+    packed.pack(source, folder / "packed", threads=1, advanced=lambda number: None)
+    return folder
+
+
+@pytest.mark.parametrize("task", ["multiclass", "multilabel", "regression"])
+@pytest.mark.parametrize("words", FITTING)
+def test_targets_that_do_not_fit_the_task_are_one_sentence(words: str, task: str, columns: Path) -> None:
+    sentence = dict(zip(("multiclass", "multilabel", "regression"), FITTING[words], strict=True))[task]
+    chosen = words.split() if words.startswith("dataset=") else ["dataset=csv", f"dataset.{words}"]
+    path = {"dataset=csv": columns / "all.csv", "dataset=packed": columns / "packed"}.get(chosen[0])
+    job = (*chosen, f"task={task}", "batch=2", "epochs=3", *([f"dataset.path={path}"] if path else []))
+    with pytest.raises(InputError) if sentence else nullcontext() as caught:
+        check_whole(resolved(*job))
+    assert caught is None or str(sentence) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ("train.patience=2", None),
+        ("train.patience=3", "train.patience is 3, but the run has 3 evaluations (one every 5 of 15 steps)"),
+        ("train.patience=3ep", "train.patience is 3ep, but the run has 3 evaluations"),
+        ("schedule=plateau schedule.patience=0", None),
+        (
+            "schedule=plateau schedule.patience=1",
+            "schedule.patience is 1, but 2 evaluations (one every 5 steps) can lower the rate, expected 3 or more: "
+            "one to compare with, and one more than the patience; use schedule.patience=0, or a smaller train.eval",
+        ),
+        ("schedule=plateau schedule.patience=0 schedule.warmup=1ep", "1 evaluation (one every 5 steps) can lower"),
+        ("schedule=plateau schedule.patience=1 train.eval_every=3", None),
+        ("schedule=plateau", "expected 12 or more: one to compare with"),
+        (
+            "schedule=chain schedule.parts=[constant:5,plateau:9:patience:0,linear]",
+            "1 evaluation (one every 5 steps)",
+        ),
+        ("schedule=chain schedule.parts=[constant:4,plateau:11:patience:0,linear]", None),
+        ("monitor=recall", "which an evaluation of this job does not log, expected one of loss, top1, top5; add a"),
+        ("train.min_delta=0.1", "add train.patience=5, or leave out train.min_delta"),
+    ],
+)
+def test_a_patience_that_no_run_can_lose_and_an_unknown_monitor_are_one_sentence(
+    words: str, sentence: str | None
+) -> None:
+    job = resolved("dataset=fake", "dataset.examples=40", "dataset.size=8", "batch=8", "epochs=3", *words.split())
+    with pytest.raises(InputError) if sentence else nullcontext() as caught:
+        check_whole(job)
+    assert caught is None or str(sentence) in str(caught.value)
 
 
 def saved(folder: Path, **columns: Any) -> str:

@@ -21,7 +21,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
-from lockstep.core.model_card import CLASSES
+from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
 from lockstep.core.run_dir import RunDir
@@ -124,6 +124,11 @@ def check_plan(job: ResolvedJob) -> Plan:
     if job.task.targets == CLASSES and job.dataset.classes < 2:
         named = "".join(f", {name}," for name in job.dataset.class_names)
         raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
+    if job.task.targets == LABELS and not job.dataset.train().labels.any():
+        raise InputError(
+            "dataset: no image to train on has a label, so there is nothing to learn; correct the labels, or use "
+            "another task"
+        )
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
     check_schedule(job.schedule, plan)
@@ -133,7 +138,7 @@ def check_plan(job: ResolvedJob) -> Plan:
 
 
 def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Refuse a schedule of an extension whose `factor` takes other arguments, or refuses a duration of its own."""
+    """Refuse a schedule that has no effect in this plan, or of an extension whose `factor` takes other arguments."""
     signature = inspect.signature(schedule.factor)
     try:
         signature.bind(1, plan, ())
@@ -144,6 +149,8 @@ def check_schedule(schedule: Schedule, plan: Plan) -> None:
         ) from error
     for step in (1, plan.total_steps):
         schedule.factor(step, plan, ())
+    if (check := getattr(schedule, "check", None)) is not None:
+        check(plan)
 
 
 def fetch_data(resume: Resume, dataset: Source) -> None:

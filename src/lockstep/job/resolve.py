@@ -8,7 +8,7 @@ import torch
 from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.weights import find_card, weights_file
 from lockstep.config import components
-from lockstep.config.options import options_with
+from lockstep.config.options import declared, options_with
 from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
@@ -97,8 +97,11 @@ def with_targets(dataset: Source, targets: str) -> Source:
     if own != targets:
         name = type(dataset).__name__.lower()
         with_any = ", ".join(options_with("dataset", "targets"))
+        fitting = next(
+            (name for name, cls in declared("task").items() if getattr(cls, "targets", None) == own), "NAME"
+        )
         raise InputError(
-            f"the targets of dataset={name} are {own}, and those of this task {targets}; use another task, or "
+            f"the targets of dataset={name} are {own}, and those of this task {targets}; use task={fitting}, or "
             f"dataset=NAME with one of {with_any}"
         )
     return dataset

@@ -139,6 +139,19 @@ class Plateau(Constant):
                 "difference use schedule.threshold_mode=abs"
             )
 
+    def check(self, plan: Plan, begin: int = 0) -> None:
+        """Raise InputError if the steps of `plan`, behind step `begin`, are over before the patience."""
+        warmup, every = plan.in_steps("schedule.warmup", self.warmup), plan.eval_every
+        last = begin + plan.total_steps - 1  # an evaluation of the very last step lowers no rate
+        number = max(0, last // every - (begin + warmup) // every)
+        if number < self.patience + 2:
+            fitting = f"schedule.patience={number - 2}" if number > 1 else "more epochs"
+            raise InputError(
+                f"schedule.patience is {self.patience}, but {number} evaluation{'s' * (number != 1)} (one every "
+                f"{every:,} steps) can lower the rate, expected {self.patience + 2} or more: one to compare with, "
+                f"and one more than the patience; use {fitting}, or a smaller train.eval_every"
+            )
+
     def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
         warmup = plan.in_steps("schedule.warmup", self.warmup)
         factor, best, bad, cooling = 1.0, -math.inf, 0, 0
@@ -175,6 +188,11 @@ class Chain(Constant):
                 f"schedule.parts is {shown(self.parts)}, expected a length for each part but the last, which takes "
                 "the rest of the run: schedule.parts=[linear:10%,constant:60%,cosine]"
             )
+
+    def check(self, plan: Plan) -> None:
+        for begin, schedule, part in layout(tuple(self.parts), plan):
+            if isinstance(schedule, Plateau):
+                schedule.check(part, begin)
 
     def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
         laid_out = layout(tuple(self.parts), plan)

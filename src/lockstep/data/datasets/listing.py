@@ -140,8 +140,8 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
     if wrong is not None:
         raise InputError(
             f"dataset: {place(labels.index(wrong))} has the label {shown(wrong)}, but numbered classes are whole "
-            f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, leave the example out, or write "
-            "names: class_2"
+            f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, leave the example out, "
+            "write names (class_2), or use task=regression for numbers"
         )
     return classes
 
@@ -173,7 +173,8 @@ def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str
         split = {"split_column": "val", "val_split": "val", "test_split": "test"}.get(key, "")
         share = f", or hold out a share of each class with dataset.{split}_share=0.1"
         raise InputError(
-            f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}=NAME"
+            f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}="
+            f"{'[NAME]' if key == 'label_columns' else 'NAME'}"
             f"{share * bool(split)}"
         )
     return options[name]
