@@ -24,7 +24,7 @@ import timm
 import torch
 from torch import nn
 
-from lockstep.data.loading.shards import Shard
+from lockstep.core.data_protocols import Shard
 from lockstep.models import DigitNet
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.numbers import forward_keys

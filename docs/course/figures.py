@@ -21,8 +21,8 @@ from torch.utils.data import DistributedSampler
 from torchvision.models import resnet18
 
 import pitfall_memory_on_device_0 as device_0
+from lockstep.core.plan import share
 from lockstep.core.rng import permutation
-from lockstep.data.loading.sampler import share
 from lockstep.strategy.zero import assign
 from ranks import examples, on_ranks
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from helpers import NARROW, Case, launch, records, run_dir, run_until, train_here
 from lockstep.checkpoint.reading import latest_valid
 from lockstep.core import log
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.run_dir import RunDir
-from lockstep.data.loading.shards import Shard
 from lockstep.job import worker
 from lockstep.precision import BF16
 from lockstep.telemetry import straggler

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import InputError
-from lockstep.core.plan import Plan, make_plan
+from lockstep.core.plan import Plan, make_plan, share
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import share
 from lockstep.strategy import DDP, FSDP, AllReduce, DataParallel, Pipeline, Single, Strict, ZeRO
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 from lockstep.training.blank_example import (

@@ -11,12 +11,13 @@ from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.core.data_protocols import Shard
 from lockstep.core.plan import Plan
 from lockstep.core.rng import MIX, permutation, sample_keys, uniform
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Resident, Streaming
-from lockstep.data.loading.shards import IGNORE_INDEX, Loader, Shard
+from lockstep.data.loading.shards import IGNORE_INDEX, Loader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms, Mix, beta, box
 from lockstep.losses import CrossEntropy, MaskedLoss

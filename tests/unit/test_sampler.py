@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.core.plan import Plan
+from lockstep.core.plan import Plan, share
 from lockstep.core.rng import permutation
-from lockstep.data.loading.sampler import ShardIndices, blocks, shard_indices, share
+from lockstep.data.loading.sampler import ShardIndices, blocks, shard_indices
 
 
 @dataclass(frozen=True)

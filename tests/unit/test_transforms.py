@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
+from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
-from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure

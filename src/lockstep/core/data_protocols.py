@@ -1,9 +1,9 @@
-"""The protocols of the data path, from a data set to the images of a step."""
+"""The protocols of the data path, from a data set to the images of a step, and the shard of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
 from lockstep.core.model_card import CLASSES
+from lockstep.core.plan import share
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
@@ -57,28 +58,66 @@ class Split(Protocol):
         """The bytes of an example as stored, by which equal ones are found. Raises OSError or ValueError."""
 
 
-class Stepped(Protocol):
-    """An object that belongs to one step of a run."""
+@dataclass(frozen=True)
+class Shard:
+    """One of the `pieces` that a global batch of `count` examples is cut into, on the device.
+
+    Fields:
+        step, epoch: of the global batch.
+        images: (b, C, H, W), as stored (uint8) or as the model takes them.
+        known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). Under balanced sampling an index also
+            says which time an example comes in its epoch (see `balanced_order`).
+        count: the number of examples in the global batch.
+        number: the number of this piece, from 0.
+        mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
+            false for a piece without examples.
+        labels: those of the piece's own examples.
+    """
+
+    step: int
+    epoch: int
+    images: Tensor
+    known_labels: Tensor
+    indices: Tensor
+    count: int
+    number: int
+    pieces: int
+    mix_partner: bool = False
+    labels: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "labels", self.known_labels[:-1] if self.mix_partner else self.known_labels)
 
     @property
-    def step(self) -> int: ...
+    def _span(self) -> slice:
+        """The positions of the piece's own examples in the global batch."""
+        return share(self.count, self.pieces, self.number)
 
+    def first(self, examples: int) -> Shard:
+        """The first `examples` of the piece's own examples; for all of them, the piece itself."""
+        if examples == self.labels.shape[0]:
+            return self
+        return self._with_rows(slice(examples), mix_partner=False)
 
-class MicroBatch(Stepped, Protocol):
-    """The examples of one forward pass: their labels (b,), and sample indices, the first b of which are theirs."""
+    def _with_rows(self, rows: slice, *, mix_partner: bool) -> Shard:
+        images, labels, indices = self.images[rows], self.known_labels[rows], self.indices[rows]
+        return replace(self, images=images, known_labels=labels, indices=indices, mix_partner=mix_partner)
 
-    @property
-    def epoch(self) -> int: ...
+    def micro_batches(self, parts: int) -> Sequence[tuple[Shard, bool]]:
+        """The shard cut into `parts` pieces, which may be empty: each piece, and whether it is the last one.
 
-    @property
-    def number(self) -> int:
-        """The position of this micro-batch in its global batch, from 0."""
-
-    @property
-    def labels(self) -> Tensor: ...
-
-    @property
-    def indices(self) -> Tensor: ...
+        The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
+        """
+        if parts == 1:
+            return ((self, True),)
+        pieces = []
+        for part in range(parts):
+            piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
+            start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
+            mix_partner = self.mix_partner and start < stop
+            rows = slice(start, stop + mix_partner)
+            pieces.append((piece._with_rows(rows, mix_partner=mix_partner), part == parts - 1))
+        return pieces
 
 
 class Source(Component, Protocol):

@@ -13,7 +13,7 @@ from lockstep.core.run import Run
 if TYPE_CHECKING:  # importing the package must be fast
     from torch import Tensor, nn
 
-    from lockstep.core.data_protocols import MicroBatch
+    from lockstep.core.data_protocols import Shard
     from lockstep.core.figures import Predictions
     from lockstep.core.plan import Plan
     from lockstep.core.run_dir import RunDir
@@ -76,7 +76,7 @@ class Observer:
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a log point or of an evaluation, by tag. A figure without a value is NaN."""
 
-    def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
+    def first_batch(self, micro: Shard, images: Tensor) -> None:
         """Take the images (b, C, H, W) of a micro-batch of the first step, as the model gets them."""
 
     def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:

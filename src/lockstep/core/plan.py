@@ -33,6 +33,11 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
     return int(amount)
 
 
+def share(n: int, parts: int, part: int) -> slice:
+    """The contiguous share of `part` when `n` items are cut into `parts`; sizes differ by one at most."""
+    return slice(part * n // parts, (part + 1) * n // parts)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The run in steps, counted from 1.

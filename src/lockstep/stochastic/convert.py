@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.data_protocols import Shard
 from lockstep.core.model import model_mode
 from lockstep.core.rng import generator_seed, reseed
 from lockstep.stochastic.functions import KeyedFunctions, drop_block
@@ -54,18 +54,18 @@ class ForwardDraws:
     keys: ForwardKeys = field(default_factory=ForwardKeys)
     unknown: tuple[str, ...] = ()
 
-    def of(self, micro: MicroBatch) -> Tensor | None:
+    def of(self, micro: Shard) -> Tensor | None:
         """The keys of a micro-batch's forward pass, int64 (b, 2); None for a model that draws nothing."""
         if self.unknown:  # so that their draws are at least the same after a resume
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
         return forward_keys(self.seed, micro) if self.keys.draws else None
 
-    def inputs(self, images: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
+    def inputs(self, images: Tensor, micro: Shard) -> tuple[Tensor, ...]:
         """The inputs of a forward pass: the images, and the keys of a micro-batch if the model draws by them."""
         keys = self.of(micro)
         return (images,) if keys is None else (images, keys)
 
-    def set_keys(self, micro: MicroBatch) -> None:
+    def set_keys(self, micro: Shard) -> None:
         """Set the keys of a micro-batch for the next forward pass of a model that is called without keys."""
         if (keys := self.of(micro)) is not None:
             self.keys.set(keys)

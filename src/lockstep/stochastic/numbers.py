@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.data_protocols import Shard
 from lockstep.core.rng import FORWARD, FORWARD_BATCH, draw, key, sample_keys
 
 # The multipliers of lowbias32, as the int32 with the same bits.
@@ -74,7 +74,7 @@ def normal(bits: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.erfinv(centred) * math.sqrt(2)).to(dtype)
 
 
-def forward_keys(seed: int, micro: MicroBatch) -> Tensor:
+def forward_keys(seed: int, micro: Shard) -> Tensor:
     """The keys of a forward pass, int64 (b, 2): the key of each example in this epoch, and the key of the step."""
     examples = sample_keys(seed, micro.epoch, micro.indices[: len(micro.labels)], FORWARD)
     return torch.stack([examples, torch.full_like(examples, key(seed, FORWARD_BATCH, micro.step))], dim=1)

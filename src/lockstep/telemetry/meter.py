@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import MicroBatch, Stepped
+from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import check_declared
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
@@ -25,7 +25,6 @@ from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import EpochState, Span, Tally, Window, WindowState, copied
 
 G = TypeVar("G")
-S = TypeVar("S", bound=Stepped)
 
 # Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
@@ -135,7 +134,7 @@ class Telemetry:
     def _span(self, first: int, **fields: Any) -> Span:
         return Span(first=first, has_hits=self.hits is not None, **fields)
 
-    def watch(self, groups: Iterable[G], prepare: Callable[[Iterator[G]], Iterator[S]]) -> Iterator[S]:
+    def watch(self, groups: Iterable[G], prepare: Callable[[Iterator[G]], Iterator[Shard]]) -> Iterator[Shard]:
         """Pass on the shards that `prepare` makes of a loader's groups of batches, and time the arrival of each."""
         self.clock.start()
         requested = self.stragglers.start()
@@ -150,7 +149,7 @@ class Telemetry:
             requested = self.stragglers.next_step()
             self.display.advance(shard.step)
 
-    def record(self, loss: Tensor, logits: Tensor, micro: MicroBatch, images: Tensor) -> None:
+    def record(self, loss: Tensor, logits: Tensor, micro: Shard, images: Tensor) -> None:
         """Record the summed loss (a scalar) and the hits of one micro-batch, without a device sync."""
         if self.times.timing:
             self.times.forward_done()

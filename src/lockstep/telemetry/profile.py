@@ -6,24 +6,21 @@ MFU is computed from the first two. The profile is a trace for Chrome's viewer, 
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity
 
 from lockstep.core import log
-from lockstep.core.data_protocols import Stepped
+from lockstep.core.data_protocols import Shard
 from lockstep.core.model import forward_on_meta
 from lockstep.core.safe_write import make_folder, storing, write_atomic
-
-S = TypeVar("S", bound=Stepped)
 
 AFTER, STEPS = 50, 3  # the profile begins after so many steps, when the first ones' warm-up is over
 OPERATORS = 30  # rows of the table
 
 
-def profiled(shards: Iterator[S], folder: Path, total: int, *, on_gpu: bool) -> Iterator[S]:
+def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool) -> Iterator[Shard]:
     """Pass shards on, and profile `STEPS` of this process's `total` steps; of few ones, those in the middle.
 
     Writes `trace.json.gz` and `operators.txt` to `folder`.

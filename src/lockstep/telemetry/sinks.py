@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import Predictions, finite, parsed_figures, place_of
 from lockstep.core.monitor import METRIC, TAGS, TOP1
 from lockstep.core.observer import Observer, Outcome
@@ -160,7 +160,7 @@ class Samples(JsonLines):
     Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch.
     """
 
-    def record(self, micro: MicroBatch, images: Tensor) -> None:
+    def record(self, micro: Shard, images: Tensor) -> None:
         for index, digest in zip(micro.indices.tolist(), fingerprints(images).tolist(), strict=False):
             self.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
 
@@ -168,7 +168,7 @@ class Samples(JsonLines):
 class NullSamples(Samples):
     def __init__(self) -> None: ...
 
-    def record(self, micro: MicroBatch, images: Tensor) -> None: ...
+    def record(self, micro: Shard, images: Tensor) -> None: ...
 
     def close(self) -> None: ...
 

@@ -15,7 +15,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from lockstep.core import log
-from lockstep.core.data_protocols import MicroBatch
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, masked
 from lockstep.core.figures import BINS, Predictions, finite, place_of
 from lockstep.core.monitor import METRIC, TAGS, TOP1
@@ -153,7 +153,7 @@ class TensorBoard(Observer):
 
     write_gpu = write
 
-    def first_batch(self, micro: MicroBatch, images: Tensor) -> None:
+    def first_batch(self, micro: Shard, images: Tensor) -> None:
         pixels, self.pixels = self.pixels, None  # of several micro-batches the first one is shown
         if pixels is not None and len(images) and not self.failed:
             shown = (pixels(images[:TRAINING_IMAGES].float().cpu()) * 255).round().clamp(0, 255).byte().numpy()

@@ -17,11 +17,11 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.native_threads import is_own_process
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Shard
 from lockstep.runtime.host import GB, available_memory
 from lockstep.strategy import Single
 from lockstep.training.evaluate import evaluate

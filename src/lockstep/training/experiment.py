@@ -11,13 +11,14 @@ from torch import Tensor
 
 from lockstep.checkpoint.reading import LoadedCheckpoint
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Loader, Shard
+from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import probabilities_of
 from lockstep.runtime.signals import StopRequest

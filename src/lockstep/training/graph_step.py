@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError
-from lockstep.data.loading.shards import Shard
 from lockstep.training.dry_run import is_out_of_memory
 from lockstep.training.train_state import TrainState
 from lockstep.training.train_step import TrainStep

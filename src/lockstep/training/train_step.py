@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Task
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Shard
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
 from lockstep.optim.optimizers import clip_gradients, gradient_norm, set_learning_rate

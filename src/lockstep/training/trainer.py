@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.monitor import Monitor, tagged
-from lockstep.data.loading.shards import Loader, Shard
+from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.scores import EvaluationObserver, Scores

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lockstep.core.data_protocols import Broken, ReadResult, Split
 from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.plan import share
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import share
 
 LIGHT_S = 40e-6  # reading an image in less time is mostly Python code: a second thread only costs time
 # A worker's speed is measured on at most this many images, in chunks of this size, for at most this many seconds.

@@ -8,13 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.core.plan import Plan
+from lockstep.core.plan import Plan, share
 from lockstep.core.rng import BALANCED, ORDER, draw, key, permutation
-
-
-def share(n: int, parts: int, part: int) -> slice:
-    """The contiguous share of `part` when `n` items are cut into `parts`; sizes differ by one at most."""
-    return slice(part * n // parts, (part + 1) * n // parts)
 
 
 @dataclass(frozen=True)

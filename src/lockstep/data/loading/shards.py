@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,76 +15,14 @@ import torch
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest
+from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest, Shard
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices, share
+from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices
 
 # The label of a broken image: cross_entropy ignores it by default, and no prediction equals it. Of floats it is NaN.
 IGNORE_INDEX = -100
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One of the `pieces` that a global batch of `count` examples is cut into, on the device.
-
-    Fields:
-        step, epoch: of the global batch.
-        images: (b, C, H, W), as stored (uint8) or as the model takes them.
-        known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). Under balanced sampling an index also
-            says which time an example comes in its epoch (see `balanced_order`).
-        count: the number of examples in the global batch.
-        number: the number of this piece, from 0.
-        mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
-            false for a piece without examples.
-        labels: those of the piece's own examples.
-    """
-
-    step: int
-    epoch: int
-    images: Tensor
-    known_labels: Tensor
-    indices: Tensor
-    count: int
-    number: int
-    pieces: int
-    mix_partner: bool = False
-    labels: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", self.known_labels[:-1] if self.mix_partner else self.known_labels)
-
-    @property
-    def _span(self) -> slice:
-        """The positions of the piece's own examples in the global batch."""
-        return share(self.count, self.pieces, self.number)
-
-    def first(self, examples: int) -> Shard:
-        """The first `examples` of the piece's own examples; for all of them, the piece itself."""
-        if examples == self.labels.shape[0]:
-            return self
-        return self._with_rows(slice(examples), mix_partner=False)
-
-    def _with_rows(self, rows: slice, *, mix_partner: bool) -> Shard:
-        images, labels, indices = self.images[rows], self.known_labels[rows], self.indices[rows]
-        return replace(self, images=images, known_labels=labels, indices=indices, mix_partner=mix_partner)
-
-    def micro_batches(self, parts: int) -> Sequence[tuple[Shard, bool]]:
-        """The shard cut into `parts` pieces, which may be empty: each piece, and whether it is the last one.
-
-        The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
-        """
-        if parts == 1:
-            return ((self, True),)
-        pieces = []
-        for part in range(parts):
-            piece = replace(self, number=self.number * parts + part, pieces=self.pieces * parts)
-            start, stop = piece._span.start - self._span.start, piece._span.stop - self._span.start
-            mix_partner = self.mix_partner and start < stop
-            rows = slice(start, stop + mix_partner)
-            pieces.append((piece._with_rows(rows, mix_partner=mix_partner), part == parts - 1))
-        return pieces
 
 
 @dataclass(frozen=True)

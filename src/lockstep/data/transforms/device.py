@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.core.data_protocols import Augment, Source
+from lockstep.core.data_protocols import Augment, Shard, Source
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets.files import crops_files
-from lockstep.data.loading.shards import BatchGroup, Shard
+from lockstep.data.loading.shards import BatchGroup
 from lockstep.data.transforms.augment import RandomResizedCrop
 
 CELLS = 4096  # intervals of the table of quantiles
