@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -33,13 +34,17 @@ from torch import Tensor
 
 from forks import Fork, Forks
 from lockstep.cli.processes import Command, running
-from lockstep.config import components, composition
+from lockstep.config import components, composition, messages
+from lockstep.config.composition import Invocation
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
-from lockstep.core.errors import Stopped
+from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
+from lockstep.job.create import create_run
+from lockstep.job.resume import decide_resume
+from lockstep.job.run_folder import job_lock
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -105,6 +110,26 @@ def run_dir(path: Path, *overrides: str) -> RunDir:
     (run.hydra / "config.yaml").write_text(components.dump(job))
     run.overrides.write_text(components.dump(words))
     return run
+
+
+def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, ResolvedJob]:
+    """The run folder that `python train.py OVERRIDES` would make, and the job that it would launch."""
+    values = composed(*overrides)
+    with initialize_config_dir(str(ROOT / "conf")):
+        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
+        with job_lock(called) as lock:
+            preparation, job = create_run(decide_resume(values, called), called, lock)
+    return preparation.run_dir, job
+
+
+def refusal(output_root: Path, *overrides: str) -> str:
+    """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
+        created(f"output_root={output_root}", *overrides)
+    error = messages.translate(raised.value) or messages.translate_before_job(raised.value)
+    assert isinstance(error, InputError), repr(raised.value)
+    assert not output_root.exists()
+    return str(error)
 
 
 def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in: int | None = None) -> RunDir:
@@ -292,6 +317,11 @@ def records(run: RunDir | Path) -> list[dict[str, Any]]:
     """The lines of a run's `metrics.jsonl`."""
     path = run.metrics if isinstance(run, RunDir) else run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def losses(run: RunDir | Path) -> list[float]:

@@ -16,7 +16,7 @@ JOBS = {
     "photos with a batch": ("dataset=folder", "dataset.path=photos", "dataset.input_size=8", "batch=32", *SMALL),
     "photos from files": (
         *("dataset=folder", "dataset.path=photos", "dataset.input_size=32", "batch=8"),
-        *("loader=streaming", "loader.workers=0", "model=resnet34", "model.stem=cifar", *SMALL[1:]),
+        *("loader=streaming", "loader.workers=0", "model=basicnet", *SMALL[1:]),
     ),
     "in memory": (*FAKE, "dataset.examples=1000", "batch=16", "model=basicnet", *SMALL[1:]),
 }

@@ -14,7 +14,7 @@ import torch
 import yaml
 from torchvision.io import write_jpeg
 
-from helpers import Done, as_ranks, command, train
+from helpers import Done, as_ranks, command, train, tree
 from lockstep.config.commands import override
 
 PICTURES = ("dataset=folder", "dataset.decode_size=8", "batch=4", "steps=3", "name=pictures", "device=cpu")
@@ -27,11 +27,6 @@ def sentence(done: Done) -> str:
     assert len(lines) == 1, done.err
     assert lines[0].startswith("lockstep: ")
     return lines[0].removeprefix("lockstep: ")
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(

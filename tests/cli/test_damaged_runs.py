@@ -12,15 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from helpers import forked, losses, train, train_here
+from helpers import forked, losses, train, train_here, tree
 from lockstep.checkpoint.files import find_corruption
 from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")

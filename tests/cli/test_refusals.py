@@ -15,45 +15,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hydra import initialize_config_dir
 from torchvision.io import write_jpeg
 
-from helpers import ROOT, built, composed, train, train_here
+from helpers import built, created, refusal, train, train_here, tree
 from lockstep.config import commands, components, messages
-from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.job.create import create_run
-from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import job_lock
 from lockstep.job.validate import check_data_memory
-from lockstep.training.resolved_job import ResolvedJob, load_job
-
-
-def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, ResolvedJob]:
-    """The run folder that `python train.py OVERRIDES` would make, and the job that it would launch."""
-    values = composed(*overrides)
-    with initialize_config_dir(str(ROOT / "conf")):
-        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
-        with job_lock(called) as lock:
-            preparation, job = create_run(decide_resume(values, called), called, lock)
-    return preparation.run_dir, job
+from lockstep.training.resolved_job import load_job
 
 
 def prepared(*overrides: str, folder: Path | None = None) -> RunDir:
     """The run folder that `python train.py OVERRIDES` would make."""
     return created(*overrides, folder=folder)[0]
-
-
-def refusal(output_root: Path, *overrides: str) -> str:
-    """The sentence that `python train.py OVERRIDES` ends with; nothing is made."""
-    with pytest.raises(Exception) as raised:  # noqa: PT011, Hydra's errors have no base of their own
-        prepared(f"output_root={output_root}", *overrides)
-    error = messages.translate(raised.value) or messages.translate_before_job(raised.value)
-    assert isinstance(error, InputError), repr(raised.value)
-    assert not output_root.exists()
-    return str(error)
 
 
 def table(text: str) -> list[tuple[str, str]]:
@@ -519,7 +494,7 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.
     assert message == "device=cuda, but torch finds no CUDA GPU on this machine; use device=cpu or device=auto"
 
 
-@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a" * 300, "ä" * 300, "..", "a b"])
+@pytest.mark.parametrize("name", ["../../x", "/etc/x", "a" * 300, "ä" * 300, "..", "-rf"])
 def test_no_name_leaves_the_output_root(tmp_path: Path, name: str) -> None:
     run = prepared(f"output_root={tmp_path / 'runs'}", f"name='{name}'")
     assert run.path.parent == tmp_path / "runs"
@@ -544,11 +519,6 @@ def test_an_output_root_under_a_file_is_refused(tmp_path: Path) -> None:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps that is done."""
     return train_here(tmp_path_factory.mktemp("runs") / "done", "steps=3", "name=test").path
-
-
-def tree(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder with its content."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -617,13 +587,6 @@ def test_other_pictures_are_told_and_the_same_ones_elsewhere_are_not(
     assert "is a checkpoint of another run (" in message
     assert sentence in message
     assert tree(run) == before
-
-
-def test_a_checkpoint_that_is_not_whole_is_refused(finished: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "step-00000003"
-    shutil.copytree(finished / "checkpoints" / "step-00000003", damaged)
-    (damaged / "facts.json").write_text("{")
-    assert "is damaged (facts.json" in refusal(tmp_path / "runs", f"resume={damaged}", "steps=6")
 
 
 @pytest.mark.parametrize(

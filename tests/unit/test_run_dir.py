@@ -53,6 +53,7 @@ def test_no_text_leaves_its_folder_hides_or_grows_too_long(text: str) -> None:
     name = slug(text)
     assert Path("root", name).parent == Path("root")
     assert Path("root", name).resolve().parent == Path("root").resolve()
+    assert name.isprintable()
     assert not name.startswith(".")
     assert 0 < len(name.encode()) <= NAME_LIMIT
 
