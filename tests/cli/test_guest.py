@@ -6,6 +6,7 @@ notice that Lockstep is installed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, command, forked
 from lockstep.sweep.ledger import Ledger
 
 pytestmark = pytest.mark.slow
@@ -42,7 +43,8 @@ main()
 CALLS = """
 import sys
 sys.path.insert(0, TESTS)
-import os, tempfile, torch
+import gc, os, tempfile, torch
+gc.unfreeze()  # in a fork, whose imports are frozen
 os.environ["TMPDIR"] = tempfile.tempdir = TMP
 import lockstep
 import photograph
@@ -143,27 +145,30 @@ def script(folder: Path, body: str) -> str:
 @pytest.mark.parametrize("body", [FRESH, IN_MAIN, IN_CONTEXT], ids=["fresh", "in hydra.main", "in a context"])
 def test_a_call_leaves_the_process_as_it_was(app: Path, body: str) -> None:
     (app / "script.py").write_text(script(app, body))
-    environment = {**os.environ, "HYDRA_FULL_ERROR": "1"}
-    done = subprocess.run(
-        [sys.executable, str(app / "script.py")],
-        cwd=app,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == {}
+    run = functools.partial(command, sys.executable) if body is FRESH else forked
+    done = run(str(app / "script.py"), cwd=app, HYDRA_FULL_ERROR="1")
+    assert done.code == 0, done.out + done.err
+    assert json.loads(done.out.splitlines()[-1]) == {}
 
 
-# Runs an app with or without Lockstep on the import path: an editable install puts its source there.
+# Runs an app in forks, each with a line of words, with or without Lockstep on the import path: an editable install
+# puts its source there.
 RUN = """
-import runpy, sys
-source, installed, *sys.argv = sys.argv[1:]
+import json, os, runpy, sys
+source, installed, lines = sys.argv[1:]
 if installed != "True":
     sys.path[:] = [path for path in sys.path if path != source]
     sys.modules["lockstep"] = None
-runpy.run_path(sys.argv[0], run_name="__main__")
+sys.path.insert(0, os.getcwd())
+for words in json.loads(lines):
+    if os.fork():
+        print("\\nends with", os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+        continue
+    if "-sc" in words:
+        os.environ["COMP_LINE"] = f"python app.py {words.pop(0)}"
+    sys.argv = ["app.py", *words]
+    runpy.run_path("app.py", run_name="__main__")
+    sys.exit()
 """
 COMMANDS = [
     [],
@@ -178,20 +183,16 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_another_app_says_the_same_without_lockstep(app: Path, words: list[str]) -> None:
+def test_another_app_says_the_same_without_lockstep(app: Path) -> None:
     outputs = []
     for installed in (True, False):
-        line = f"python app.py {words[0]}" if "-sc" in words else ""
-        command = [sys.executable, "-c", RUN, str(ROOT / "src"), str(installed), "app.py"]
-        command += words[1:] if line else words
-        done = subprocess.run(
-            command, cwd=app, env={**os.environ, "COMP_LINE": line}, capture_output=True, text=True, check=False
-        )
-        text = re.sub(r"\d{4}-\d\d-\d\d.\d\d-\d\d-\d\d|\[\d{4}-.*?\]", "TIME", done.stdout + done.stderr)
-        outputs.append((done.returncode, text))
-    assert outputs[0] == outputs[1]
-    assert outputs[0][1] or words in ([], ["model=res", "-sc", "query=bash"])
+        words = ("-c", RUN, str(ROOT / "src"), str(installed), json.dumps(COMMANDS))
+        done = subprocess.run([sys.executable, *words], cwd=app, stdout=-1, stderr=subprocess.STDOUT, text=True)
+        text = re.sub(r"\d{4}-\d\d-\d\d.\d\d-\d\d-\d\d|\[\d{4}-.*?\]", "TIME", done.stdout)
+        outputs.append(re.split(r"\nends with", text)[: len(COMMANDS)])
+    for words, with_it, without in zip(COMMANDS, *outputs, strict=True):
+        assert with_it == without, words
+        assert with_it or words in ([], ["model=res", "-sc", "query=bash"])
 
 
 # An app that can import nothing of Lockstep that trains.
