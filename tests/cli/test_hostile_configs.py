@@ -22,7 +22,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from forks import Forks
-from helpers import ROOT, Done, result, train, train_afresh
+from helpers import ROOT, Done, result, train
 from lockstep.config import composition, hydra_policy, messages, schema
 from lockstep.config.composition import ConfigFiles
 from lockstep.core.errors import InputError
@@ -236,16 +236,17 @@ def test_no_option_of_a_group_is_a_class_from_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["pkg://", "structured://", "pkg://sent.", "PKG://"])
-def test_no_search_path_imports_a_package(tmp_path: Path, scheme: str) -> None:
-    mark = tmp_path / "mark"
+def test_no_search_path_imports_a_package(run: Run, tmp_path: Path, scheme: str) -> None:
+    mark, named = tmp_path / "mark", f"{scheme}sent"
+    found = f"import runpy, sys; sys.path.append({str(tmp_path)!r}); runpy.run_path('train.py', run_name='__main__')"
     (tmp_path / "sent").mkdir()
     (tmp_path / "sent" / "__init__.py").write_text(f"open({str(mark)!r}, 'w')")
-    named = f"{scheme}sent"
     words = primary(tmp_path, {"hydra": {"searchpath": [named]}})
-    assert named in train_afresh(*words, PYTHONPATH=str(tmp_path)).err
-    done = train_afresh(f"hydra.searchpath=[{named}]", "--cfg", "job", PYTHONPATH=str(tmp_path))
-    assert done.code == 2, done.err
+    assert named in run("-c", found, *words).err
+    assert run("-c", found, f"hydra.searchpath=[{named}]", "--cfg", "job").code == 2
     assert not mark.exists()
+    run("-c", f"{found.partition('runpy.')[0]}import sent")
+    assert mark.exists(), "it could be imported"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 from helpers import forked, records, resolved, train, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.run import Run
 from lockstep.job.validate import check_job
 from lockstep.telemetry import loggers
 from lockstep.training.build_observers import Observers
@@ -187,6 +188,7 @@ def test_mlflow_has_every_figure_of_a_stopped_run_once(tmp_path: Path) -> None:
     experiment = client.get_experiment_by_name("lockstep")
     (stored,) = client.search_runs([experiment.experiment_id])
     assert (stored.info.run_name, stored.info.status) == ("run", "FINISHED")
+    assert stored.data.tags["lockstep.run"] == Run(run).id
     assert stored.data.params["model"] == "Linear"
     for tag in ("loss/train", "acc/val_top1"):
         points = [(point.step, point.value) for point in client.get_metric_history(stored.info.run_id, tag)]

@@ -19,34 +19,21 @@ def rows(text: str) -> list[tuple[str, ...]]:
     return [tuple(row.split(" -> ")) for row in text.strip().splitlines()]
 
 
-# What is typed, and what the answer proposes. `train.py` lines get the proposal in the place of the mistake.
+# What is typed, and what the answer proposes in the place of the mistake. `test_other_words.py` has the words of
+# other programs.
 TRAINING = rows("""
 --lr 0.01 -> optimizer.lr=0.01
 --batch-size 32 -> batch=32
---max_epochs 3 -> epochs=3
---model resnet18 -> model=resnet18
---weight-decay 0.05 -> optimizer.weight_decay=0.05
---gradient_clip_val 1.0 -> train.clip_norm=1.0
---output_dir here -> output_root=here
 epochs 3 -> epochs=3
 model = linear -> model=linear
 epochs=1e3 -> epochs=1000
-seed=1E2 -> seed=100
 modle=linear -> model=linear
 trian.ema=0.4 -> train.ema=0.4
 optimizr.momentum=0.5 -> optimizer=sgd optimizer.momentum=0.5
 train.pretrained=true -> model=resnet50d model.pretrained=true
-image_size=16 -> dataset.input_size=16
-project=elsewhere -> output_root=elsewhere
 optimizer.lr=1e-3x -> optimizer.lr=1e-3
 telemetry.gpu=maybe -> telemetry.gpu=true
 checkpoint.every=often -> checkpoint.every=1ep
-lr=0.1 -> optimizer.lr=0.1
-precision=16-mixed -> precision=fp16
-device=gpu -> device=auto
-strategy=deepspeed -> strategy=fsdp
-optimizer=lamb -> optimizer=timm optimizer.opt=lamb
-schedule=onecycle -> schedule=cosine
 train.freeze=backbone -> train.freeze=[backbone]
 model=resnet18,resnet34 -> -m model=resnet18,resnet34
 --cfg -> --cfg job
@@ -56,9 +43,6 @@ budget.usd=5 -> budget.hours
 # Misspelt names: the answer names them in quotes.
 NAMES = rows("""
 model=resnt18 -> model=resnet18
-optimizer=adamww -> optimizer=adamw
-dataset=cifar11 -> dataset=cifar10
-schedule=cosin -> schedule=cosine
 -m model=digitnet,resnet188 -> -m model=digitnet,resnet18
 """)
 # Whole lines: a mistake, the proposal, and the right line. `run` is a run folder, and `photo.png` an image.

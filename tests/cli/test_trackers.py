@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from helpers import resolved, train_here
+from helpers import resolved
 from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
-from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.job.validate import check_packages
 from lockstep.telemetry.loggers import MLflow, WandB
@@ -35,7 +34,6 @@ WORDS = [
     "x" * 299 + "y",
 ]
 NAMES = [f"metric/recall/{name}" for name in (*WORDS, *(f"a{character}b" for character in CHARACTERS))]
-SMALL = ("model=linear", "batch=300", "steps=2", "device=cpu")
 
 
 def run_info(folder: Path, *, run: str = "one", step: int = 0, **hyperparameters: str | float) -> RunInfo:
@@ -94,14 +92,6 @@ def test_values_that_a_resume_changes_are_seen(tmp_path: Path) -> None:
     assert at_mlflow.data.params["lr"] == "0.1"
     changes = {tag: value for tag, value in at_mlflow.data.tags.items() if tag.startswith("lr from")}
     assert changes == {"lr from step 3": "0.2", "lr from step 7": "0.1"}
-
-
-def test_the_identity_of_a_run_is_its_own(tmp_path: Path) -> None:
-    first = train_here(tmp_path / "a", *SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path}")
-    again = train_here(tmp_path / "b", *SMALL, "logger=[jsonl,mlflow]", f"output_root={tmp_path}")
-    identities = [Run(run.path).id for run in (first, again)]
-    assert identities[0] != identities[1]
-    assert [run.data.tags["lockstep.run"] for run in stored(tmp_path)] == identities
 
 
 def test_the_variables_of_the_trackers_are_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
