@@ -238,14 +238,15 @@ def test_no_option_of_a_group_is_a_class_from_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("scheme", ["pkg://", "structured://", "pkg://sent.", "PKG://"])
 def test_no_search_path_imports_a_package(run: Run, tmp_path: Path, scheme: str) -> None:
     mark, named = tmp_path / "mark", f"{scheme}sent"
-    program = f"import runpy, sys; sys.path.append({str(tmp_path)!r}); runpy.run_path('train.py', run_name='__main__')"
+    place = f"import runpy, sys; sys.path.append({str(tmp_path)!r}); "
+    program = place + "runpy.run_path('train.py', run_name='__main__')"
     (tmp_path / "sent").mkdir()
     (tmp_path / "sent" / "__init__.py").write_text(f"open({str(mark)!r}, 'w')")
     words = primary(tmp_path, {"hydra": {"searchpath": [named]}})
     assert named in run("-c", program, *words).err
     assert run("-c", program, f"hydra.searchpath=[{named}]", "--cfg", "job").code == 2
     assert not mark.exists()
-    run("-c", f"{program.partition('runpy.')[0]}import sent")
+    run("-c", place + "import sent")
     assert mark.exists(), "it could be imported"
 
 
