@@ -392,10 +392,7 @@ def test_ddp_in_a_group_of_one_has_the_gradients_of_the_bare_model(hook: str) ->
 
     expected = gradient(bare)
     eps = {"fp16": 2**-11, "bf16": 2**-8}.get(hook, 1e-5)
-    for _ in range(10):  # PowerSGD sends whole gradients for so long
-        torch.testing.assert_close(gradient(replica), expected, rtol=0, atol=2 * eps * expected.abs().max().item())
-    if hook == "powersgd":
-        assert torch.cosine_similarity(gradient(replica), expected, dim=0) > 0.5
+    torch.testing.assert_close(gradient(replica), expected, rtol=0, atol=2 * eps * expected.abs().max().item())
 
 
 @pytest.mark.usefixtures("nccl_group")

@@ -103,7 +103,7 @@ def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:
         (Step, "milestones", "a list, each a duration"),
         (Auto, "workers", "auto or a whole number from 0 to 256"),
         (DDP, "static_graph", "true, false or null"),
-        (DDP, "comm_hook", "none, fp16, bf16 or powersgd"),
+        (DDP, "comm_hook", "none, fp16 or bf16"),
         (TrainBlock, "eval_views", "1, 2 or 6"),
         (Job, "resume", "a path, or null"),
     ],

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config.options import option
@@ -26,7 +26,7 @@ from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened, rehearse
 
 LARGE = 2**16  # a gradient with at least this many elements gets an all-reduce of its own
-COMM_HOOKS = ("none", "fp16", "bf16", "powersgd")
+COMM_HOOKS = ("none", "fp16", "bf16")
 # Do not synchronise buffers in forward (`World.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
@@ -86,18 +86,9 @@ class DDP(Distributed):
         # DDP rebuilds its buckets in the order of the first backward. On three or more ranks the order of a sum
         # depends on the bucket, so without these passes the first step after a resume would differ in its bits.
         rehearse(replica, example, passes=2)
-        self._register_hook(replica)
+        if self.comm_hook != "none":
+            replica.register_comm_hook(None, getattr(default_hooks, f"{self.comm_hook}_compress_hook"))
         return replica
-
-    def _register_hook(self, replica: DistributedDataParallel) -> None:
-        match self.comm_hook:
-            case "fp16":
-                replica.register_comm_hook(None, default_hooks.fp16_compress_hook)
-            case "bf16":
-                replica.register_comm_hook(None, default_hooks.bf16_compress_hook)
-            case "powersgd":
-                state = powerSGD_hook.PowerSGDState(process_group=None, start_powerSGD_iter=10)
-                replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)
@@ -106,8 +97,6 @@ class DDP(Distributed):
                 f"strategy.comm_hook={self.comm_hook} rounds the gradients on the wire: this run differs from "
                 "one without it, and from one on another number of ranks"
             )
-        if self.comm_hook == "powersgd":
-            notes.append("strategy.comm_hook=powersgd has a state that no checkpoint holds: a resume is not exact")
         return notes
 
 
