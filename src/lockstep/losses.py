@@ -127,15 +127,10 @@ class MSE:
 
 
 @option("loss")
-class Huber:
+class Huber(MSE):
     """Half the squared error up to `delta`, and linear beyond it: the mean over the values of an image."""
 
     delta: float = ranged(1.0, above=0.0, most=1e12)
-
-    targets: ClassVar[tuple[str, ...]] = (VALUES,)
-
-    def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return ExampleLoss(self.losses, None)
 
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         return F.huber_loss(logits, targets.to(logits.dtype), reduction="none", delta=self.delta).mean(1)

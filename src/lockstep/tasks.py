@@ -7,9 +7,9 @@ examples (a contrastive loss) is no task: the loss of an example would depend on
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from lockstep.core.fields import pathname, ranged
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, VALUES, ModelCard
 from lockstep.core.protocols import Batch, Task
+
+if TYPE_CHECKING:
+    from lockstep.inference.predictor import Predictor
 
 
 @option("task")
@@ -96,29 +99,29 @@ class Distill(Multiclass):
                     f"task.teacher: the {key} of {self.teacher} are {other}, expected those of this job, {own}; "
                     "train the teacher on the same data set, or name another one with task.teacher=RUN"
                 )
-        return _Distilling(**vars(self)).of(predictor, card)  # type: ignore[return-value]
-
-
-class _Distilling(Distill):
-    """A distillation with its teacher in memory."""
-
-    def of(self, predictor: Any, card: ModelCard) -> _Distilling:
-        """The task for a student whose inputs are normalised as `card` says."""
-        own, other = predictor.transforms, predictor.card
+        transforms, trained = predictor.transforms, predictor.card
         mean, std, own_mean, own_std = (
-            torch.tensor(values, device=own.scale.device, dtype=own.scale.dtype).view(1, -1, 1, 1)
-            for values in (card.mean, card.std, other.mean, other.std)
+            torch.tensor(values, device=transforms.scale.device, dtype=transforms.scale.dtype).view(1, -1, 1, 1)
+            for values in (card.mean, card.std, trained.mean, trained.std)
         )
-        # From the student's pixels to the teacher's.
-        vars(self).update(predictor=predictor, scale=std / own_std, shift=(mean - own_mean) / own_std)
-        return self
+        scale, shift = std / own_std, (mean - own_mean) / own_std
+        return _Distilling(**vars(self), predictor=predictor, scale=scale, shift=shift)  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Distilling(Distill):
+    """A distillation with its teacher in memory. `scale` and `shift` turn the student's pixels into the teacher's."""
+
+    predictor: Predictor
+    scale: Tensor
+    shift: Tensor
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         outputs = batch.network(batch.images)
-        predictor, values = vars(self)["predictor"], vars(self)
         with torch.no_grad():
-            pixels = batch.images.to(values["scale"].dtype) * values["scale"] + values["shift"]
-            taught = predictor.model(pixels.to(predictor.precision.dtype)).to(outputs.dtype)[: len(outputs)]
+            pixels = batch.images.to(self.scale.dtype) * self.scale + self.shift
+            taught = self.predictor.model(pixels.to(self.predictor.precision.dtype))
+            taught = taught.to(outputs.dtype)[: len(outputs)]
         own, soft = (F.log_softmax(logits / self.temperature, 1) for logits in (outputs, taught))
         distance = F.kl_div(own, soft, reduction="none", log_target=True).sum(1)
         batch.log("distill/kl", distance)
