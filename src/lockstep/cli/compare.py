@@ -49,12 +49,14 @@ def compare(paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: 
 def _show_groups(runs: Sequence[Run], rows: Sequence[Row], monitor: Monitor) -> None:
     name, columns = monitor.name, columns_of(runs)
     heads = [Column(head(column, name), no_wrap=column == "score") for column in columns]
-    table = Table("what differs", *heads, "done", "not done", "to the best")
+    unfinished = ["not done"] * any(row["not_done"] for row in rows)
+    table = Table("what differs", *heads, "done", *unfinished, "to the best")
     for row in rows:
         settings = " ".join(f"{key}={row[key]}" for key in takewhile(lambda key: key != "score", row) if row[key])
         score, *others = cells(row, columns, name)
         score += "" if row["spread"] is None else f" ± {score_text(row['spread'], name)}"
-        table.add_row(settings, score, *others, str(row["done"]), row["not_done"], _difference(row, name))
+        states = (str(row["done"]), *[row["not_done"]] * len(unfinished))
+        table.add_row(settings, score, *others, *states, _difference(row, name))
     log.show_table(table)
     if any(row["low"] is not None for row in rows):
         log.show(INTERVAL)
