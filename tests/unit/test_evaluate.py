@@ -14,13 +14,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.cli.evaluate import Evaluation
+from lockstep.cli.scoring import EvaluatedSplit, Evaluation, Part
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
-from lockstep.data.datasets.files import LISTINGS
+from lockstep.data.datasets.files import LISTINGS, ArraySplit
 from lockstep.data.loading.loaders import Resident, Streaming
-from lockstep.data.loading.shards import IGNORE_INDEX, EvalLoader
+from lockstep.data.loading.shards import EvalLoader
 from lockstep.data.transforms.augment import CropFlip
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import CrossEntropy, MaskedLoss
@@ -284,17 +284,14 @@ def test_a_split_of_broken_images_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_results_by_class_are_those_of_the_labels_and_leave_out_broken_images() -> None:
-    result = Evaluation(
-        names=("a", "b", "c", "d"),
-        labels=torch.tensor([0, 0, 0, 1, 2, IGNORE_INDEX]),
-        predicted=torch.tensor([0, 1, 1, 1, 0, 0]),
-        probabilities=torch.tensor([1.0, 0.5, 0.5, 0.5, 1.0, 0.9]),
-        top1=40.0,
-        top5=60.0,
-        loss=0.5,
-        calibration_error=1.0,
-    )
-    assert result.per_class == [("a", 3, 100 / 3), ("b", 1, 100.0), ("c", 1, 0.0), ("d", 0, None)]
+    labels = torch.tensor([0, 0, 0, 1, 2, 3])
+    split = ArraySplit(torch.zeros(6, 1, 1, 1, dtype=torch.uint8), labels)
+    answers = (torch.tensor([0, 1, 1, 1, 0, 0]), torch.tensor([1.0, 0.5, 0.5, 0.5, 1.0, 0.9]))
+    card: Any = SimpleNamespace(names=("a", "b", "c", "d"), classes=4, targets="classes")
+    result = Evaluation(card, [Part(EvaluatedSplit(split, labels), 1, torch.arange(6) < 5, answers, {})], {}, {})
+    rows = [(row["name"], row["images"], row["top1"]) for row in result.rows]
+    assert rows == [("a", 3, 100 / 3), ("b", 1, 100.0), ("c", 1, 0.0), ("d", 0, None)]
+    assert [*result.lines()][-1] == {"sample": "5", "label": "d", "predicted": "", "probability": ""}
     facts = result.facts()
     assert facts["confusion"] == [[1, 2, 0, 0], [0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert (facts["images"], facts["skipped"]) == (5, 1)

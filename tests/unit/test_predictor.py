@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import read_card
-from lockstep.cli.evaluate import evaluate_split
+from lockstep.cli.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import LIMIT, METADATA_KEY, ModelCard, TrainedInput
@@ -57,6 +57,10 @@ def of_photos(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     folder = tmp_path_factory.mktemp("photos")
     words = photos(folder / "photos").split()
     return train_here(folder / "run", *words, "dataset.crop=0.9", NARROW, "steps=4", "batch=8", "augment=none")
+
+
+def evaluate_split(predictor: Predictor, split: ArraySplit) -> Evaluation:
+    return evaluated([(predictor, EvaluatedSplit(split, split.labels))])
 
 
 def own_scores(predictor: Predictor, run: RunDir) -> tuple[float, float]:
@@ -330,15 +334,16 @@ def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", NARROW, "steps=4", *loss, "metric=calibration")
     predictor, split = lockstep.load(run.path, device="cpu"), Digits().eval()
     evaluation = evaluate_split(predictor, split)
+    shares = evaluation.parts[0].answers[1]
     logged = next(line for line in records(run) if "loss/val" in line)
-    assert evaluation.loss == logged["loss/val"]
+    assert evaluation.figures["loss"] == logged["loss/val"]
     # This loss treats each class separately (sigmoid), so all probabilities must do so too.
     assert predictor.card.probabilities == "sigmoid"
-    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), evaluation.probabilities)
+    assert torch.equal(predictor.logits(split.images).sigmoid().amax(1), shares)
     # A batch of another size may round differently.
     (prediction,) = predictor.predict(split.images[:1])
-    torch.testing.assert_close(prediction.probabilities.max(), evaluation.probabilities[0], rtol=1e-5, atol=0)
-    assert evaluation.calibration_error == 100 * logged["metric/calibration"]
+    torch.testing.assert_close(prediction.probabilities.max(), shares[0], rtol=1e-5, atol=0)
+    assert evaluation.figures["calibration_error"] == 100 * logged["metric/calibration"]
 
 
 class FirstBroken(ArraySplit):
@@ -361,8 +366,8 @@ def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
         evaluate_split(predictor, split)
     monkeypatch.setattr(ArraySplit, "skip", 1)
     result = evaluate_split(predictor, split)
-    assert (result.count, result.top1) == (19, whole.top1)
-    assert result.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert (result.parts[0].images, result.figures["top1"]) == (19, whole.figures["top1"])
+    assert result.figures["loss"] == pytest.approx(whole.figures["loss"], rel=1e-5)
 
 
 def test_loading_a_model_leaves_the_random_numbers_of_its_program(digits: RunDir) -> None:

@@ -360,3 +360,16 @@ def test_a_group_column_that_names_no_groups_is_one_sentence(options: dict[str, 
     (root / "bare.csv").write_text("path,label,group\n" + "".join(f"train/a/train0_0.png,a,{n}\n" for n in "xy"))
     with pytest.raises(InputError, match=r"line 3 of .* with another group than line 2"):
         CSV(path=str(root / "bare.csv"), group_column="group", folds=2, fold=0).prepare()
+
+
+def test_an_image_in_memory_has_its_number_in_the_whole_split_in_every_fold() -> None:
+    whole = Digits().train()
+    numbers = []
+    for fold in range(3):
+        split = Digits(folds=3, fold=fold).eval()
+        own = [int(split.name(index)) for index in range(len(split))]
+        assert torch.equal(split.images, whole.images[own])
+        numbers += own
+    assert sorted(numbers) == list(range(len(whole)))
+    limited = Digits(folds=3, fold=0, limit=0.1).eval()
+    assert torch.equal(limited.images, whole.images[[int(limited.name(index)) for index in range(len(limited))]])

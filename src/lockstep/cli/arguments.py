@@ -79,14 +79,14 @@ def _forms(command: argparse.ArgumentParser, *forms: str) -> None:
 def _of_models(commands: Any) -> None:
     evaluate = commands.add_parser(
         "evaluate",
-        help="evaluate a trained model on every example of a split",
-        description="Evaluate the weights of a run on its own data, or on other data: top-1, top-5, loss, each "
-        "class, calibration. Writes evaluation.json and predictions.csv.",
+        help="evaluate a trained model, or the folds of a sweep together, on every example of a split",
+        description="Evaluate the weights of a run on its own data or other data, or those of a sweep on its folds: "
+        "loss, scores, each class, calibration. Writes evaluation.json and predictions.csv.",
     )
     _run(evaluate)
     _rest(evaluate, "overrides", "OVERRIDE", "other data: dataset.path=FOLDER")
     evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
-    evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run folder, or the current one]")
+    evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run or sweep, or the current folder]")
     predict = commands.add_parser(
         "predict",
         help="predict the classes of image files",

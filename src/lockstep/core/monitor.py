@@ -19,6 +19,8 @@ METRIC = "metric/"
 # What is true of every score without a test split.
 CHOSEN_ON_ITSELF = "the score was chosen on the split that it is measured on; a test split gives an honest one"
 LOSS, TOP1 = "loss", "top1"
+CALIBRATION_ERROR = "calibration_error"
+PERCENT = {"top1": "top-1", "top5": "top-5", CALIBRATION_ERROR: "calibration error"}  # in words, by name
 # The metrics of ours of which less is better: their classes, by option. A metric of a user says so with
 # `higher_is_better = False`.
 LESS_IS_BETTER = {"calibration": "Calibration", "mae": "MAE", "rmse": "RMSE"}
@@ -88,16 +90,20 @@ def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str,
 
 def figure_name(name: str) -> str:
     """A figure of an evaluation in words: `val top-1`, `val loss`, `val f1`."""
-    return "val " + {"top1": "top-1", "top5": "top-5"}.get(name, name)
+    return "val " + figure_word(name)
+
+
+def figure_word(name: str) -> str:
+    """A figure of any split in words."""
+    return PERCENT.get(name, name)
 
 
 def figure_parts(name: str, value: float) -> tuple[str, str]:
-    """The number and the unit of a figure: percent for accuracies."""
-    return (f"{value:.2f}", " %") if name in ("top1", "top5") else (f"{value:.4g}", "")
+    """The number and the unit of a figure."""
+    return (f"{value:.2f}", " %") if name in PERCENT else (f"{value:.4g}", "")
 
 
 def figure_text(name: str, value: float) -> str:
     """A figure of an evaluation with its name and its unit: `98.61 % top-1`, `loss 0.0421`."""
     number, unit = figure_parts(name, value)
-    word = figure_name(name).removeprefix("val ")
-    return f"{number}{unit} {word}" if unit else f"{word} {number}"
+    return f"{number}{unit} {figure_word(name)}" if unit else f"{figure_word(name)} {number}"

@@ -14,8 +14,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction, Monitor, figure_name, figure_parts
 from lockstep.core.run import TEST, Run, State, born
 
-SCORE, SEED = "score", "seed"
-SAMPLES = (SEED, "dataset.fold")  # keys whose jobs are samples of one setting: their scores have a mean and a spread
+SCORE, SEED, FOLD = "score", "seed", "dataset.fold"
+SAMPLES = (SEED, FOLD)  # keys whose jobs are samples of one setting: their scores have a mean and a spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +138,7 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], monitor: Mon
         if record.score is not None and {*SAMPLES} & {*swept}:
             others = [key for key in swept if key not in SAMPLES]
             scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
-    kind = "folds" if SAMPLES[1] in swept else "seeds"
+    kind = "folds" if FOLD in swept else "seeds"
     rows = [
         (statistics.mean(of), statistics.stdev(of), len(of), words) for words, of in scores.items() if len(of) > 1
     ]

@@ -131,6 +131,14 @@ def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]
 
 
+def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
+    """The runs with equal values of some keys together, by these values."""
+    members: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
+    return members
+
+
 def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     """A row for the runs of a monitor that differ in the seed alone, or are equal in the keys `by`; the best first.
 
@@ -149,9 +157,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
 
 def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor) -> list[Row]:
     keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
-    members: dict[tuple[str, ...], list[Run]] = {}
-    for run in runs:
-        members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
+    members = by_values(runs, keys)
     scores = {values: _samples(group, SCORE) for values, group in members.items()}
     images = {values: _validated_on(group) for values, group in members.items()}
     rows: list[Row] = []

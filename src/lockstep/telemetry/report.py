@@ -20,7 +20,7 @@ from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import CHOSEN_ON_ITSELF, LOSS, TOP1, Monitor, figure_name, figure_parts
+from lockstep.core.monitor import CHOSEN_ON_ITSELF, LOSS, TOP1, Monitor, figure_parts, figure_word
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -149,7 +149,7 @@ def _scores(run: Run) -> dict[str, Any]:
     """The figures of the best weights on the validation split, and on the test split if there is one."""
     scores, test = ({**(run.summary.get(key) or {})} for key in ("scores", "test"))
     rows = [
-        (figure_name(name).removeprefix("val "), figure(name, scores.get(name)), figure(name, test.get(name)))
+        (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
         for name in {**scores, **test}
     ]
     return {"rows": rows[:SHOWN], "test": bool(test), "note": "" if test else CHOSEN_ON_ITSELF} if rows else {}
@@ -160,7 +160,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     monitor = run.monitor
     metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in monitor.tags]
-    words = {name: figure_name(name).removeprefix("val ") for name in (monitor.name, TOP1)}
+    words = {name: figure_word(name) for name in (monitor.name, TOP1)}
     words[LOSS] = "validation loss"
     final = {name: [last[tag] for tag in Monitor(name).tags if tag in last] for name in words}
     step = max((value for value in (facts.get("step"), figures[-1][0] if figures else 0) if value), default=0)

@@ -16,6 +16,7 @@ import lockstep
 from lockstep.checkpoint.reading import difference
 from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import LONGEST, PATH, Component, default_of, rule_of
 from lockstep.core.model_card import ModelCard
@@ -209,7 +210,6 @@ def card_of(job: ResolvedJob) -> ModelCard:
         InputError: the names of its classes are too long to be kept with the weights.
     """
     data = job.dataset
-    examples = json.dumps(data.fingerprint(), sort_keys=True)
     card = ModelCard(
         model=_node(job.model, OF_TRAINING),
         precision=_node(job.precision),
@@ -227,11 +227,16 @@ def card_of(job: ResolvedJob) -> ModelCard:
         monitor=job.monitor,
         eval_views=job.train.eval_views,
         eval_batch=job.train.eval_batch,
-        trained_on={**_node(data, _paths(data)), "sha256": hashlib.sha256(examples.encode()).hexdigest()},
+        trained_on={**_node(data, _paths(data)), "sha256": fingerprint_of(data)},
         lockstep=lockstep.__version__,
     )
     card.metadata()  # raises now, not at the first save
     return card
+
+
+def fingerprint_of(data: Source) -> str:
+    """The sha256 of what identifies the examples of a data set, wherever they are."""
+    return hashlib.sha256(json.dumps(data.fingerprint(), sort_keys=True).encode()).hexdigest()
 
 
 def _node(component: Component, leave_out: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -81,7 +81,9 @@ def _examples(source: ArraySource, split: ArraySplit) -> Examples:
 
 
 def _part(split: ArraySplit, chosen: NDArray[np.bool_]) -> ArraySplit:
-    return ArraySplit(split.images[torch.from_numpy(chosen)], split.labels[torch.from_numpy(chosen)])
+    part = torch.from_numpy(np.flatnonzero(chosen))
+    numbers = part if split.numbers is None else split.numbers[part]
+    return ArraySplit(split.images[part], split.labels[part], numbers)
 
 
 def _published(source: ArraySource, train: bool) -> ArraySplit:

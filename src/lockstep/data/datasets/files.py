@@ -50,10 +50,14 @@ PATTERN = Check("a regular expression of Python", _is_pattern, "a regular expres
 
 @dataclass(frozen=True)
 class ArraySplit:
-    """Examples that are in memory: uint8 images (N, C, H, W) and int64 labels (N,)."""
+    """Examples that are in memory: uint8 images (N, C, H, W) and int64 labels (N,).
+
+    `numbers` are those in the split that they are cut from, int64 (N,); None for a whole split.
+    """
 
     images: Tensor
     labels: Tensor
+    numbers: Tensor | None = None
 
     skip: ClassVar[int] = 0
 
@@ -65,7 +69,7 @@ class ArraySplit:
         return torch.from_numpy(self.images.numpy().take(torch.tensor(indices, dtype=torch.int64).numpy(), axis=0))
 
     def name(self, index: int) -> str:
-        return str(index)
+        return str(index if self.numbers is None else int(self.numbers[index]))
 
     def content(self, index: int) -> bytes:
         return self.images[index].numpy().tobytes()

@@ -1,0 +1,278 @@
+"""The scores of predictions, of one model or of several together: the same for classes, labels and values.
+
+Every example counts once, with the outputs of the evaluation during training.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from rich.table import Column, Table
+from torch import Tensor
+
+from lockstep.cli.rows import csv_row
+from lockstep.config import components
+from lockstep.config.schema import CONF
+from lockstep.core import log
+from lockstep.core.data_protocols import Split
+from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
+from lockstep.core.monitor import CALIBRATION_ERROR, figure_parts, figure_word
+from lockstep.core.protocols import Task
+from lockstep.core.world import World
+from lockstep.data.loading.loaders import Streaming
+from lockstep.data.loading.shards import EvalLoader
+from lockstep.inference.predictor import Predictor
+from lockstep.losses import MaskedLoss
+from lockstep.runtime.host import cores
+from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.tasks import Multiclass, Multilabel, Regression
+from lockstep.telemetry.progress import progress
+from lockstep.training.evaluate import evaluate
+from lockstep.training.predictions import counts_by_class
+
+BY_LABEL = ("precision", "recall")  # of the table alone, beside the metrics of the run
+TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
+OUTPUT = {CLASSES: "class", LABELS: "label", VALUES: "value"}
+SHOWN = 10  # the largest number of classes in the table
+
+
+@dataclass(frozen=True)
+class EvaluatedSplit:
+    """What a model is evaluated on.
+
+    Fields:
+        labels: the targets of the examples; a class has the number that it has in the model.
+        metrics: the config nodes of the metrics, by name; None are those of every job of the task.
+        place: which of several parts it is: further columns of `predictions.csv`. A part has figures of its own.
+    """
+
+    examples: Split
+    labels: Tensor
+    metrics: Mapping[str, Any] | None = None
+    place: Mapping[str, str] = field(default_factory=dict)
+
+
+Trial = tuple[Predictor, EvaluatedSplit]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The predictions of the model of a step for N examples.
+
+    Fields:
+        whole: which images are not broken, bool (N,).
+        answers: the predicted classes and their probabilities, (N,) each; or the probabilities of the labels, or the
+            values, (N, K).
+        figures: the scores of these examples, by name.
+    """
+
+    split: EvaluatedSplit
+    step: int
+    whole: Tensor
+    answers: tuple[Tensor, ...]
+    figures: Mapping[str, float]
+
+    @property
+    def images(self) -> int:
+        return int(self.whole.sum())
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The predictions of models with equal outputs, and their scores together.
+
+    Fields:
+        figures: the loss and the metrics, by name.
+        by_output: the metrics of each class, label or value, as `METRIC/NAME`.
+    """
+
+    card: ModelCard
+    parts: Sequence[Part]
+    figures: Mapping[str, float]
+    by_output: Mapping[str, float]
+
+    @cached_property
+    def by_class(self) -> tuple[Tensor, Tensor]:
+        """For a model of classes, `counts_by_class`."""
+        pairs = [(part.split.labels[part.whole], part.answers[0][part.whole]) for part in self.parts]
+        labels, predicted = map(torch.cat, zip(*pairs, strict=True))
+        return counts_by_class(labels, predicted, self.card.classes)
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        """For each class, label or value: its name, its number of images, and its scores."""
+        metrics = dict.fromkeys(name.partition("/")[0] for name in self.by_output)
+        if self.card.targets == CLASSES:
+            images, _, right = self.by_class[0].tolist()
+            own = [{"top1": 100 * hits / count if count else None} for count, hits in zip(images, right, strict=True)]
+        else:
+            true = torch.cat([part.split.labels[part.whole] for part in self.parts])
+            with_labels = self.card.targets == LABELS
+            images = (true > 0.5).sum(0).tolist() if with_labels else [len(true)] * self.card.classes
+            own = [{} for _ in images]
+        return [
+            {"name": name, "images": count, **scores, **of_all({m: self.by_output[f"{m}/{name}"] for m in metrics})}
+            for name, count, scores in zip(self.card.names, images, own, strict=True)
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        """All results but the predictions, as plain values. Many classes have no confusion matrix."""
+        confusion = {"confusion": self.by_class[1].tolist() or None} if self.card.targets == CLASSES else {}
+        return {**counts(self.parts), **of_all(self.figures), self.card.targets: self.rows, **confusion}
+
+    def show(self) -> None:
+        """Show the scores by class, label or value: of many classes, those with the lowest top-1."""
+        output, rows = OUTPUT[self.card.targets], self.rows
+        title = f"each {output}:"
+        if self.card.targets == CLASSES:
+            rows = sorted((row for row in rows if row["images"]), key=lambda row: row["top1"])
+            title = title if len(rows) <= SHOWN else f"the {SHOWN} classes with the lowest top-1:"
+            rows = rows[:SHOWN]
+        log.show(title)
+        show_figures(output, "name", rows, [*self.rows[0]][2:])
+
+    def lines(self) -> Iterator[dict[str, str]]:
+        """The cells of each example, by column. A broken image has no prediction."""
+        names = self.card.names
+        for part in self.parts:
+            columns = (column.tolist() for column in (part.split.labels, part.whole, *part.answers))
+            for index, (label, whole, *answer) in enumerate(zip(*columns, strict=True)):
+                if self.card.targets == CLASSES:
+                    true, predicted = {"label": names[label]}, {"predicted": names[answer[0]]}
+                    predicted["probability"] = f"{answer[1]:.6g}"
+                else:
+                    true, predicted = (
+                        {f"{kind} {name}": f"{value:.6g}" for name, value in zip(names, values, strict=True)}
+                        for kind, values in (("true", label), ("predicted", *answer))
+                    )
+                predicted = predicted if whole else dict.fromkeys(predicted, "")
+                yield {"sample": part.split.examples.name(index), **true, **predicted, **part.split.place}
+
+
+def csv_lines(evaluations: Sequence[Evaluation]) -> Iterator[bytes]:
+    """The lines of `predictions.csv`. A column that an evaluation lacks is empty."""
+    columns = dict.fromkeys(column for evaluation in evaluations for column in next(evaluation.lines()))
+    rows = (line for evaluation in evaluations for line in evaluation.lines())
+    for row in itertools.chain([{column: column for column in columns}], rows):
+        yield f"{csv_row([row.get(column, '') for column in columns])}\n".encode()
+
+
+def show_figures(head: str, key: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Show a table of rows: what they have at `key`, in the column `head`, their images, and these figures."""
+    table = Table(head, *(Column(name, justify="right") for name in ("images", *map(figure_word, names))))
+    for row in rows:
+        images = f"{row['images']:,}" if "images" in row else ""
+        table.add_row(str(row[key]), images, *(shown(name, row.get(name)) for name in names))
+    log.show_table(table)
+
+
+def shown(name: str, value: float | None) -> str:
+    return "–" if value is None else "".join(figure_parts(name, value))
+
+
+class Predicted(EvaluationObserver):
+    """Keeps the predictions of each example, see `Part.answers`, and calls `advance` with the size of a block."""
+
+    def __init__(self, card: ModelCard, advance: Callable[[int], None]) -> None:
+        self.card, self.advance = card, advance
+        self.blocks: list[tuple[Tensor, ...]] = []
+
+    def update(self, block: Block) -> None:
+        shares, predicted = probabilities(block.logits, self.card.probabilities), block.predicted[:, 0]
+        is_class = self.card.targets == CLASSES
+        answers = (predicted, shares.gather(1, predicted[:, None])[:, 0]) if is_class else (shares,)
+        self.blocks.append(tuple(answer.cpu() for answer in answers))
+        self.advance(len(block.labels))
+
+
+def evaluated(trials: Iterable[Trial]) -> Evaluation:
+    """Evaluate models of equal outputs, each on all of its examples, and score all predictions together.
+
+    Raises InputError: more images are broken than a split allows, or all of them.
+    """
+    parts: list[Part] = []
+    for predictor, split in trials:
+        if not parts:
+            card = predictor.card
+            nodes, by_output = _metrics(card.targets, split.metrics)
+            together, together_by_output = _scores(card, nodes), _scores(card, by_output)
+        words = ["evaluating", *(f"{key}={value}" for key, value in split.place.items())]
+        with progress(" ".join(words), len(split.examples)) as advance:
+            own, predicted = _scores(card, nodes if split.place else {}), Predicted(card, advance)
+            whole, figures = evaluate_blocks(predictor, split, (own, together, together_by_output, predicted))
+        answers = tuple(torch.cat(blocks) for blocks in zip(*predicted.blocks, strict=True))
+        parts.append(Part(split, predictor.card.step, whole, answers, {**figures, **_computed(own)}))
+    images = sum(part.images for part in parts)
+    means = {
+        name: math.fsum(part.figures[name] * (part.images / images) for part in parts)
+        for name in ("loss", *TASKS[card.targets].counted)
+    }
+    return Evaluation(card, parts, {**means, **_computed(together)}, together_by_output.compute())
+
+
+def evaluate_blocks(
+    predictor: Predictor, split: EvaluatedSplit, observers: Sequence[EvaluationObserver]
+) -> tuple[Tensor, Mapping[str, float]]:
+    """Evaluate a model on every example of a split, in the same blocks as during its training.
+
+    Returns which images are whole, and the loss and the scores of the task.
+    """
+    examples, labels = split.examples, split.labels
+    card, world = predictor.card, World.solo(predictor.device)
+    loss = components.build("loss", card.loss).build(card.classes, labels).to(world.device)
+    loader = EvalLoader(
+        world=world,
+        eval_batch=card.eval_batch,
+        eval_labels=labels.to(world.device, copy=True),  # the loader marks broken images in them
+        eval_feed=Streaming(workers=cores() if examples.images is None else 0).feed(examples, world),
+        skip=examples.skip,
+    )
+    figures = evaluate(
+        predictor.model,
+        task=TASKS[card.targets],
+        loss=MaskedLoss(loss, tolerates_broken=examples.skip > 0),
+        loader=loader,
+        transforms=predictor.transforms,
+        precision=predictor.precision,
+        world=world,
+        views=card.eval_views,
+        observers=observers,
+    )
+    return ~is_broken(loader.eval_labels.cpu()), figures
+
+
+def _metrics(targets: str, metrics: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config nodes of the metrics of all examples, and of those of each class, label or value."""
+    nodes = {**(metrics or _nodes(TASKS[targets].metrics))}
+    tabled = {**_nodes(BY_LABEL if targets == LABELS else ()), **nodes}
+    if targets == CLASSES:
+        nodes[CALIBRATION_ERROR] = _nodes(["calibration"])["calibration"]
+    return nodes, {name: {**node, "average": "none"} for name, node in tabled.items() if "average" in node}
+
+
+def _nodes(names: Iterable[str]) -> dict[str, Any]:
+    return {name: components.load(CONF / "metric" / f"{name}.yaml")[name] for name in names}
+
+
+def _scores(card: ModelCard, nodes: Mapping[str, Any]) -> Scores:
+    metrics = components.build_many("metric", nodes)
+    return Scores(metrics, card.classes, card.names, World.solo(), kind=card.probabilities, targets=card.targets)
+
+
+def _computed(scores: Scores) -> dict[str, float]:  # the calibration error in percent
+    return {name: value * (100 if name == CALIBRATION_ERROR else 1) for name, value in scores.compute().items()}
+
+
+def counts(parts: Sequence[Part]) -> dict[str, int]:
+    images = sum(part.images for part in parts)
+    return {"images": images, "skipped": sum(len(part.whole) for part in parts) - images}
+
+
+def of_all(figures: Mapping[str, float]) -> dict[str, float | None]:
+    """The figures that are not of one class, label or value; None for one without a value."""
+    return {name: value if math.isfinite(value) else None for name, value in figures.items() if "/" not in name}
