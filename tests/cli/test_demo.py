@@ -6,16 +6,12 @@ import http.client
 import json
 import os
 import re
-import resource
 import signal
-import socket
-import sys
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +19,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import forks as forking
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import FAKE, NARROW, forked, forks, result, train_here
-from lockstep.cli import demo
 from lockstep.cli.demo import LARGEST, DemoServer
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
@@ -201,88 +195,6 @@ def test_what_is_not_asked_by_the_page_itself_is_refused(
     assert actual == status
     # What is no HTTP, uvicorn refuses itself.
     assert answer == "Invalid HTTP request received." or set(answer) == {"error"}
-
-
-def resident() -> int:
-    """The bytes of memory that this process uses."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def test_photos_that_stay_half_sent_take_little_memory_and_are_given_up(
-    place: Path, server: DemoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "WAIT_S", 0.5)
-    head = (
-        f"POST /predict HTTP/1.1\r\nHost: {server.url[7:-1]}\r\nOrigin: {server.url[:-1]}\r\n"
-        f"Content-Type: application/octet-stream\r\nContent-Length: {LARGEST}\r\n\r\n"
-    )
-    half_photo = bytes(LARGEST * 9 // 10)
-    assert asked(server, "POST", "/predict", photo(place, "zebra").read_bytes())[0] == 200  # loads what is needed
-    before = resident()
-    opened = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(40)]
-
-    def half(connection: socket.socket) -> bytes:
-        with connection, suppress(ConnectionError):
-            connection.sendall(head.encode())
-            connection.sendall(half_photo)
-            return connection.recv(100)
-        return b""
-
-    with ThreadPoolExecutor(40) as pool:
-        sending = [pool.submit(half, connection) for connection in opened]
-        largest = before
-        while not all(future.done() for future in sending):
-            largest = max(largest, resident())
-            time.sleep(0.02)
-    answers = [future.result() for future in sending]
-    assert {answer.partition(b"\r\n")[0] for answer in answers} <= {b"HTTP/1.1 408 Request Timeout", b""}
-    assert any(answers)
-    assert largest - before < 1.5 * demo.AT_ONCE * LARGEST
-    assert asked(server, "POST", "/predict", photo(place, "zebra").read_bytes())[0] == 200
-
-
-def test_a_connection_that_sends_no_whole_header_is_closed(
-    server: DemoServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "WAIT_S", 0.2)
-    for words in (b"", b"GET / HTTP/1.1\r\nHo"):
-        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-            connection.sendall(words)
-            assert connection.recv(100) == b""
-
-
-def test_nothing_can_be_half_sent_behind_an_answer(server: DemoServer) -> None:
-    request = f"GET /model HTTP/1.1\r\nHost: {server.url[7:-1]}\r\n\r\n".encode()
-    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
-        connection.sendall(request + b"GET / HTTP/1.1\r\nHo")
-        answer = b""
-        while part := connection.recv(65_536):
-            answer += part
-    assert answer.startswith(b"HTTP/1.1 200 OK")
-    assert answer.count(b"HTTP/1.1") == 1
-
-
-def test_a_lack_of_descriptors_is_said_once_and_ends(place: Path) -> None:
-    process = forks().start("test_demo:with_few_descriptors", "lockstep", "demo", str(place / "run"), "--port", "0")
-    address = re.match(r"http://127\.0\.0\.1:(\d+)/ ", process.stdout.readline().decode())
-    assert address is not None
-    port = int(address[1])
-    opened = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(100)]
-    warning = process.stdout.readline().decode()
-    for connection in opened:
-        connection.close()
-    urllib.request.urlopen(f"http://127.0.0.1:{port}/model", timeout=60).close()
-    process.send_signal(signal.SIGTERM)
-    done = result(process, timeout=60)
-    assert warning.startswith("warning: connections have to wait (Too many open files)")
-    assert (done.code, done.out, len(done.err.splitlines())) == (0, "", 1)  # the line that names the run
-
-
-def with_few_descriptors(*words: str) -> None:
-    """Run a command that may have few files open besides those that are."""
-    open_now = len([*Path("/proc/self/fd").iterdir()])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (open_now + 40, open_now + 40))
-    forking.run(sys.path, *words)
 
 
 def test_the_page_allows_only_its_own_script_and_each_answer_another_word(server: DemoServer) -> None:

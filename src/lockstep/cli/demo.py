@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
@@ -29,14 +28,11 @@ PAGE = Path(__file__).parent / "demo.html"
 NONCE = "NONCE"  # the mark of the page's own script and style; each answer replaces it by the nonce of its header
 IMAGE, JSON, HTML = "application/octet-stream", "application/json", "text/html; charset=utf-8"
 LARGEST = 32 * MB  # the most bytes of a photo
-AT_ONCE = 4  # the most photos in memory; other requests wait until they are read
 SHOWN = 5  # the most classes in an answer
-WAIT_S = 10  # the longest time for the headers of a request, and for its photo
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
     "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
 )
-SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 Message = dict[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -62,18 +58,6 @@ class Refused(Exception):
     """A request that the server refuses. Its arguments are the status and a sentence."""
 
 
-class Connection(H11Protocol):
-    """A connection that is closed if the headers of its request do not arrive in time."""
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.loop.call_later(WAIT_S, self._close_if_silent)
-
-    def _close_if_silent(self) -> None:
-        if self.cycle is None:
-            self.transport.close()
-
-
 class DemoServer(uvicorn.Server):
     """The server of the page for one model.
 
@@ -86,8 +70,7 @@ class DemoServer(uvicorn.Server):
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
-        self.is_short = False  # of descriptors, and a warning said so
-        self.photos, self.model = asyncio.Semaphore(AT_ONCE), asyncio.Lock()  # a model computes with all threads
+        self.model = asyncio.Lock()  # a model computes with all threads
         try:
             if not 0 <= port <= 65_535:
                 raise OSError(errno.EDOM, "ports end at 65535")
@@ -96,24 +79,10 @@ class DemoServer(uvicorn.Server):
             reason = f"no server can listen there ({error.strerror})"
             raise InputError(f"--port is {port}, but {reason}: --port 0") from error
         self.port = self.socket.getsockname()[1]
-        plain: dict[str, Any] = {"interface": "asgi3", "http": Connection, "ws": "none", "lifespan": "off"}
+        plain: dict[str, Any] = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off"}
         # The terminal shows only the address of the page, and a defect of this program.
         quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
         super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._report)
-        await super().startup(sockets)
-
-    def _report(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Say once that no connection can be accepted; asyncio tries again, and reports each try with a traceback."""
-        if self.should_exit:  # asyncio tries once more after the socket is closed
-            return
-        if not isinstance(error := context.get("exception"), OSError) or error.errno not in SCARCE:
-            loop.default_exception_handler(context)
-        elif not self.is_short:
-            self.is_short = True
-            log.show_warning(f"connections have to wait ({error.strerror}); raise the limit with ulimit -n")
 
     @property
     def url(self) -> str:
@@ -172,7 +141,6 @@ class DemoServer(uvicorn.Server):
             "Content-Length": str(len(content)),
             "Content-Security-Policy": POLICY.format(nonce=nonce),
             "Cache-Control": "no-store",
-            "Connection": "close",  # `Connection` limits the time of one request, and nobody can wait behind it
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "X-Content-Type-Options": "nosniff",
@@ -189,15 +157,14 @@ class DemoServer(uvicorn.Server):
             case "GET /model":
                 return JSON, json.dumps(self.about())
             case "POST /predict":
-                length = self._length(headers)
-                async with self.photos:
-                    photo = await self._photo(receive, length)
-                    async with self.model:
-                        return JSON, json.dumps(await asyncio.to_thread(self.predicted, photo))
+                self._check_photo(headers)
+                photo = await self._photo(receive)
+                async with self.model:
+                    return JSON, json.dumps(await asyncio.to_thread(self.predicted, photo))
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
 
-    def _length(self, headers: Mapping[str, str]) -> int:
-        """The bytes of a photo, by the headers of its request, which may be a reason to refuse it."""
+    def _check_photo(self, headers: Mapping[str, str]) -> None:
+        """Refuse a photo by the headers of its request."""
         if headers.get("origin") not in {f"http://{host}" for host in self.hosts}:
             raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")
         # Before a page of another site sends this type, the browser asks the server, which does not allow it.
@@ -210,21 +177,14 @@ class DemoServer(uvicorn.Server):
                 HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                 f"the photo has {length / MB:,.0f} MB, expected at most {LARGEST // MB}",
             )
-        return length
 
-    async def _photo(self, receive: Receive, length: int) -> bytes:
-        """The photo in a request. uvicorn reads it only as fast as it is taken here, and never more than `length`."""
-        photo, read, more = bytearray(length), 0, True  # one that grows is copied, and takes a multiple of its size
-        try:
-            async with asyncio.timeout(WAIT_S):
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
-                    body = message.get("body", b"")
-                    photo[read : read + len(body)] = body
-                    read += len(body)
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the photo did not arrive within {WAIT_S} s") from None
+    async def _photo(self, receive: Receive) -> bytes:
+        """The photo in a request, which has the length that its headers say."""
+        photo, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise Refused(HTTPStatus.BAD_REQUEST, "the photo is cut off")
+            photo += message.get("body", b"")
+            more = message.get("more_body", False)
         return bytes(photo)
