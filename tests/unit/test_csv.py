@@ -190,6 +190,18 @@ def test_splits_and_a_share_exclude_each_other(root: Path) -> None:
         source(root, val_share=0.5).prepare()
 
 
+def test_a_table_without_splits_has_no_test_split_by_name(root: Path) -> None:
+    with pytest.raises(InputError, match=r"split_column is 'split', but .*dataset\.test_share=0\.1$"):
+        source(root, "path,label", "a.png,cat", "c.png,cat", val_share=0.5, test_split="test").prepare()
+
+
+def test_lines_of_other_splits_are_left_out_of_a_table_that_is_cut(root: Path) -> None:
+    lines = ["path,label,split", "a.png,cat,train", "c.png,cat,train", "sub/b.png,cat,old"]
+    table = source(root, *lines, val_share=0.5)
+    assert sorted(levels(table.train()) + levels(table.eval())) == [10, 30]
+    assert table.notes()[0].endswith("left out lines of other splits (1 'old')")
+
+
 def test_an_unreadable_table_is_refused(root: Path) -> None:
     (root / "list.csv").write_bytes(b"path,label\n\xff\xfe,cat")
     with pytest.raises(InputError, match=r"not in UTF-8"):

@@ -16,6 +16,8 @@ from lockstep.core.plan import share
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
 
+# The names of splits in words.
+SPLIT_NAMES = {"train": "training", "val": "evaluation", "test": "test"}
 # The broken images among the images of a read, by index. The read returns a blank image for each.
 Broken = Mapping[int, BrokenImage]
 # A request for several images: an epoch, and indices (int64, on the CPU). The result: uint8 images.

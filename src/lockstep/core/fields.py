@@ -174,6 +174,13 @@ def _is_path(value: Any) -> bool:
     return known_home and all(len(name.encode()) <= NAME_BYTES for name in value.split("/"))
 
 
+def _is_pattern(value: Any) -> bool:
+    try:
+        return bool(re.compile(value))
+    except (re.error, TypeError, OverflowError, RecursionError):
+        return False
+
+
 def parse_duration(value: Any) -> tuple[float, str] | None:
     """The amount and the unit (`ep`, `%`, or empty for steps) of a duration; None if it is not one."""
     match = _DURATION.fullmatch(str(value).strip()) if isinstance(value, int | str) else None
@@ -213,6 +220,7 @@ TEXT = Check(
 PATH = Check(
     f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters", _is_path, "a path"
 )
+PATTERN = Check("a regular expression of Python", _is_pattern, "a regular expression")
 
 
 def check_whole(key: str, value: object, least: int) -> None:

@@ -14,10 +14,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import Source, Split
+from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model_card import CLASSES, LABELS
-from lockstep.data.datasets.targets import SPLIT_NAMES, check_labels, class_notes
+from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.loading.reading import in_order
 from lockstep.runtime.host import cores
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.config.options import option
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, ranged
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
 from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
-from lockstep.data.datasets.targets import SPLIT_NAMES, check_labels
+from lockstep.data.datasets.targets import check_labels
 
 
 @dataclass(frozen=True, kw_only=True)

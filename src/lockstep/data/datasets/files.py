@@ -1,11 +1,8 @@
 """Splits in memory and of image files, and the base classes of data sets of photographs and of image files."""
 
-import itertools
 import math
-import os
-import re
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -14,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.core.data_protocols import Source, Split
-from lockstep.core.errors import BrokenImage, InputError, shown
-from lockstep.core.fields import Check, choice, ranged, ruled
+from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
+from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.fields import PATTERN, choice, ranged, ruled
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
-from lockstep.data.datasets.listing import Files, Member, as_names
+from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
-from lockstep.data.datasets.targets import SPLIT_NAMES, class_notes
+from lockstep.data.datasets.targets import class_notes
 
 AUTO = "auto"
 SIZES = ("decode_size", "input_size", "crop")
@@ -36,16 +33,6 @@ DECODING = frozenset({*SIZES, "crop_from", "skip"})
 # The files of each split by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
 LISTINGS: dict[Hashable, dict[str, Files]] = {}
 ResultT = TypeVar("ResultT")
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        return bool(re.compile(value))
-    except (re.error, TypeError, OverflowError, RecursionError):
-        return False
-
-
-PATTERN = Check("a regular expression of Python", _is_pattern, "a regular expression")
 
 
 @dataclass(frozen=True)
@@ -273,7 +260,9 @@ class FileSource(PhotoSource, CutSource):
     def listings(self) -> dict[str, Files]:
         """The files of each split, listed and cut once per process. Raises InputError."""
         if self.place not in LISTINGS:
-            splits = {key.partition("_")[0]: self._grouped(files) for key, files in self.list_files().items()}
+            splits = {key.partition("_")[0]: files for key, files in self.list_files().items()}
+            if self.group_pattern is not None:
+                splits = {name: files.grouped(self.group_pattern) for name, files in splits.items()}
             check_groups(splits)
             if self.test_share is not None:
                 examples = self._examples(splits["train"])
@@ -286,20 +275,6 @@ class FileSource(PhotoSource, CutSource):
                 }
             LISTINGS[self.place] = splits
         return LISTINGS[self.place]
-
-    def _grouped(self, files: Files) -> Files:
-        """The files with the group of each by `group_pattern`. Raises InputError."""
-        if self.group_pattern is None:
-            return files
-        pattern = re.compile(self.group_pattern)
-        texts = [os.fsdecode(text) for text in (files.names if files.groups is None else files.groups).tolist()]
-        groups = [match and match[min(1, pattern.groups)] for match in map(pattern.search, texts)]
-        if None in groups:
-            raise InputError(
-                f"dataset.group_pattern is {self.group_pattern!r}, which names no group in "
-                f"{shown(texts[groups.index(None)])}; correct it, so that it matches every image"
-            )
-        return replace(files, groups=as_names(map(str, groups)))
 
     def _examples(self, files: Files) -> Examples:
         groups = None if files.groups is None else files.groups.tolist()
@@ -322,18 +297,6 @@ class FileSource(PhotoSource, CutSource):
 
     def _split(self, files: Files) -> FileSplit:
         return FileSplit(files, files.labels, self.image_shape[1], self.skip)
-
-
-def check_groups(splits: Mapping[str, Files]) -> None:
-    """Raise InputError if a group is in two splits."""
-    groups = {name: set(files.groups.tolist()) for name, files in splits.items() if files.groups is not None}
-    for one, other in itertools.combinations(groups, 2):
-        if both := sorted(groups[one] & groups[other]):
-            raise InputError(
-                f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
-                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or leave out "
-                "dataset.group_column and dataset.group_pattern"
-            )
 
 
 def crops_files(source: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import class_name
 
@@ -94,6 +96,18 @@ class Files:
         groups = None if self.groups is None else self.groups[chosen]
         return replace(self, keys=self.keys[chosen], labels=self.labels[chosen], groups=groups)
 
+    def grouped(self, pattern: str) -> Files:
+        """The files with the groups that a regular expression names. Raises InputError."""
+        expression = re.compile(pattern)
+        texts = [os.fsdecode(text) for text in (self.names if self.groups is None else self.groups).tolist()]
+        groups = [match and match[min(1, expression.groups)] for match in map(expression.search, texts)]
+        if None in groups:
+            raise InputError(
+                f"dataset.group_pattern is {pattern!r}, which names no group in {shown(texts[groups.index(None)])}; "
+                "correct it, so that it matches every image"
+            )
+        return replace(self, groups=as_names(map(str, groups)))
+
     def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Files]:
         """The training split without the `chosen` files, bool (N,), and the split `name` of these."""
         return {"train": self.part(~chosen), name: self.part(chosen)}
@@ -110,6 +124,18 @@ def in_folder(folder: Path) -> Callable[[bytes], Path]:
 
 def as_names(names: Iterable[str]) -> NDArray[np.bytes_]:
     return np.array([os.fsencode(name) for name in names], dtype=np.bytes_)
+
+
+def check_groups(splits: Mapping[str, Files]) -> None:
+    """Raise InputError if a group is in two splits."""
+    groups = {name: set(files.groups.tolist()) for name, files in splits.items() if files.groups is not None}
+    for one, other in itertools.combinations(groups, 2):
+        if both := sorted(groups[one] & groups[other]):
+            raise InputError(
+                f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
+                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or leave out "
+                "dataset.group_column and dataset.group_pattern"
+            )
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
@@ -162,7 +188,7 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     return torch.tensor(labels, dtype=torch.int64)
 
 
-def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str) -> OptionT:
+def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str, share: str = "") -> OptionT:
     """The split or the column `name`, as the field `key` of a data set asks for.
 
     Raises:
@@ -170,11 +196,10 @@ def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str
     """
     if name not in options:
         available = ", ".join(sorted(map(repr, options))) or "nothing"
-        split = {"split_column": "val", "val_split": "val", "test_split": "test"}.get(key, "")
-        share = f", or hold out a share of each class with dataset.{split}_share=0.1"
+        share = share or {"val_split": "val_share", "test_split": "test_share"}.get(key, "")
+        remedy = f", or hold out a share of each class with dataset.{share}=0.1" * bool(share)
         raise InputError(
             f"dataset.{key} is {name!r}, but {where} has {available}; name one with dataset.{key}="
-            f"{'[NAME]' if key == 'label_columns' else 'NAME'}"
-            f"{share * bool(split)}"
+            f"{'[NAME]' if key == 'label_columns' else 'NAME'}{remedy}"
         )
     return options[name]

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import LABELS
-from lockstep.data.datasets.targets import CLASSES_NAMED, SPLIT_NAMES
+from lockstep.data.datasets.targets import CLASSES_NAMED
 
 Chosen = NDArray[np.bool_]
 Sides = tuple[NDArray[np.int64], int]  # the side of each example, and the number of sides

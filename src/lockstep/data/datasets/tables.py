@@ -177,7 +177,9 @@ class CSV(FileSource):
         if self.group_column is not None:
             columns.append(("group_column", self.group_column))
         numbers = {name: number for number, name in enumerate(names) if names.count(name) == 1}
-        return [option_of(numbers, name, f"the table {self.path}", key=key) for key, name in columns]
+        shares = {"split_column": "test_share" if self.is_cut else "val_share"}
+        where = f"the table {self.path}"
+        return [option_of(numbers, name, where, key=key, share=shares.get(key, "")) for key, name in columns]
 
     def _line(self, row: Row) -> str:
         return f"line {row.line:,} of {self.path}"

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import as_labels, classes_of
 
 LARGEST = 3e38  # a value in float32
-SPLIT_NAMES = {"train": "training", "val": "evaluation", "test": "test"}
 CLASSES_NAMED = 5  # the most classes that a note names
 SEPARATOR = Check(
     "from 1 to 10 characters in one line",
