@@ -81,7 +81,7 @@ def test_a_torch_program_of_pixels_from_0_to_1_needs_nothing_of_ours(place: Path
 def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     there: Any = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else there(name))
-    with pytest.raises(InputError, match=r"--format onnx needs the package onnx,.* pip install 'lockstep\[export\]'"):
+    with pytest.raises(InputError, match=r"--to onnx needs the package onnx,.* pip install 'lockstep\[export\]'"):
         exporting.export("latest", [], kind="onnx", pixels="uint8", out=None)
 
 
@@ -90,7 +90,7 @@ def test_packages_that_are_missing_are_named_with_the_command(monkeypatch: pytes
     [
         (("alone.safetensors", "nowhere.png"), "nowhere.png: there is no such file"),
         (("alone.safetensors", "--out", "nowhere/model.onnx"), "--out is nowhere/model.onnx, expected a file in"),
-        (("alone.safetensors", "--out", "model.pt"), "--format onnx writes another kind of file: --format torch"),
+        (("alone.safetensors", "--out", "model.pt"), "--to onnx writes another kind of file: --to torch"),
     ],
     ids=["no such image", "no such folder", "another format"],
 )

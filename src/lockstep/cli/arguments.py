@@ -103,16 +103,18 @@ def _of_models(commands: Any) -> None:
     predict.add_argument("--out", metavar="FILE", help="the file to write instead of printing")
     export = commands.add_parser(
         "export",
-        help="write a trained model as one file for other programs",
+        help="write a trained model for other programs",
         description="Write a model with its preprocessing as one file: crop, normalisation, resizing, views. It is "
-        "compared with its original on real images, and not written if a logit differs by more than 1e-4.",
+        "compared with its original on real images, and not written if a logit differs by more than 1e-4. Or write a "
+        "model of timm as a folder that timm and Transformers load.",
     )
     _run(export, device=False)
     _rest(export, "images", "FILE", "images to compare on [the run's evaluation split]")
-    kinds = ("onnx", "torch")
-    export.add_argument("--format", dest="kind", choices=kinds, default="onnx", help="ONNX or torch.export's [onnx]")
+    kinds = ("onnx", "torch", "timm")
+    form = "ONNX, torch.export's, or a folder of timm's [onnx]"
+    export.add_argument("--to", "--format", dest="kind", choices=kinds, default="onnx", help=form)
     export.add_argument("--pixels", choices=("uint8", "float"), default="uint8", help="float: from 0 to 1 [uint8]")
-    export.add_argument("--out", metavar="PATH", help="the file to write [next to the weights]")
+    export.add_argument("--out", metavar="PATH", help="the file or folder to write [next to the weights]")
     demo = commands.add_parser("demo", help="a page on this machine: drop a photo, see its classes")
     _run(demo)
     demo.add_argument("--port", type=int, default=8000, help="the port to listen on; 0 chooses a free one [8000]")

@@ -1,6 +1,6 @@
-"""`lockstep export`: a trained model as one file for other programs, ONNX or a program of torch.export.
+"""`lockstep export`: a trained model for other programs: ONNX, a program of torch.export, or a folder of timm's.
 
-The file takes stored uint8 images and processes them like the evaluation: crop, normalise, resize, average over
+A file takes stored uint8 images and processes them like the evaluation: crop, normalise, resize, average over
 views. It computes in float32, whatever the training did. It is written only if its logits are the model's.
 """
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cli.evaluate import check_data, data_of
+from lockstep.cli.export_folder import export_folder
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, check_installed
 from lockstep.core.model_card import ModelCard
@@ -48,12 +49,19 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
         StorageError: the file cannot be written.
     """
     for package in ONNX_PACKAGES if kind == "onnx" else ():
-        check_installed(package, "--format onnx", extra="export")
+        check_installed(package, "--to onnx", extra="export")
     file = find_weights(path)
+    if kind == "timm":
+        if images or pixels != "uint8":
+            raise InputError("--to timm writes the network alone: leave out --pixels and images to compare on")
+        predictor = load(file, device="cpu", precision=FP32())
+        say_which(file, predictor.card)
+        export_folder(predictor, run_of(file), Path(out) if out is not None else file.with_name("timm"))
+        return
     target = Path(out) if out is not None else file.with_suffix(FORMATS[kind].suffix)
     check_out(target)
     if (usual := OF_SUFFIX.get(target.suffix, kind)) != kind:
-        raise InputError(f"--out is {target}, and --format {kind} writes another kind of file: --format {usual}")
+        raise InputError(f"--out is {target}, and --to {kind} writes another kind of file: --to {usual}")
     predictor = load(file, device="cpu", precision=FP32())
     say_which(file, predictor.card)
     stored, origin = _images(predictor, file, images)
@@ -184,7 +192,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
                 raise
             except Exception as error:  # the exporters raise all kinds of errors
                 reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise InputError(f"--format {kind}: this model cannot be exported ({reason})") from error
+                raise InputError(f"--to {kind}: this model cannot be exported ({reason})") from error
         difference = float((results - expected).abs().max())
         allowed = max(TOLERANCE, SHARE * float(expected.abs().max()))
         if not difference <= allowed and (rounding := _rounding(predictor, stored)) * ROUNDINGS > allowed:
@@ -195,7 +203,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
             )
         if not difference <= allowed < math.inf:
             raise LockstepError(
-                f"--format {kind}: the logits of the exported model differ by {difference:.1e} from the model's own, "
+                f"--to {kind}: the logits of the exported model differ by {difference:.1e} from the model's own, "
                 f"expected at most {allowed:.1g}; nothing was written"
             )
         sync(temporary)
