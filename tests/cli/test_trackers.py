@@ -124,8 +124,6 @@ def test_a_variable_that_cannot_be_followed_is_refused(
         check_packages(resolved(f"logger={logger}").logger)
 
 
-def test_a_key_that_contradicts_its_variable_is_refused_without_either_value(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "mine")
-    with pytest.raises(InputError, match=r"WANDB_PROJECT and logger\.wandb\.project have different values"):
-        check_packages({"wandb": WandB(project="yours")})
-    check_packages({"wandb": WandB(project="mine")})
+    assert [WandB(project=project).setting("project") for project in ("yours", None)] == ["yours", "mine"]

@@ -108,21 +108,10 @@ class Tracker:
                 raise InputError(
                     f"{variable} is set, but each run has its own identifier at {self.package}; unset it"
                 )
-        for key in self.variables:
-            self.setting(key)
 
     def setting(self, key: str, default: str = "") -> str:
-        """The value of a key, of its variable, or the default.
-
-        Raises:
-            InputError: key and variable contradict each other.
-        """
-        value, variable = getattr(self, key), os.environ.get(self.variables[key])
-        if value and variable and value != variable:  # neither is shown: one may hold a password
-            raise InputError(
-                f"{self.variables[key]} and logger.{self.package}.{key} have different values; leave out one of them"
-            )
-        return value or variable or default
+        """The value of a key, else of its variable, else the default: the order of the trackers themselves."""
+        return getattr(self, key) or os.environ.get(self.variables[key]) or default
 
 
 @option("logger", "wandb")
