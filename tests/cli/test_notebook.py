@@ -33,6 +33,7 @@ except lockstep.LockstepError as error:
 # The words of the notebook that are other ones here, for few steps.
 SHORTER = {"epochs=2": "steps=2", "epochs=3": "steps=3", "telemetry.interval=10": "telemetry.interval=1"}
 RESUMED = "import lockstep; print(lockstep.train(['resume=run', 'steps={STEPS}']).summary['status'])"
+LATER = ("changed(['train', 'wrong key', 'compose', 'load'])", "changed(['again'])")
 
 
 def client(notebook: Any, folder: Path) -> NotebookClient:
@@ -81,9 +82,11 @@ def test_the_notebook_of_the_documentation_runs(tmp_path: Path) -> None:
         assert "done in" in printed(cell)
 
 
-def test_an_interrupted_cell_saves_and_the_next_one_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_cell_saves_and_later_calls_leave_the_kernel_as_it_was(
+    app: Path,  # noqa: F811
+) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LONG)])
-    kernel = client(notebook, tmp_path)
+    kernel = client(notebook, app)
 
     async def interrupted() -> str:
         async with kernel.async_setup_kernel():
@@ -93,19 +96,14 @@ def test_an_interrupted_cell_saves_and_the_next_one_goes_on(tmp_path: Path) -> N
             await kernel.km.interrupt_kernel()
             await cell
             step = int(printed(notebook.cells[0]).partition("stopped at step ")[2].split()[0])
-            source = RESUMED.replace("{STEPS}", str(step + 5))
-            notebook.cells.append(nbformat.v4.new_code_cell(source))
-            return printed(await kernel.async_execute_cell(notebook.cells[1], 1))
+            for source in (RESUMED.replace("{STEPS}", str(step + 5)), script(app, ""), *LATER):
+                notebook.cells.append(nbformat.v4.new_code_cell(source))
+                await kernel.async_execute_cell(notebook.cells[-1], len(notebook.cells) - 1)
+            return printed(notebook.cells[1])
 
     try:
         assert asyncio.run(interrupted()).rstrip().endswith("completed")
     except CellExecutionError as error:
         pytest.fail(str(error))
     assert "ended: stopped at step" in printed(notebook.cells[0])
-
-
-def test_a_call_in_a_notebook_leaves_its_kernel_as_it_was(app: Path) -> None:  # noqa: F811
-    cells = [script(app, ""), "changed(['train', 'wrong key', 'compose', 'load'])", "changed(['again'])"]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    client(notebook, app).execute()
-    assert results(notebook) == ["{}", "{}"], printed(notebook.cells[1])
+    assert results(notebook) == ["{}", "{}"], printed(notebook.cells[3])

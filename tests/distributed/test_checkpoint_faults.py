@@ -91,7 +91,7 @@ def newest(run: RunDir) -> str:
 
 def test_a_kill_while_saving_never_leaves_a_damaged_checkpoint(tmp_path: Path, dice: random.Random) -> None:
     run, last = RunDir.at(tmp_path / "run"), 0
-    for _ in range(15):
+    for _ in range(8):
         before = newest(run)
         assert killed(saving, run.path, lambda: newest(run) != before, dice.uniform(0, 0.03))  # noqa: B023
         checkpoints = candidates(run.checkpoints)
@@ -130,7 +130,7 @@ def test_the_newest_whole_checkpoint_is_loaded_whatever_happened_to_a_later_one(
     for step in (1, 2, 3):
         save(target, step)
     target.close()
-    for number in range(60):
+    for number in range(30):
         folder = tmp_path / str(number)
         shutil.copytree(whole.checkpoints, folder)
         capsys.readouterr()
