@@ -168,7 +168,7 @@ stochastic/numbers.py: numbers that a batch shares are the same in all steps of 
 telemetry/meter.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
 - sums[-of_epoch:].sum(0)
 + sums[-1:].sum(0)
-telemetry/straggler.py: the wait for the slowest rank is that for the mean one [straggler]
+telemetry/straggler.py: the wait for the slowest rank is that for the mean one [time_spent]
 - busy.max(dim=0).values - busy[own]
 + busy.mean(dim=0) - busy[own]
 checkpoint/writing.py: after a kill in the first save the run seems to have lost its checkpoints [checkpoint]
@@ -219,7 +219,7 @@ training/trainer.py: a stop before the first step saves a state that never was [
 training/freezing.py: a model without batch norm is never frozen [trainer]
 - if not self.switched and not self.norms:
 + if not self.switched or not self.norms:
-data/loading/sampler.py: a balanced epoch comes class by class [balanced]
+data/loading/sampler.py: a balanced epoch comes class by class [sampler]
 -     return chosen[torch.argsort(draw(key(seed, ORDER, epoch), chosen), stable=True)]
 +     return chosen
 data/transforms/device.py: images are mixed in the short format [transforms]

@@ -5,6 +5,7 @@ Lines of training are composed here, as `train.py` composes them; lines of other
 
 from __future__ import annotations
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -131,3 +132,11 @@ def test_a_mistake_in_another_command_is_answered_with_what_to_type(
     assert proposal in answered(mistake, folder)
     done = typed(line, folder)
     assert done.code == 0, done.out + done.err
+
+
+def test_no_command_line_ends_in_a_traceback_or_leaves_something_behind() -> None:
+    done = forked("benchmarks/reliability/fuzz_command_line.py", "--overrides", "60", "--seed", "0")
+    assert done.code == 0, done.out + done.err
+    counts = re.match(r"(\d+) overrides in (\d+) command lines, .* 0 end otherwise\n$", done.out)
+    assert counts is not None, done.out
+    assert int(counts[1]) >= 60

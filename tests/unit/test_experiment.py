@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from helpers import records, resolved, train_here, weights
-from lockstep.core.errors import InputError
+from lockstep.checkpoint.writing import Checkpointer
+from lockstep.core.errors import InputError, NumericalError, StorageError
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -25,6 +28,8 @@ from lockstep.data.loading.shards import IGNORE_INDEX
 from lockstep.data.transforms.device import Mix
 from lockstep.models.nets import whitening_filters
 from lockstep.runtime.signals import StopRequest
+from lockstep.telemetry import sinks
+from lockstep.telemetry.meter import Telemetry
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.experiment import build_parts
@@ -269,3 +274,38 @@ def test_a_run_ends_with_a_line_about_an_average_that_is_worse_than_the_weights(
     )
     assert (scores in printed) == bool(says)
     assert says in printed
+
+
+DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=100%", "checkpoint.every=100%")
+
+
+def test_a_crash_dump_without_room_on_the_disk_is_a_warning_and_leaves_nothing(
+    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with full_disk(20_000), pytest.raises(NumericalError):  # enough for the batch, too little for the weights
+        train_here(tmp_path / "run", *DIVERGING)
+    assert "incident could not be written" in capsys.readouterr().out
+    assert not RunDir(tmp_path / "run").incident.exists()
+
+
+def test_a_numerical_end_stays_one_when_closing_the_files_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    closed = []
+
+    def failing(sink: sinks.JsonLines) -> None:
+        sink.file.close()
+        raise StorageError(f"{sink.path} cannot be written")
+
+    def close(part: Telemetry | Checkpointer, whole: Callable[..., None]) -> None:
+        closed.append(type(part).__name__)
+        whole(part)
+
+    for part in (Telemetry, Checkpointer):
+        monkeypatch.setattr(part, "close", lambda self, whole=part.close: close(self, whole))
+    monkeypatch.setattr(sinks.JsonLines, "close", failing)
+    with pytest.raises(NumericalError):
+        train_here(tmp_path / "run", *DIVERGING)
+    assert closed == ["Checkpointer", "Telemetry"]
+    assert "metrics.jsonl cannot be written" in capsys.readouterr().out
+    assert (RunDir(tmp_path / "run").incident / "incident.json").is_file()

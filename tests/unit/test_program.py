@@ -5,11 +5,13 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
+import lockstep
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.terminal import SafeStream
 from lockstep.runtime import program
@@ -95,3 +97,22 @@ def test_output_that_is_lost_is_no_success(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(Left) as left:
             program.finish()
     assert left.value.code == StorageError.exit_code
+
+
+def test_a_thread_cannot_train() -> None:
+    with ThreadPoolExecutor(1) as pool, pytest.raises(lockstep.InputError, match="was called in a thread"):
+        pool.submit(lockstep.train).result()
+
+
+@pytest.mark.parametrize(
+    ("variables", "sentence"),
+    [({"RANK": "1", "WORLD_SIZE": "2"}, "one of 2 ranks.* each would train alone"), ({"WORLD_SIZE": "2"}, "no RANK")],
+    ids=["torchrun", "half of it"],
+)
+def test_a_rank_that_others_started_cannot_train_as_a_script(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], sentence: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(lockstep.InputError, match=sentence):
+        lockstep.train()
