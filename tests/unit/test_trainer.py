@@ -143,7 +143,11 @@ def trainer_of(
         precision=FP64(),
         optimizer=SGD(lr=0.5),
         schedule=options.pop("schedule", Constant()),
-        train=SimpleNamespace(clip_norm=options.pop("clip_norm", None), eval_views=options.pop("eval_views", 1)),
+        train=SimpleNamespace(
+            clip_norm=options.pop("clip_norm", None),
+            eval_views=options.pop("eval_views", 1),
+            ema_every=options.pop("ema_every", 1),
+        ),
     )
     return Trainer(
         step=TrainStep(
@@ -502,13 +506,16 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
     assert trainer.telemetry.events == []
 
 
-def test_the_average_follows_each_step_from_the_first_weights_on() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_average_follows_the_steps_from_the_first_weights_on(every: int) -> None:
     model = network()
     ema = EMA(model, 0.75)
-    trainer = trainer_of(model, World.solo(), steps=3, ema=ema)
+    trainer = trainer_of(model, World.solo(), steps=3, ema=ema, ema_every=every)
     expected: list[Tensor] = []
     for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         trainer.step(shard)
+        if (shard.step - 1) % every:
+            continue
         now = [parameter.detach().clone() for parameter in model.parameters()]
         expected = [0.75 * old + 0.25 * new for old, new in zip(expected or now, now, strict=True)]
     for average, value in zip(ema.module.parameters(), expected, strict=True):

@@ -52,6 +52,7 @@ class TrainBlock:
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
     ema_warmup: bool = True
+    ema_every: int = ranged(1, least=1, most=1_000_000_000)
     sampling: str = choice("shuffled", "shuffled", "balanced")
     freeze: list[str] = ruled([], TEXT)
     freeze_until: int | str | None = duration(None)

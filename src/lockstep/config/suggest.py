@@ -68,6 +68,7 @@ KEYS: Mapping[str, str] = {
     "train.mixup={}": "mixup_alpha",
     "train.cutmix={}": "cutmix_alpha",
     "train.ema_warmup=true": "model_ema_warmup",
+    "train.ema_every={}": "model_ema_steps ema_steps",
     "train.patience=5": "early_stopping early_stop",
     "train.patience={}": "patience early_stopping_patience",
     "schedule=step schedule.gamma={}": "decay_rate lr_gamma lr_decay_rate",

@@ -58,8 +58,11 @@ def check_effects(job: ResolvedJob) -> None:
             f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
             + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
         )
-    if not job.train.ema_warmup and job.train.ema is None:
-        raise InputError("train.ema_warmup is false, but train.ema is null, so nothing is averaged; leave it out")
+    averaging = {"train.ema_warmup is false": not job.train.ema_warmup}
+    averaging |= {f"train.ema_every is {job.train.ema_every}": job.train.ema_every > 1}
+    for key, value in averaging.items():
+        if value and job.train.ema is None:
+            raise InputError(f"{key}, but train.ema is null, so nothing is averaged; leave it out")
     if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
         raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
     if job.train.min_delta and job.train.patience is None:
