@@ -6,7 +6,8 @@ The benchmark makes JPEG files of 32x32 and of 500x375 pixels, unless `--small` 
 folders. Small images are padded, cropped and mirrored. For large images the box of a random resized crop is resized
 to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
 ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
-the CPU. The same small images are read packed, too, and RandAugment is called on noise. One thread computes; workers
+the CPU. The same small images are read packed, too, and the policies of
+augmentation are called on smooth noise. One thread computes; workers
 are processes in a DataLoader and threads in Lockstep. The files are in the page cache. Figures "of a core" count the
 processor time of the process, all others the elapsed time. The last tables have the decoders alone, and two threads
 against two processes and, if there is a GPU, against its decoder.
@@ -27,11 +28,14 @@ import numpy as np
 import simplejpeg
 import torch
 from PIL import Image
+from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
 from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from torchvision.transforms import v2
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
@@ -46,7 +50,14 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.data.transforms.randaugment import randaugment
+from lockstep.data.transforms.policies import (
+    AugMix,
+    AutoAugment,
+    RandAugment,
+    ThreeAugment,
+    TimmRandAugment,
+    TrivialAugment,
+)
 from lockstep.precision import FP32
 from measure import Figures, Rows, in_turns, parser, show, write
 
@@ -207,16 +218,52 @@ def packed(root: Path) -> Cases:
     }
 
 
-def randaugmented(size: int, batch: int) -> Cases:
-    """Two operations of magnitude 9: torchvision's, image by image, and ours for a batch at once."""
-    images = torch.randint(256, (batch, 3, size, size), dtype=torch.uint8)
-    pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
-    transform, rng = T.RandAugment(), SampleRNG(0, 0, torch.arange(batch))
-    cases: dict[str, Callable[[], Iterable[Any]]] = {
-        "torchvision, Pillow": lambda: map(transform, pillow),
-        "torchvision, tensors": lambda: map(transform, images),
-        "lockstep": lambda: randaugment(images, rng, ops=2, magnitude=9, compiled=False),
+def policies() -> dict[str, dict[str, Any]]:
+    """Each policy here and what the others call it. timm's magnitude stops at 9, because Pillow refuses 0 bits."""
+    params = {"translate_pct": 0.45, "img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    jitter = v2.ColorJitter(0.3, 0.3, 0.3)
+    blur = v2.GaussianBlur(9, (0.1, 2.0))
+    three = v2.Compose([v2.RandomChoice([v2.Grayscale(3), v2.RandomSolarize(128, p=1), blur]), jitter])
+    timm_three = [rand_augment_transform("rand-m9-n1-p1-t3a", params), jitter]
+    return {
+        "RandAugment": {"torchvision": v2.RandAugment(), "lockstep": RandAugment()},
+        "TrivialAugment": {"torchvision": v2.TrivialAugmentWide(), "lockstep": TrivialAugment()},
+        "AutoAugment": {
+            "torchvision": v2.AutoAugment(),
+            "timm": auto_augment_transform("original", params),
+            "lockstep": AutoAugment(),
+        },
+        "AugMix": {
+            "torchvision": v2.AugMix(interpolation=v2.InterpolationMode.NEAREST),
+            "timm": augment_and_mix_transform("augmix-m3", params),
+            "lockstep": AugMix(),
+        },
+        "timm's RandAugment": {
+            "timm": rand_augment_transform("rand-m9-mstd0.5-mmax9-inc1", params),
+            "lockstep": TimmRandAugment(),
+        },
+        "3-Augment": {"torchvision": three, "timm": v2.Compose(timm_three), "lockstep": ThreeAugment()},
+        "jitter 0.4": {
+            "torchvision": v2.ColorJitter(0.4, 0.4, 0.4),
+            "lockstep": RandomResizedCrop(jitter=0.4, flip=0.0),
+        },
     }
+
+
+def augmented(policy: str, size: int, batch: int) -> Cases:
+    """A policy without a crop: image by image, and ours for a batch at once."""
+    coarse = torch.randint(256, (batch, 3, size // 4, size // 4)).float()
+    images = F.interpolate(coarse, (size, size), mode="bicubic").clamp(0, 255).to(torch.uint8)
+    pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
+    rng = SampleRNG(0, 0, torch.arange(batch))
+    contenders = policies()[policy]
+    ours = contenders.pop("lockstep")
+    cases: dict[str, Callable[[], Iterable[Any]]] = {
+        f"{name}, Pillow": partial(map, transform, pillow) for name, transform in contenders.items()
+    }
+    if "torchvision" in contenders:
+        cases["torchvision, tensors"] = partial(map, contenders["torchvision"], images)
+    cases["lockstep"] = partial(ours.changed if isinstance(ours, RandomResizedCrop) else ours.operate, images, rng)
     return {name: partial(per_second, once, batch, time.process_time) for name, once in cases.items()}
 
 
@@ -335,9 +382,10 @@ def main() -> None:
                 "32x32 arrays to 336": upsampled,
                 "32x32, crop and mirror, packed": partial(packed, few),
             },
-            "RandAugment, img/s of a core": {
-                "32 px": partial(randaugmented, 32, 512),
-                "224 px": partial(randaugmented, 224, 64),
+            "policies, img/s of a core": {
+                f"{policy}, {size} px": partial(augmented, policy, size, batch)
+                for policy in policies()
+                for size, batch in ((32, 512), (224, 64))
             },
             "to the model, two workers, img/s": {
                 "32x32 JPEG, crop and mirror": partial(small, few, 2),

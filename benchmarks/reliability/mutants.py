@@ -159,9 +159,9 @@ data/datasets/decode.py: a photo is decoded at a scale that is enough for its lo
 data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
 - box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
 + box_width, box_height = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-data/transforms/randaugment.py: the sign of an operation follows from the operation [randaugment]
-- draws.uniform(FIRST_DRAW + 2 * n + 1) < 0.5
-+ draws.uniform(FIRST_DRAW + 2 * n) < 0.5
+data/transforms/policies.py: the sign of an operation follows from the operation [randaugment]
+- draws.uniform(n + 1) < 0.5
++ draws.uniform(n) < 0.5
 stochastic/numbers.py: numbers that a batch shares are the same in all steps of an epoch [stochastic]
 - key(seed, FORWARD_BATCH, micro.step)
 + key(seed, FORWARD_BATCH, micro.epoch)
@@ -246,7 +246,7 @@ training/resolved_job.py: a resume may have other images [fingerprint]
 data/loading/shards.py: an example that is repeated has the label of the last one [loader]
 - labels = self.train_labels[self._examples(indices)]
 + labels = self.train_labels[indices.clamp(max=len(self.train_labels) - 1)]
-data/transforms/randaugment.py: operations follow the shift of the crop [augment]
+data/transforms/steps.py: operations follow the shift of the crop [augment]
 - FIRST_DRAW = 16
 + FIRST_DRAW = 0
 data/datasets/photos.py: a wide TIFF whose zero is white is a negative [photos]

@@ -81,6 +81,11 @@ train.eval_every=5x -> train.eval_every is '5x', expected steps (100), epochs (2
 optimizer.lr=0 -> optimizer.lr is 0, expected auto or a number above 0
 launcher.timeout=5parsec -> launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h
 augment=standard augment.scale=[] -> augment.scale is [], expected two rising numbers: augment.scale=[0.08,1]
+augment=three_augment -> needs red, green and blue, but the images have 1 channel; use augment=trivialaugment
+augment=standard augment.grey=0.2 -> red, green and blue, but the images have 1 channel: augment.grey=0
+augment=randaugment_timm -> augment.fill is [124, 116, 104], but the images have 1 channel; give one value for
+augment=augmix augment.crop=resized augment.pad=8 -> augment.pad is 8, but augment.crop=resized does not use it;
+augment=autoaugment augment.policy=cifar -> augment.policy is 'cifar', expected one of imagenet, cifar10, svhn
 """)
 LIMITS = table("""
 optimizer.lr=nan -> optimizer.lr is nan, expected auto or a number above 0
@@ -119,6 +124,7 @@ device=cpu strategy=pipeline launcher.ranks=2 model.compile=true -> model.compil
 """)
 BOXES = table("""
 dataset=imagenet augment=shift -> dataset.crop_from=file cuts the boxes of a random resized crop from the files, and t
+dataset=imagenet augment=augmix augment.crop=pad -> and augment.crop is pad; use augment.crop=resized or
 dataset=imagenet augment=standard loader=resident -> loader=resident decodes each image once, but dataset.crop_from=fi
 """)
 PLACES = table("""

@@ -27,7 +27,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import ArraySplit
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.randaugment import randaugment
+from lockstep.data.transforms.policies import AugMix, RandAugment, ThreeAugment, TimmRandAugment, TrivialAugment
 from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
 from lockstep.precision import FP32
@@ -236,14 +236,15 @@ def test_neither_a_step_nor_a_log_point_waits_for_the_device(
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_randaugment_is_that_of_the_cpu_and_never_waits_for_the_device(compiled: bool) -> None:
+@pytest.mark.parametrize("policy", [RandAugment, TrivialAugment, TimmRandAugment, AugMix, ThreeAugment])
+def test_a_policy_is_that_of_the_cpu_and_never_waits_for_the_device(policy: Any, compiled: bool) -> None:
     images = torch.randint(256, (200, 3, 40, 40), dtype=torch.uint8)
     indices = torch.arange(200)
-    expected = randaugment(images, rng.SampleRNG(0, 0, indices), ops=2, magnitude=9)
+    expected = policy().operate(images, rng.SampleRNG(0, 0, indices))
     there, draws = images.cuda(), rng.SampleRNG(0, 0, indices.cuda())
-    randaugment(there, draws, ops=2, magnitude=9, compiled=compiled)
+    policy(compile=compiled).operate(there, draws)
     with never_waiting():
-        actual = randaugment(there, draws, ops=2, magnitude=9, compiled=compiled)
+        actual = policy(compile=compiled).operate(there, draws)
     # A rotation may round a coordinate to the pixel beside it, a blend a value to the one below it.
     assert (actual.cpu() != expected).float().mean().item() < 0.001
 

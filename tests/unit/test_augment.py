@@ -25,13 +25,20 @@ from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.augment import (
     CropFlip,
     NoAugment,
-    RandAugment,
-    RandAugmentResized,
     RandomResizedCrop,
     crops_together,
     resized_crops,
 )
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.policies import (
+    AugMix,
+    AutoAugment,
+    RandAugment,
+    RandAugmentResized,
+    ThreeAugment,
+    TimmRandAugment,
+    TrivialAugment,
+)
 from lockstep.precision import FP32
 
 pytestmark = pytest.mark.numerics
@@ -44,6 +51,12 @@ ALL: list[Augment] = [
     RandomResizedCrop(),
     RandAugment(),
     RandAugmentResized(),
+    RandomResizedCrop(jitter=0.4, grey=0.2, blur=0.5, solarize=0.2),
+    TrivialAugment(),
+    AutoAugment(crop="pad"),
+    AugMix(),
+    TimmRandAugment(fill=[7]),
+    ThreeAugment(),
 ]
 
 

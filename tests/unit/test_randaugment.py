@@ -1,4 +1,4 @@
-"""RandAugment: torchvision's operations to the bit, chosen by random numbers of each sample.
+"""The operations of the policies: torchvision's and Pillow's to the bit, chosen by random numbers of each sample.
 
 test_augment.py shows that the change of a sample does not depend on its batch.
 """
@@ -6,26 +6,46 @@ test_augment.py shows that the change of a sample does not depend on its batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+from scipy.stats import ks_2samp
+from timm.data import auto_augment as timm
 from torch import Tensor
+from torchvision import transforms as T
 from torchvision.transforms import InterpolationMode
-from torchvision.transforms import RandAugment as Torchvision
 from torchvision.transforms.autoaugment import _apply_op
 
 from lockstep.core.rng import SampleRNG
-from lockstep.data.transforms import randaugment
-from lockstep.data.transforms.augment import CropFlip, RandAugment, RandAugmentResized, RandomResizedCrop
-from lockstep.data.transforms.randaugment import operate
+from lockstep.data.transforms import geometry, operations, steps
+from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
+from lockstep.data.transforms.geometry import IDENTITY
+from lockstep.data.transforms.operations import BLUR, SOLARIZE_ADD, operate
+from lockstep.data.transforms.policies import (
+    AugMix,
+    AutoAugment,
+    Policy,
+    RandAugment,
+    RandAugmentResized,
+    ThreeAugment,
+    TimmRandAugment,
+    TrivialAugment,
+)
+from lockstep.data.transforms.steps import NAMES, table
 
 pytestmark = pytest.mark.numerics
 
-# Torchvision's names, in the order of our numbers.
-NAMES = (
-    *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Contrast"),
-    *("Posterize", "Solarize", "AutoContrast", "Equalize", "Color", "Sharpness"),
-)
+SHAPES = [(3, 32, 32), (1, 28, 28), (3, 50, 37), (3, 2, 9)]
+SPACES: dict[str, Callable[[tuple[int, int]], dict[str, tuple[Tensor, bool]]]] = {
+    "randaugment": lambda size: T.RandAugment()._augmentation_space(31, size),
+    "trivialaugment": lambda size: T.TrivialAugmentWide()._augmentation_space(31),
+    "autoaugment": lambda size: T.AutoAugment()._augmentation_space(10, size),
+    "augmix": lambda size: T.AugMix()._augmentation_space(10, size),
+}
+HALF_WAY = 0.05 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 0
 
 
 def draws(n: int) -> SampleRNG:
@@ -39,66 +59,233 @@ def images(shape: tuple[int, int, int]) -> Tensor:
     return torch.stack([noise[0], noise[1] // 100 * 100, noise[2] // 4 + 40, ramp, noise[3] * 0 + 7, noise[4] * 0])
 
 
-def theirs(image: Tensor, name: str, up: bool, magnitude: int) -> Tensor:
-    """Torchvision's operation at the same magnitude, and with the same sign where it has one."""
-    values, signed = Torchvision()._augmentation_space(31, image.shape[1:])[name]
-    value = float(values[magnitude]) if values.dim() else 0.0
-    value = -value if signed and not up else value
+def theirs(image: Tensor, name: str, value: float) -> Tensor:
     return _apply_op(image, name, value, interpolation=InterpolationMode.NEAREST, fill=None)
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28), (3, 50, 37), (3, 2, 9)], ids=str)
-def test_an_operation_is_torchvisions_to_the_bit(name: str, shape: tuple[int, int, int]) -> None:
-    stored = images(shape)
-    op = torch.full((len(stored),), NAMES.index(name))
+@pytest.mark.parametrize("policy", SPACES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_operation_is_torchvisions_to_the_bit(policy: str, shape: tuple[int, int, int]) -> None:
+    stored, ours = images(shape), table(policy, shape[1:], torch.device("cpu"))
+    space = SPACES[policy](shape[1:])
+    assert {NAMES[name] for name in space} == {*ours.ops.tolist()} - ({IDENTITY} - {NAMES[name] for name in space})
+    for name, (magnitudes, signed) in space.items():
+        place = torch.full((len(stored),), ours.ops.tolist().index(NAMES[name]))
+        for magnitude in range(0, ours.amounts.shape[1], 3):
+            for up in (True, False):
+                value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
+                expected = [theirs(image, name, -value if signed and not up else value) for image in stored]
+                result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)))
+                wrong = (result != torch.stack(expected)).float().mean().item()
+                # A CPU that does not multiply and add in one instruction rounds half-way positions in another way.
+                assert wrong <= HALF_WAY, f"{name}, magnitude {magnitude}, up {up}: {wrong:.2%}"
+
+
+def pillow(image: Tensor) -> Image.Image:
+    return Image.fromarray(image[0].numpy() if len(image) == 1 else image.permute(1, 2, 0).contiguous().numpy())
+
+
+def tensor(image: Image.Image) -> Tensor:
+    pixels = torch.from_numpy(np.array(image))
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1)
+
+
+FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
+# Pillow's code for an operation and an amount, as timm calls it.
+PILLOW: dict[int, Callable[..., Any]] = {
+    geometry.SHEAR_X: timm.shear_x,
+    geometry.SHEAR_Y: timm.shear_y,
+    geometry.TRANSLATE_X: lambda image, pixels, **how: timm.translate_x_abs(image, -pixels, **how),
+    geometry.TRANSLATE_Y: lambda image, pixels, **how: timm.translate_y_abs(image, -pixels, **how),
+    geometry.ROTATE: timm.rotate,
+    operations.BRIGHTNESS: lambda image, change, **_: ImageEnhance.Brightness(image).enhance(1 + change),
+    operations.CONTRAST: lambda image, change, **_: ImageEnhance.Contrast(image).enhance(1 + change),
+    operations.COLOR: lambda image, change, **_: ImageEnhance.Color(image).enhance(1 + change),
+    operations.SHARPNESS: lambda image, change, **_: ImageEnhance.Sharpness(image).enhance(1 + change),
+    operations.POSTERIZE: lambda image, bits, **_: ImageOps.posterize(image, int(bits)),
+    operations.SOLARIZE: timm.solarize,
+    SOLARIZE_ADD: lambda image, add, **_: timm.solarize_add(image, int(add)),
+    operations.INVERT: lambda image, _, **__: ImageOps.invert(image),
+    operations.AUTOCONTRAST: lambda image, _, **__: ImageOps.autocontrast(image),
+    operations.EQUALIZE: lambda image, _, **__: ImageOps.equalize(image),
+    BLUR: lambda image, sigma, **_: image.filter(ImageFilter.GaussianBlur(sigma)),
+}
+MOVES = dict.fromkeys((geometry.SHEAR_X, geometry.SHEAR_Y), (0.0, 0.137, -0.3, 0.99))
+BLENDS = (operations.BRIGHTNESS, operations.CONTRAST, operations.COLOR, operations.SHARPNESS)
+AMOUNTS: dict[int, tuple[float, ...]] = {
+    **MOVES,
+    **dict.fromkeys((geometry.TRANSLATE_X, geometry.TRANSLATE_Y), (0.0, 3.0, -3.7, 11.25)),
+    **dict.fromkeys(BLENDS, (0.0, -1.0, -0.9, -0.312, 0.25, 0.9)),
+    geometry.ROTATE: (0.0, 7.3, -30.0, 44.0, 90.0, -133.0),
+    operations.POSTERIZE: (1.0, 4.0, 8.0),
+    operations.SOLARIZE: (0.0, 26.0, 128.0, 256.0),
+    SOLARIZE_ADD: (0.0, 99.0, 110.0),
+    BLUR: (0.1, 0.7, 1.0, 1.4142, 1.99),
+}
+
+
+@pytest.mark.parametrize("op", PILLOW)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("resample", FILTERS)
+def test_an_operation_is_pillows_to_the_bit(op: int, shape: tuple[int, int, int], resample: str) -> None:
+    stored, fill = images(shape), (124, 116, 104)[: shape[0]]
+    how = {"resample": FILTERS[resample], "fillcolor": fill if len(fill) == 3 else fill[0]}
+    for amount in AMOUNTS.get(op, (0.0,)):
+        numbers = torch.full((len(stored),), op), torch.full((len(stored),), amount, dtype=torch.float64)
+        expected = torch.stack([tensor(PILLOW[op](pillow(image), amount, **how)) for image in stored])
+        result = operate(stored, *numbers, resample, fill)
+        assert torch.equal(result, expected), f"amount {amount}: {(result != expected).sum()} of {result.numel()}"
+
+
+def as_before(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
+    """RandAugment's operation, with the rounding of positions that its runs have always had."""
+    choices = table("randaugment", tuple(images.shape[2:]), torch.device("cpu"))
+    return operate(images, *choices.step(op, magnitude, up), "nearest_first")
+
+
+@pytest.mark.parametrize("place", range(14))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_randaugment_has_torchvisions_pixels_where_positions_are_not_half_way(place: int, shape: Any) -> None:
+    stored, name = images(shape), list(NAMES)[place]
+    magnitudes, signed = SPACES["randaugment"](shape[1:])[name]
     for magnitude in (0, 1, 9, 17, 30):
         for up in (True, False):
-            ours = operate(stored, op, torch.full((len(stored),), up), magnitude)
-            expected = torch.stack([theirs(image, name, up, magnitude) for image in stored])
-            assert torch.equal(ours, expected), f"magnitude {magnitude}, up {up}"
+            value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
+            expected = [theirs(image, name, -value if signed and not up else value) for image in stored]
+            result = as_before(stored, torch.full((6,), place), torch.full((6,), up), magnitude)
+            assert torch.equal(result, torch.stack(expected)), f"magnitude {magnitude}, up {up}"
 
 
 def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14
-    ours = operate(stored, op, up, 9)
-    for image, name, sign, result in zip(stored, NAMES * 2, up.tolist(), ours, strict=True):
-        assert torch.equal(result, theirs(image, name, sign, 9)), name
+    for n, result in enumerate(as_before(stored, op, up, 9)):
+        assert torch.equal(result, as_before(stored[:1], op[n : n + 1], up[n : n + 1], 9)[0])
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 
-def test_every_operation_is_drawn_as_often_as_another_and_up_as_often_as_down(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn: list[tuple[Tensor, Tensor]] = []
-
-    def noted(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-        drawn.append((op, up))
-        return images
-
-    monkeypatch.setattr(randaugment, "operate", noted)
-    randaugment.randaugment(torch.zeros((14_000, 1, 1, 1), dtype=torch.uint8), draws(14_000), ops=2, magnitude=9)
+def test_every_operation_is_drawn_as_often_as_another_and_up_as_often_as_down() -> None:
+    drawn = [(op, amount > 0) for op, amount in RandAugment().steps(draws(14_000), (32, 32))]
+    signed = torch.tensor([*range(geometry.SHEAR_X, geometry.ROTATE + 1), *BLENDS])
     for op, up in drawn:
-        assert bool(((torch.bincount(op, minlength=14) - 1000).abs() < 130).all())
-        assert up.float().mean().item() == pytest.approx(0.5, abs=0.02)
-        assert bool(((torch.bincount(op[up], minlength=14) - 500).abs() < 100).all()), "also of each operation"
+        assert bool(((torch.unique(op, return_counts=True)[1] - 1000).abs() < 130).all())
+        assert bool(((torch.bincount(op[up], minlength=17)[signed] - 500).abs() < 100).all())
     (first, _), (second, _) = drawn
     assert (first == second).float().mean().item() == pytest.approx(1 / 14, abs=0.01)
 
 
-def test_the_crop_comes_first_and_is_that_of_the_augmentation_without_operations() -> None:
-    stored = images((3, 12, 12))
-    assert torch.equal(
-        RandAugment(ops=0).apply(stored, draws(6), (12, 12)), CropFlip().apply(stored, draws(6), (12, 12))
+def test_trivialaugment_draws_operations_signs_and_magnitudes_evenly() -> None:
+    ((op, amount),) = TrivialAugment().steps(draws(31_000), (64, 48))
+    assert bool(((torch.unique(op, return_counts=True)[1] - 31_000 / 14).abs() < 200).all())
+    degrees = amount[op == geometry.ROTATE] / 4.5
+    counts = torch.bincount((degrees.round() + 30).long(), minlength=61)
+    assert counts[30] == pytest.approx(2 * counts[31:].float().mean(), abs=40), "0 has no sign"
+    assert bool(((counts[counts != counts[30]] - 31_000 / 14 / 62).abs() < 30).all())
+
+
+@pytest.mark.parametrize("name", ["imagenet", "cifar10", "svhn"])
+def test_autoaugment_draws_torchvisions_pairs_with_their_probabilities(name: str) -> None:
+    pairs = T.AutoAugment(T.AutoAugmentPolicy(name)).policies
+    drawn = list(AutoAugment(policy=name).steps(draws(50_000), (32, 32)))
+    space = SPACES["autoaugment"]((32, 32))
+    for n, (op, amount) in enumerate(drawn):
+        expected = torch.zeros(17)
+        for pair in pairs:
+            expected[NAMES[pair[n][0]]] += pair[n][1] * 50_000 / 25
+        expected[IDENTITY] = 50_000 - expected.sum()
+        assert bool(((torch.bincount(op, minlength=17) - expected).abs() < 600).all())
+        turns = {float(space["Rotate"][0][pair[n][2]]) for pair in pairs if pair[n][0] == "Rotate"}
+        assert {*amount[op == geometry.ROTATE].abs().tolist()} == turns
+
+
+@pytest.mark.parametrize(("depth", "alpha"), [(0, 1), (2, 3)])
+def test_augmix_is_torchvisions_with_the_same_draws(depth: int, alpha: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision mixes with the shares, and applies the operations, that our random numbers have chosen."""
+    stored, augment, rng, size = images((3, 24, 20)), AugMix(depth=depth, alpha=alpha), draws(6), (24, 20)
+    numbers = torch.arange(steps.FIRST_DRAW, steps.FIRST_DRAW + 5 * alpha)
+    gamma = -torch.log1p(-rng.uniform(numbers)).view(6, alpha, 5).sum(1)
+    firsts = [steps.FIRST_DRAW + 5 * alpha + n * (1 + 3 * (depth or 3)) for n in range(3)]
+    chains = [[*augment.chain(rng, size, first)] for first in firsts]
+    names = {op: name for name, op in NAMES.items()}
+    for n, result in enumerate(augment.operate(stored, rng)):
+        chosen = iter([(names[int(op[n])], float(amount[n])) for chain in chains for op, amount in chain])
+        shares = iter([part / part.sum(1, keepdim=True) for part in (gamma[n : n + 1, :2], gamma[n : n + 1, 2:])])
+        transform = T.AugMix(chain_depth=depth or 3)
+        monkeypatch.setattr(transform, "_sample_dirichlet", lambda _, shares=shares: next(shares))
+        apply = lambda image, *_, chosen=chosen, **__: torch.stack([theirs(image[0], *next(chosen))])  # noqa: E731
+        monkeypatch.setattr("torchvision.transforms.autoaugment._apply_op", apply)
+        assert (result != transform(stored[n])).float().mean() <= HALF_WAY
+    lengths = torch.stack([op != IDENTITY for op, _ in AugMix().chain(draws(3000), size, firsts[0])]).sum(0)
+    assert bool(((torch.bincount(lengths)[1:] - 1000).abs() < 120).all())
+
+
+@pytest.mark.parametrize("increasing", [True, False])
+def test_timms_operations_probabilities_and_strengths_have_timms_distribution(increasing: bool) -> None:
+    options = timm.rand_augment_transform(
+        f"rand-m7-n1-mstd2-inc{int(increasing)}", {"translate_pct": 0.45, "magnitude_std": 2.0}
+    ).ops
+    ((op, amount),) = TimmRandAugment(ops=1, magnitude=7, magnitude_std=2, increasing=increasing).steps(
+        draws(30_000), (20, 40)
     )
-    resized = RandAugmentResized(ops=0).apply(stored, draws(6), (9, 9))
-    assert resized.dtype == torch.uint8
-    assert torch.equal(resized, RandomResizedCrop().apply(stored, draws(6), (9, 9)))
-    cropped = CropFlip().apply(stored, draws(6), (12, 12))
-    expected = randaugment.randaugment(cropped, draws(6), ops=3, magnitude=5)
-    assert torch.equal(RandAugment(ops=3, magnitude=5).apply(stored, draws(6), (12, 12)), expected)
-    assert not torch.equal(expected, cropped)
+    counts = torch.bincount(op, minlength=17)
+    assert counts[IDENTITY] == pytest.approx(15_000, abs=400)
+    for option in options:
+        name = option.name.removesuffix("Increasing").removesuffix("Rel")
+        number = SOLARIZE_ADD if name == "SolarizeAdd" else NAMES[name]
+        assert counts[number] == pytest.approx(1000, abs=130), name
+        if option.level_fn:
+            values: list[float] = []
+            option.prob, option.aug_fn = 1, lambda _, value, values=values, **__: values.append(value)
+            for _ in range(2000):
+                option(None)
+            ours = amount[op == number] + (number in BLENDS)
+            side = {geometry.TRANSLATE_X: 40, geometry.TRANSLATE_Y: 20}.get(number, 1)
+            assert ks_2samp(ours, np.array(values) * side).pvalue > 1e-4, name
+
+
+def test_colour_changes_are_pillows_as_torchvision_and_timm_apply_them() -> None:
+    stored, rng = images((3, 32, 32)), draws(6)
+    augment = RandomResizedCrop(scale=[1, 1], ratio=[1, 1], flip=0, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5)
+    expected = [pillow(image) for image in stored]
+    for op, amount in steps.colours(rng, jitter=0.4, grey=0.3, blur=0.5, solarize=0.5):
+        for n, image in enumerate(expected):
+            if op[n] != IDENTITY:
+                expected[n] = PILLOW[int(op[n])](image, float(amount[n]))
+    assert torch.equal(augment.apply(stored, rng, (32, 32)), torch.stack([tensor(image) for image in expected]))
+
+
+def test_colour_changes_are_drawn_as_by_colorjitter_and_by_their_probabilities() -> None:
+    drawn = list(steps.colours(draws(12_000), jitter=0.3, grey=0.2, blur=0.1, solarize=0.25))
+    orders = torch.stack([op for op, _ in drawn[:3]], 1)
+    assert bool(((torch.unique(orders, dim=0, return_counts=True)[1] - 2000).abs() < 180).all())
+    for _, amount in drawn[:3]:
+        assert ks_2samp(amount, np.linspace(-0.3, 0.3, 12_000)).pvalue > 1e-4
+    shares = [(op != IDENTITY).float().mean().item() for op, _ in drawn[3:]]
+    assert shares == pytest.approx([0.2, 0.1, 0.25], abs=0.015)
+    assert [int(op.max()) for op, _ in drawn[3:]] == [operations.COLOR, BLUR, operations.SOLARIZE]
+    assert not list(steps.colours(draws(4), jitter=0, grey=0, blur=0, solarize=0)), "off costs nothing"
+
+
+def test_three_augment_is_one_of_three_and_jitter() -> None:
+    ((op, amount),) = ThreeAugment().steps(draws(9000), (8, 8))
+    counts = {number: int((op == number).sum()) for number in (operations.COLOR, operations.SOLARIZE, BLUR)}
+    assert all(count == pytest.approx(3000, abs=200) for count in counts.values())
+    assert {*amount[op == operations.COLOR].tolist()} == {-1.0}
+    assert {*amount[op == operations.SOLARIZE].tolist()} == {128.0}
+    assert ks_2samp(amount[op == BLUR], np.linspace(0.1, 2, 3000)).pvalue > 1e-4
+    assert ThreeAugment().jitter == 0.3
+
+
+@pytest.mark.parametrize("policy", [TrivialAugment, AutoAugment, AugMix, TimmRandAugment, ThreeAugment])
+def test_the_crop_comes_first_and_is_the_one_of_the_augmentation_without_operations(policy: type[Policy]) -> None:
+    stored, rng = images((3, 12, 12)), draws(6)
+    for augment, crop in ((policy(crop="pad", pad=3), CropFlip(pad=3, reflect=policy().reflect)), (policy(), None)):
+        size = (12, 12) if crop else (9, 9)
+        cropped = (crop or RandomResizedCrop()).apply(stored, rng, size)
+        assert torch.equal(augment.apply(stored, rng, size), augment.changed(cropped, rng))
+        assert not torch.equal(augment.changed(cropped, rng), cropped)
+    for plain, crop in ((RandAugment(ops=0), CropFlip()), (RandAugmentResized(ops=0), RandomResizedCrop())):
+        assert torch.equal(plain.apply(stored, rng, (12, 12)), crop.apply(stored, rng, (12, 12)))
 
 
 def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,9 +294,12 @@ def test_a_gpus_way_is_one_graph_with_the_same_bits(monkeypatch: pytest.MonkeyPa
     def everywhere(chosen: Tensor, change: Callable[..., Tensor], images: Tensor, *arguments: Tensor) -> Tensor:
         return torch.where(chosen.view(-1, *[1] * (images.dim() - 1)), change(*arguments), images)
 
-    stored = torch.randint(256, (56, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    op, up = torch.arange(56) % 14, torch.arange(56) < 28
-    expected = operate(stored, op, up, 9)
-    monkeypatch.setattr(randaugment, "_where", everywhere)
-    traced = torch.compile(operate, fullgraph=True, dynamic=False, backend="eager")
-    assert torch.equal(traced(stored, op, up, 9), expected)
+    stored = torch.randint(256, (68, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    op = torch.arange(68) % 17
+    amount = torch.tensor([AMOUNTS.get(int(number), (0.0, 0.0))[1] for number in op], dtype=torch.float64)
+    for how in ("nearest", "bicubic"):
+        expected = operate(stored, op, amount, how)
+        with monkeypatch.context() as patch:
+            patch.setattr(operations, "_where", everywhere)
+            traced = torch.compile(operate, fullgraph=True, dynamic=False, backend="eager")
+            assert torch.equal(traced(stored, op, amount, how), expected)

@@ -14,7 +14,15 @@ from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
-from lockstep.data.transforms.augment import CropFlip, NoAugment, RandAugment, RandAugmentResized, RandomResizedCrop
+from lockstep.data.transforms import (
+    AugMix,
+    RandAugment,
+    RandAugmentResized,
+    ThreeAugment,
+    TimmRandAugment,
+    TrivialAugment,
+)
+from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 from lockstep.training.evaluate import weighted_views
@@ -103,7 +111,12 @@ def test_evaluation_sees_the_centre() -> None:
 
 
 @pytest.mark.parametrize(
-    "augment", [*AUGMENTS, CropFlip(reflect=True), RandAugment(), RandAugmentResized()], ids=repr
+    "augment",
+    [
+        *(*AUGMENTS, CropFlip(reflect=True), RandAugment(), RandAugmentResized(), TrivialAugment(), AugMix()),
+        *(TimmRandAugment(), ThreeAugment(crop="pad")),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize("crop", [0.001, 0.3, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3])

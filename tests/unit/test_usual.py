@@ -10,7 +10,7 @@ from helpers import ROOT, resolved, run_dir
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.data import datasets
-from lockstep.data.transforms import CropFlip, NoAugment, RandomResizedCrop
+from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, TrivialAugment
 from lockstep.training.resolved_job import ResolvedJob, load_job
 
 
@@ -27,6 +27,9 @@ from lockstep.training.resolved_job import ResolvedJob, load_job
         ("dataset=folder dataset.path=photos dataset.decode_size=32 dataset.crop_from=file", RandomResizedCrop()),
         ("dataset=imagenet", RandomResizedCrop()),
         ("dataset=folder dataset.path=photos augment=none", NoAugment()),
+        ("dataset=folder dataset.path=photos augment=trivialaugment", TrivialAugment(crop="resized")),
+        ("dataset=cifar10 augment=trivialaugment", TrivialAugment(crop="pad")),
+        ("dataset=cifar10 augment=augmix augment.crop=resized", AugMix(crop="resized")),
         ("dataset=folder dataset.path=photos augment=shift", CropFlip(pad=1, flip=0.0)),
     ],
 )

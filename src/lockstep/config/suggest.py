@@ -138,6 +138,9 @@ VALUES: Mapping[str, str] = {
     "loss=focal": "focal_loss focalloss",
     "augment=none": "false no off",
     "augment=randaugment": "ra rand rand_augment",
+    "augment=trivialaugment": "ta ta_wide trivialaugmentwide trivial_augment",
+    "augment=autoaugment": "aa original",
+    "augment=three_augment": "3a threeaugment 3augment",
 }
 OFF = ("false", "0", "no", "off", "none")
 WEIGHTS = (".safetensors", ".pth", ".pt", ".bin", ".ckpt")

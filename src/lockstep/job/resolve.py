@@ -10,14 +10,14 @@ from lockstep.checkpoint.weights import find_card, weights_file
 from lockstep.config import components
 from lockstep.config.options import declared, options_with
 from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
-from lockstep.core.data_protocols import Source
+from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
 from lockstep.core.monitor import LOSS, USUAL, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, with_sizes
-from lockstep.data.transforms import Auto as AutoAugment
+from lockstep.data.transforms import Auto, Policy
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -69,9 +69,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
             micro_batches=_micro_batches(job.train, strategy, world_size),
             eval_batch=_eval_batch(job.train, dataset),
         ),
-        augment=components.build_option("augment", dataset.usual_augment)
-        if isinstance(job.augment, AutoAugment)
-        else job.augment,
+        augment=_augment(job.augment, dataset.usual_augment),
         input=_input(job.input, dataset, trained),
         dataset=dataset,
         task=job.task.absolute(),
@@ -83,6 +81,12 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
     )
     return ResolvedJob.of(resolved)
+
+
+def _augment(augment: Augment, usual: str) -> Augment:
+    if isinstance(augment, Policy) and augment.crop == "auto":
+        return replace(augment, crop="resized" if usual == "standard" else "pad")
+    return components.build_option("augment", usual) if isinstance(augment, Auto) else augment
 
 
 def with_targets(dataset: Source, targets: str) -> Source:

@@ -23,6 +23,7 @@ from lockstep.core.observer import Logger
 from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.policies import check_channels
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
@@ -167,9 +168,15 @@ def check_job(job: ResolvedJob) -> None:
 
 
 def _check_crop(job: ResolvedJob) -> None:
-    """Cropping from files needs an augmentation with boxes, and a loader that reads the files in every epoch."""
+    """The augmentation fits the images. Cropping from files needs boxes, and files that are read in every epoch."""
+    check_channels(job.augment, job.dataset.input_shape[0])
     if not crops_files(job.dataset):
         return
+    if getattr(job.augment, "crop", None) == "pad":
+        raise InputError(
+            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and augment.crop is pad; "
+            "use augment.crop=resized or dataset.crop_from=square"
+        )
     if not isinstance(job.augment, RandomResizedCrop):
         raise InputError(
             "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "

@@ -1,12 +1,28 @@
 """The augmentations: random changes of training images, drawn by the key of each example."""
 
-from lockstep.data.transforms.augment import (
-    Auto,
-    CropFlip,
-    NoAugment,
+from lockstep.data.transforms.augment import Auto, CropFlip, NoAugment, RandomResizedCrop
+from lockstep.data.transforms.policies import (
+    AugMix,
+    AutoAugment,
+    Policy,
     RandAugment,
     RandAugmentResized,
-    RandomResizedCrop,
+    ThreeAugment,
+    TimmRandAugment,
+    TrivialAugment,
 )
 
-__all__ = ["Auto", "CropFlip", "NoAugment", "RandAugment", "RandAugmentResized", "RandomResizedCrop"]
+__all__ = [
+    "AugMix",
+    "Auto",
+    "AutoAugment",
+    "CropFlip",
+    "NoAugment",
+    "Policy",
+    "RandAugment",
+    "RandAugmentResized",
+    "RandomResizedCrop",
+    "ThreeAugment",
+    "TimmRandAugment",
+    "TrivialAugment",
+]

@@ -6,7 +6,6 @@ resumes cannot change it. An augmentation takes uint8 images and returns uint8 o
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,7 +16,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
-from lockstep.data.transforms.randaugment import STRONGEST, randaugment
+from lockstep.data.transforms import steps
+from lockstep.data.transforms.operations import operate_all
 
 # Tries of a random resized crop to find a box that fits, as in torchvision. Their draws start at 2**20, so they never
 # collide with other draws.
@@ -58,7 +58,7 @@ class CropFlip:
             )
 
     def __str__(self) -> str:
-        return _listed(
+        return listed(
             f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}" * bool(self.pad), _mirrored(self.flip)
         )
 
@@ -96,15 +96,22 @@ class RandomResizedCrop:
 
     torchvision's `RandomResizedCrop(antialias=True)` (Szegedy et al. 2015), in which a box that does not fit is drawn
     again. The box is cut from stored squares on the device (`apply`), or from image files while they are read
-    (`boxes`, then `after_crop`).
+    (`boxes`, then `after_crop`). Changes of colour are Pillow's, to the bit.
     """
 
     scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
     flip: float = ranged(0.5, least=0, most=1)
+    jitter: float = ranged(0.0, least=0, most=1)
+    grey: float = ranged(0.0, least=0, most=1)
+    blur: float = ranged(0.0, least=0, most=1)
+    solarize: float = ranged(0.0, least=0, most=1)
+    compile: bool = False
 
     def __str__(self) -> str:
-        return _listed("random resized crop", _mirrored(self.flip))
+        changes = {"jitter": self.jitter, "grey": self.grey, "blur": self.blur, "solarize": self.solarize}
+        shares = [f"{name} {share:g}" for name, share in changes.items() if share]
+        return listed("random resized crop", _mirrored(self.flip), *shares)
 
     def __post_init__(self) -> None:
         for name, bounds, usual in (("scale", self.scale, "[0.08,1]"), ("ratio", self.ratio, "[0.75,1.33]")):
@@ -141,41 +148,18 @@ class RandomResizedCrop:
     def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         x = torch.arange(images.shape[-1], device=images.device)
         columns = torch.where((draws.uniform(4) < self.flip)[:, None], x.flip(0), x)
-        return images.gather(3, columns[:, None, None].expand_as(images))
+        return self.changed(images.gather(3, columns[:, None, None].expand_as(images)), draws)
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Operations:
-    """RandAugment (Cubuk et al. 2020), after a crop and a mirror."""
-
-    ops: int = ranged(2, least=0, most=100)
-    magnitude: int = ranged(9, least=0, most=STRONGEST)
-    compile: bool = False
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, RandAugment of {self.ops} at {self.magnitude}".removeprefix("none, ")
+    def changed(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        """What is done to the pixels after the crop and the mirror."""
+        changes = steps.colours(draws, jitter=self.jitter, grey=self.grey, blur=self.blur, solarize=self.solarize)
+        return operate_all(self.operate(images, draws), changes, resample="bilinear", compiled=self.compile)
 
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
-        return randaugment(images, draws, ops=self.ops, magnitude=self.magnitude, compiled=self.compile)
+        return images
 
 
-@option("augment", "randaugment")
-class RandAugment(_Operations, CropFlip):
-    """A padded crop and a mirror, then RandAugment: for small photographs."""
-
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return self.operate(super().apply(images, draws, size), draws)
-
-
-@option("augment", "randaugment_imagenet")
-class RandAugmentResized(_Operations, RandomResizedCrop):
-    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
-
-    def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return self.operate(super().after_crop(images, draws, size), draws)
-
-
-def _listed(*parts: str) -> str:
+def listed(*parts: str) -> str:
     return ", ".join(part for part in parts if part) or "none"
 
 

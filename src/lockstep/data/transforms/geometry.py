@@ -1,0 +1,120 @@
+"""The operations that move pixels: shear, translation and rotation, for a whole batch at once.
+
+Pixels are chosen by the nearest one, as torchvision does it for tensors, or mixed as Pillow mixes them.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
+Amounts = Callable[[int], Tensor]  # of an operation, (B, 1, 1), and 0 for samples with another one
+Positions = Callable[[Amounts, Tensor], tuple[Tensor, Tensor]]
+
+
+def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], positions: Positions) -> Tensor:
+    """Shear, translation, rotation, by the nearest pixel."""
+    height, width = images.shape[2:]
+    amount = torch.where(op == ROTATE, amount.deg2rad(), amount).float()
+    row, column = positions(lambda kind: torch.where(op == kind, amount, 0.0)[:, None, None], images)
+    # Gather from an image with a frame of the fill; positions outside of the image are clamped to the frame.
+    row, column = row.round_().clamp_(-1, height).long(), column.round_().clamp_(-1, width).long()
+    offset = row.add_(1).mul_(width + 2).add_(column).add_(1).flatten(1)
+    framed = _colour(images, fill).repeat(len(images), images.shape[1] // len(fill), height + 2, width + 2)
+    framed[..., 1:-1, 1:-1] = images
+    return framed.flatten(2).gather(2, offset[:, None].expand(-1, images.shape[1], -1)).view_as(images)
+
+
+def _centres(images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The y (H, 1) and x (W) of the pixels' centres."""
+    height, width = images.shape[2:]
+    y = torch.arange(height, dtype=dtype, device=images.device)[:, None] + 0.5
+    return y, torch.arange(width, dtype=dtype, device=images.device) + 0.5
+
+
+def _torchvisions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions (B, H, W) as torchvision computes them, on a CPU that multiplies and adds in one instruction.
+
+    It shears around the upper left corner and rotates around the centre. Where a position is half-way between pixels,
+    its last bit decides.
+    """
+    height, width = images.shape[2:]
+    y, x = _centres(images, torch.float32)
+    y, x = (y - height / 2).double(), x - width / 2
+    cosine, sine = only(ROTATE).double().cos().float(), only(ROTATE).double().sin().float()
+
+    def along(by_x: Tensor, by_y: Tensor, start: Tensor, side: int) -> Tensor:
+        by_x, by_y, start = by_x / (side / 2), by_y / (side / 2), start / (side / 2)
+        position = ((x * by_x).double() + y * by_y.double()).float().add_(start)  # y * by_y is exact in float64
+        return position.add_(1).mul_(side / 2).sub_(0.5)
+
+    column = along(cosine, only(SHEAR_X) - sine, only(SHEAR_X) * (height / 2) - only(TRANSLATE_X).trunc(), width)
+    row = along(only(SHEAR_Y) + sine, cosine, only(SHEAR_Y) * (width / 2) - only(TRANSLATE_Y).trunc(), height)
+    return row, column
+
+
+def _first_versions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
+    """The same positions up to rounding, as the first version of RandAugment computed them, so that runs go on."""
+    height, width = images.shape[2:]
+    # float64 if float32 cannot represent all offsets in an image.
+    y, x = _centres(images, torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64)
+    cosine, sine = only(ROTATE).cos(), only(ROTATE).sin()
+    column = cosine * (x - width / 2) + (width / 2 - 0.5 - only(TRANSLATE_X).trunc())
+    row = cosine * (y - height / 2) + (height / 2 - 0.5 - only(TRANSLATE_Y).trunc())
+    column = column + (only(SHEAR_X) * y - sine * (y - height / 2))
+    row = row + (only(SHEAR_Y) * x + sine * (x - width / 2))
+    return row, column
+
+
+# The ways to choose the nearest pixel.
+NEAREST: dict[str, Positions] = {"nearest": _torchvisions, "nearest_first": _first_versions}
+
+
+def _colour(images: Tensor, fill: tuple[int, ...]) -> Tensor:
+    """The fill as uint8 (1, len(fill), 1, 1), without a copy from the host, which would wait for a GPU."""
+    return torch.cat([images.new_full((1, 1, 1, 1), value) for value in fill], 1)
+
+
+def resampled(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], resample: str) -> Tensor:
+    """Shear, translation, rotation with Pillow's bilinear or bicubic filter, in float64 as there."""
+    height, width = images.shape[2:]
+
+    def only(kind: int) -> Tensor:
+        return torch.where(op == kind, amount, 0.0)[:, None, None]
+
+    angle = -only(ROTATE).remainder(360).deg2rad()
+    cosine, sine = (value.mul(1e15).round().div(1e15) for value in (angle.cos(), angle.sin()))
+    y, x = _centres(images, torch.float64)
+    centred = [cosine * (-width / 2) + sine * (-height / 2), -sine * (-width / 2) + cosine * (-height / 2)]
+    column = cosine * x + (only(SHEAR_X) + sine) * y + (centred[0] + width / 2 - only(TRANSLATE_X))
+    row = (only(SHEAR_Y) - sine) * x + cosine * y + (centred[1] + height / 2 - only(TRANSLATE_Y))
+    inside = (column >= 0) & (column < width) & (row >= 0) & (row < height)
+    column, row = column - 0.5, row - 0.5
+    left, top = column.floor(), row.floor()
+    reach, mix = RESAMPLE[resample]
+    pixels = images.flatten(2)
+
+    def line(shift: int) -> Tensor:
+        start = (top + shift).clamp(0, height - 1) * width
+        indices = ((start + (left + n).clamp(0, width - 1)).long().flatten(1)[:, None] for n in reach)
+        values = (pixels.gather(2, n.expand(-1, images.shape[1], -1)).view_as(images).double() for n in indices)
+        return mix(*values, (column - left)[:, None])
+
+    mixed = mix(*map(line, reach), (row - top)[:, None]).clamp_(0, 255).to(torch.uint8)
+    return torch.where(inside[:, None], mixed, _colour(images, fill))
+
+
+def _linear(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
+    return first + (second - first) * share
+
+
+def _cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, share: Tensor) -> Tensor:
+    return b + share * (-a + c + share * (2 * (a - b) + c - d + share * (-a + b - c + d)))
+
+
+# The pixels that Pillow's filter mixes, from the one before the position on, and how.
+RESAMPLE: dict[str, tuple[range, Callable[..., Tensor]]] = {
+    "bilinear": (range(2), _linear),
+    "bicubic": (range(-1, 3), _cubic),
+}

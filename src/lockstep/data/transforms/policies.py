@@ -1,0 +1,264 @@
+"""Policies of operations: RandAugment, TrivialAugment, AutoAugment, AugMix and 3-Augment.
+
+With `resample=nearest` the operations are torchvision's for tensors, otherwise Pillow's.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lockstep.config.options import option
+from lockstep.core.errors import InputError
+from lockstep.core.fields import choice, default_of, ranged
+from lockstep.core.model_card import INTERPOLATION
+from lockstep.core.rng import SampleRNG
+from lockstep.data.transforms import geometry as geo
+from lockstep.data.transforms import operations as to
+from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop, listed
+from lockstep.data.transforms.operations import Step, operate_all
+from lockstep.data.transforms.steps import FIRST_DRAW, NAMES, STRONGEST, Size, sigma, table, whole
+
+TIMM_STRONGEST = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Operations:
+    """RandAugment (Cubuk et al. 2020), after a crop and a mirror."""
+
+    ops: int = ranged(2, least=0, most=100)
+    magnitude: int = ranged(9, least=0, most=STRONGEST)
+    compile: bool = False
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, RandAugment of {self.ops} at {self.magnitude}".removeprefix("none, ")
+
+    def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        steps = self.steps(draws, tuple(images.shape[2:]))
+        return operate_all(images, steps, resample="nearest_first", compiled=self.compile)
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        choices = table("randaugment", size, draws.indices.device)
+        for n in range(FIRST_DRAW, FIRST_DRAW + 2 * self.ops, 2):
+            yield choices.step(whole(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
+
+
+@option("augment", "randaugment")
+class RandAugment(_Operations, CropFlip):
+    """A padded crop and a mirror, then RandAugment: for small photographs."""
+
+    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
+        return self.operate(super().apply(images, draws, size), draws)
+
+
+@option("augment", "randaugment_imagenet")
+class RandAugmentResized(_Operations, RandomResizedCrop):
+    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(RandomResizedCrop):
+    """A padded or a resized crop and a mirror, then the operations of a policy, then changes of colour.
+
+    The data set decides what `crop=auto` is.
+    """
+
+    crop: str = choice("auto", "auto", "pad", "resized")
+    pad: int = ranged(4, least=0, most=1024)
+    reflect: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        unused = {"pad": ("scale", "ratio"), "resized": ("pad", "reflect")}.get(self.crop, ())
+        for field in fields(self):
+            value, default = getattr(self, field.name), default_of(field)
+            if field.name in unused and value != default:
+                raise InputError(
+                    f"augment.{field.name} is {value}, but augment.crop={self.crop} does not use it; leave it out "
+                    f"or use augment.crop={'pad' if self.crop == 'resized' else 'resized'}"
+                )
+
+    def __str__(self) -> str:
+        crop, padded = super().__str__(), f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}"
+        crop = crop.replace("random resized crop", padded) if self.crop == "pad" else crop
+        return listed(crop, type(self).__name__)
+
+    def apply(
+        self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
+    ) -> Tensor:
+        if self.crop != "pad":
+            return super().apply(images, draws, size, interpolation)
+        crop = CropFlip(pad=self.pad, reflect=self.reflect and self.pad > 0, flip=self.flip)
+        return self.changed(crop.apply(images, draws, size), draws)
+
+    def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        return self.operated(images, self.steps(draws, tuple(images.shape[2:])))
+
+    def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
+        return operate_all(images, steps, resample="bilinear", compiled=self.compile)
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        """The operations for images of a height and width."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Moving(Policy):
+    """A policy with operations that move pixels."""
+
+    resample: str = choice("nearest", "nearest", "bilinear", "bicubic")
+    fill: list[int] = ranged([0], least=0, most=255)
+
+    def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
+        return operate_all(images, steps, resample=self.resample, fill=tuple(self.fill), compiled=self.compile)
+
+
+@option("augment", "trivialaugment")
+class TrivialAugment(_Moving):
+    """torchvision's TrivialAugmentWide (Müller and Hutter 2021): one operation of any of 31 magnitudes."""
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        place, up, magnitude = (draws.uniform(FIRST_DRAW + n) for n in range(3))
+        choices = table("trivialaugment", size, draws.indices.device)
+        yield choices.step(whole(place, 14), whole(magnitude, STRONGEST + 1), up < 0.5)
+
+
+@option("augment", "autoaugment")
+class AutoAugment(_Moving):
+    """torchvision's AutoAugment (Cubuk et al. 2019): one of 25 pairs of operations."""
+
+    policy: str = choice("imagenet", "imagenet", "cifar10", "svhn")
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        choices = table("autoaugment", size, draws.indices.device)
+        pairs = _pairs(self.policy, draws.indices.device)[whole(draws.uniform(FIRST_DRAW), 25)]
+        for n in range(2):
+            chance, up = (draws.uniform(FIRST_DRAW + 1 + 2 * n + k) for k in range(2))
+            probability, place, magnitude = pairs[:, n].unbind(1)
+            op, amount = choices.step(place.long(), magnitude.long(), up < 0.5)
+            yield torch.where(chance < probability, op, geo.IDENTITY), amount
+
+
+@functools.cache
+def _pairs(policy: str, device: torch.device) -> Tensor:
+    """torchvision's pairs of a policy, (25, 2, 3): probability, place in the table, magnitude."""
+    from torchvision.transforms import AutoAugment, AutoAugmentPolicy  # takes a second, and few runs need it
+
+    places = {name: place for place, name in enumerate(NAMES)}
+    pairs = AutoAugment(AutoAugmentPolicy(policy)).policies
+    return torch.tensor([[(share, places[name], bin or 0) for name, share, bin in pair] for pair in pairs]).to(device)
+
+
+@option("augment", "randaugment_timm")
+class TimmRandAugment(_Moving):
+    """timm's RandAugment: its own operations, each with a probability and a magnitude of its own, from 0 to 10."""
+
+    ops: int = ranged(2, least=0, most=100)
+    magnitude: int = ranged(9, least=0, most=TIMM_STRONGEST)
+    magnitude_std: float = ranged(0.5, least=0, most=100)
+    increasing: bool = True
+    probability: float = ranged(0.5, least=0, most=1)
+    resample: str = choice("bicubic", "bilinear", "bicubic")
+    fill: list[int] = ranged([124, 116, 104], least=0, most=255)
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        ops, start, slope, truncated, signed = _timm(self.increasing, size, draws.indices.device)
+        for n in range(FIRST_DRAW, FIRST_DRAW + 4 * self.ops, 4):
+            place, up, chance, level = (draws.uniform(n + k) for k in range(4))
+            index = whole(place, len(ops))
+            normal = torch.special.ndtri(level.double() + 2.0**-25)  # the middle of one of 2**24 cells
+            strength = (self.magnitude + self.magnitude_std * normal).clamp(0, TIMM_STRONGEST) / TIMM_STRONGEST
+            change = slope[index] * strength
+            amount = start[index] + torch.where(truncated[index], change.trunc(), change)
+            amount = torch.where((up < 0.5) | ~signed[index], amount, -amount)
+            yield torch.where(chance < self.probability, ops[index], geo.IDENTITY), amount
+
+
+@functools.cache
+def _timm(increasing: bool, size: Size, device: torch.device) -> tuple[Tensor, ...]:
+    """timm's operations: amounts at 0, how much more at 10, whether that is truncated, and whether it has a sign."""
+    blend = (0.0, 0.9, False, True) if increasing else (-0.9, 1.8, False, False)
+    rows = {
+        **dict.fromkeys((to.AUTOCONTRAST, to.EQUALIZE, to.INVERT), (0.0, 0.0, False, False)),
+        to.POSTERIZE: (4.0, -4.0, True, False) if increasing else (0.0, 4.0, True, False),
+        to.SOLARIZE: (256.0, -256.0, True, False) if increasing else (0.0, 256.0, True, False),
+        to.SOLARIZE_ADD: (0.0, 110.0, True, False),
+        **dict.fromkeys((to.COLOR, to.CONTRAST, to.BRIGHTNESS, to.SHARPNESS), blend),
+        **dict.fromkeys((geo.SHEAR_X, geo.SHEAR_Y), (0.0, 0.3, False, True)),
+        geo.TRANSLATE_X: (0.0, 0.45 * size[1], False, True),
+        geo.TRANSLATE_Y: (0.0, 0.45 * size[0], False, True),
+        geo.ROTATE: (0.0, 30.0, False, True),
+    }
+    start, slope, truncated, signed = zip(*rows.values(), strict=True)
+    amounts = (torch.tensor(column, dtype=torch.float64, device=device) for column in (start, slope))
+    return (
+        torch.tensor([*rows], device=device),
+        *amounts,
+        *(torch.tensor(c, device=device) for c in (truncated, signed)),
+    )
+
+
+@option("augment", "augmix")
+class AugMix(_Moving):
+    """torchvision's AugMix (Hendrycks et al. 2020): a mix of the image and of chains of operations.
+
+    The shares are Dirichlet(alpha, ...): quotients of gamma numbers, which for a whole alpha are sums of `alpha`
+    exponential ones.
+    """
+
+    severity: int = ranged(3, least=1, most=10)
+    width: int = ranged(3, least=1, most=100)
+    depth: int = ranged(0, least=0, most=100)
+    alpha: int = ranged(1, least=1, most=100)
+
+    def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
+        first = FIRST_DRAW + self.alpha * (self.width + 2)
+        uniform = draws.uniform(torch.arange(FIRST_DRAW, first, device=images.device))
+        gamma = -torch.log1p(-uniform).view(len(images), self.alpha, -1).sum(1)
+        own, shares = (part / part.sum(1, keepdim=True) for part in gamma.split([2, self.width], 1))
+        shares = (shares * own[:, 1:])[..., None, None, None]
+        mixed = own[:, 0, None, None, None] * images
+        for chain in range(self.width):
+            steps = self.chain(draws, tuple(images.shape[2:]), first + chain * (1 + 3 * (self.depth or 3)))
+            mixed.add_(shares[:, chain] * self.operated(images, steps))
+        return mixed.to(torch.uint8)
+
+    def chain(self, draws: SampleRNG, size: Size, first: int) -> Iterator[Step]:
+        """The operations of a chain: `depth`, or 1 to 3. Its random numbers begin at `first`."""
+        choices = table("augmix", size, draws.indices.device)
+        length = self.depth or whole(draws.uniform(first), 3) + 1
+        for n in range(self.depth or 3):
+            place, up, magnitude = (draws.uniform(first + 1 + 3 * n + k) for k in range(3))
+            op, amount = choices.step(whole(place, len(choices.ops)), whole(magnitude, self.severity), up < 0.5)
+            yield torch.where(torch.as_tensor(n < length), op, geo.IDENTITY), amount
+
+
+@option("augment", "three_augment")
+class ThreeAugment(Policy):
+    """3-Augment of DeiT III (Touvron et al. 2022): grey, solarize or blur, then jitter, as Pillow computes them."""
+
+    jitter: float = ranged(0.3, least=0, most=1)
+    reflect: bool = True
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        place, blur = whole(draws.uniform(FIRST_DRAW), 3), sigma(draws.uniform(FIRST_DRAW + 1))
+        op = torch.where(place == 0, to.COLOR, torch.where(place == 1, to.SOLARIZE, to.BLUR))
+        yield op, torch.where(place == 0, -1.0, torch.where(place == 1, 128.0, blur))
+
+
+def check_channels(augment: object, channels: int) -> None:
+    """Refuse an augmentation that images of this number of channels cannot have."""
+    if not isinstance(augment, RandomResizedCrop):
+        return
+    have = f"the images have {channels} channel{'s' * (channels != 1)}"
+    if channels != 3 and isinstance(augment, ThreeAugment):
+        raise InputError(f"augment=three_augment needs red, green and blue, but {have}; use augment=trivialaugment")
+    if channels != 3 and augment.grey:
+        raise InputError(f"augment.grey={augment.grey:g} needs red, green and blue, but {have}: augment.grey=0")
+    if isinstance(augment, _Moving) and len(augment.fill) not in (1, channels):
+        raise InputError(
+            f"augment.fill is {augment.fill}, but {have}; give one value for all channels or one for each: "
+            f"augment.fill={(augment.fill or [0])[:1]}"
+        )
