@@ -109,10 +109,9 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation) -> dict[str, 
     columns = torch.tensor([[part.figures[name] for part in parts] for name in names], dtype=torch.float64)
     mean = of_all(dict(zip(names, columns.mean(1).tolist(), strict=True)))
     spread = of_all(dict(zip(names, columns.std(1).tolist(), strict=True))) if len(parts) > 1 else {}
-    log.show(
-        f"{setting.words}{together['images']:,} images of {len(parts)} of {setting.folds} folds, each predicted by "
-        "the model that was not trained on it"
-    )
+    number = f"{together['images']:,} images of {len(parts)} of {setting.folds} folds"
+    words = f"{number}, each predicted by the model that was not trained on it"
+    log.show(f"{setting.name}: {words}" if setting.name else words)
     if setting.missing:
         missing = ", ".join(f"{fold} ({state})" for fold, state in setting.missing.items())
         log.show_warning(f"no figure counts the folds that are missing: {missing}")

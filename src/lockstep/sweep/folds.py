@@ -16,7 +16,7 @@ from lockstep.sweep.runs import by_values, differing, read_jobs
 FOLDS = "dataset.folds"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CrossValidation:
     """The runs of a sweep that differ in the fold alone.
 
@@ -33,8 +33,8 @@ class CrossValidation:
     missing: Mapping[int, str]
 
     @property
-    def words(self) -> str:
-        return "".join(f"{key}={value} " for key, value in self.values.items())
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
 def cross_validations(sweep: Path) -> list[CrossValidation]:
@@ -54,18 +54,14 @@ def cross_validations(sweep: Path) -> list[CrossValidation]:
     for values, members in by_values(runs, keys).items():
         by_fold, folds = {int(run.settings[FOLD]): run for run in members}, int(members[0].settings[FOLDS])
         states = {fold: str(by_fold[fold].state) if fold in by_fold else "no job" for fold in range(folds)}
-        setting = CrossValidation(
-            values=dict(zip(keys, values, strict=True)),
-            folds=folds,
-            runs={fold: by_fold[fold] for fold, state in states.items() if state == State.done},
-            missing={fold: state for fold, state in states.items() if state != State.done},
-        )
-        if setting.runs:
-            settings.append(setting)
-        else:
-            log.show_warning(f"{setting.words}is left out: none of its folds is done")
-    if not settings:
+        done = {fold: by_fold[fold] for fold, state in states.items() if state == State.done}
+        missing = {fold: state for fold, state in states.items() if fold not in done}
+        settings.append(CrossValidation(dict(zip(keys, values, strict=True)), folds, done, missing))
+    if not any(setting.runs for setting in settings):
         compare = shell_command(["lockstep", "compare", sweep])
         expected = "it has no folds, expected a sweep such as dataset.folds=5 dataset.fold=0,1,2,3,4 -m"
         raise InputError(f"{sweep}: {'no fold is done' if runs else expected}; `{compare}` compares its jobs")
-    return settings
+    for setting in settings:
+        if not setting.runs:
+            log.show_warning(f"{setting.name} is left out: none of its folds is done")
+    return [setting for setting in settings if setting.runs]
