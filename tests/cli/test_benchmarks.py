@@ -1,4 +1,4 @@
-"""The benchmarks that need other hardware than CI has: that they run, and what they compare with."""
+"""The benchmarks that need other hardware than CI has, or hours: that they run, and what they compare with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a run, put together from a job: every option reaches the part that it is for."""
+"""The parts of a run, put together from a job: every option reaches its part; and the dump of a bad step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head of a run that starts from weights: its rows by the names of the classes; and weights of other programs."""
+"""A run that starts from weights: its head, by the names of the classes; from a checkpoint, its score is its own."""
 
 from __future__ import annotations
 

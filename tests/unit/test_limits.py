@@ -1,4 +1,4 @@
-"""The cores and the memory that a container leaves a process. The trees of cgroups are files of the kernel's form."""
+"""The cores and the memory that a container leaves a process, in trees of cgroups; threads of native libraries."""
 
 from __future__ import annotations
 

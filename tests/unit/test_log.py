@@ -1,4 +1,4 @@
-"""Messages on the terminal and in the log files."""
+"""Messages on the terminal and in the log files; names that anybody can have chosen stay one line and one cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files that scalars are written to: metrics.jsonl, metrics.csv and TensorBoard's."""
+"""The files of scalars and samples: metrics.jsonl, metrics.csv, TensorBoard's, and the log of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, and what is left of it."""
+"""Where the time of a run goes, what is left of it, and which rank is slow."""
 
 from __future__ import annotations
 
