@@ -79,12 +79,6 @@ def test_a_ladder_runs_what_is_left_and_shows_what_each_rung_brings(
     assert rows_of_json[1]["difference"] < 1e-5
 
 
-def test_a_ladder_that_cannot_begin_leaves_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="batch is 65, but the training split has 64 examples"):
-        climb(f"output_root={tmp_path}", "batch=65")
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +104,7 @@ def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(
         ((), {"scripts": ["/"]}, "/ is a folder, expected a plain file"),
         (("launcher@x=1",), {}, "a config group takes the name of one of its options"),
         (("model=nosuch",), {}, "nosuch"),
+        (("device=cpu", "batch=65"), {"ranks": 2}, "batch is 65, but the training split has 64 examples"),
     ],
 )
 def test_a_mistake_is_told_before_a_rung_runs(

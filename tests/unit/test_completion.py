@@ -14,11 +14,8 @@ import pytest
 import timm
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.object_type import ObjectType
-from hydra.plugins.config_source import ConfigLoadError
 
 from helpers import ROOT, command, composed, forked, train
-from hydra_plugins.lockstep.named_options import NamedOptions
 from lockstep.config import components
 from lockstep.config.command_line import matches
 from lockstep.config.options import model_of, timm_models
@@ -94,7 +91,7 @@ class Shell:
         os.close(self.terminal)
 
 
-@pytest.mark.parametrize("program", ["python train.py", "lockstep train", "a new project"])
+@pytest.mark.parametrize("program", ["lockstep train", "a new project"])
 def test_tab_completes_the_words_of_a_line_in_bash(program: str, tmp_path: Path) -> None:
     folder = ROOT
     if program == "a new project":
@@ -113,11 +110,6 @@ def test_tab_completes_the_words_of_a_line_in_bash(program: str, tmp_path: Path)
         shell.close()
 
 
-@pytest.fixture
-def source() -> NamedOptions:
-    return NamedOptions(provider="lockstep", path="lockstep://")
-
-
 @pytest.mark.parametrize("words", ["model=resnet50d", "model=resnet50d.ra2_in1k", "model=timm model.name=resnet50d"])
 def test_a_name_of_timm_composes_to_every_field_of_its_class(words: str) -> None:
     node = composed(*words.split(), "model.drop_rate=0.1")["model"]
@@ -133,23 +125,6 @@ def test_files_and_names_are_listed_together_for_completion() -> None:
         options = GlobalHydra.instance().config_loader().get_group_options("model")
     assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(options)
     assert len(options) == len(set(options))
-
-
-def test_the_source_lists_names_for_the_model_group_only(source: NamedOptions) -> None:
-    assert "resnet50d" in source.list("model", ObjectType.CONFIG)
-    assert source.list("model", ObjectType.GROUP) == []
-    assert source.list("dataset", None) == source.list("nosuch", None) == []
-    assert source.is_group("model")
-    assert not source.is_group("nosuch")
-
-
-def test_the_source_answers_for_models_only(source: NamedOptions) -> None:
-    assert source.is_config("model/resnet50d")
-    assert source.is_config("model/resnet50d.yaml")
-    assert not source.is_config("dataset/resnet50d")
-    assert not source.is_config("model/no_such")
-    with pytest.raises(ConfigLoadError, match="model/no_such"):
-        source.load_config("model/no_such")
 
 
 def test_the_catalog_is_the_list_that_timm_gives() -> None:
