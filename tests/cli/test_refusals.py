@@ -52,6 +52,9 @@ schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or leave it
 +foo=1 -> foo: there is no such key in the config.
 ~epochs -> epochs: a job cannot do without this key
 ~model -> model is None, expected one of the group's options: model=NAME
+model=timm -> model.name has no value; give it one with model.name=VALUE
+name=${no.such.key} -> no.such.key
+train.ema=yes_please -> train.ema is 'yes_please', expected
 """)
 OPTIONS = table("""
 dataset=cifar -> dataset=cifar: there is no dataset of that name. Did you mean 'cifar10', 'cifar100'?

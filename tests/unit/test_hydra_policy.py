@@ -84,12 +84,6 @@ def test_a_file_gives_the_words_of_the_line_no_other_meaning(tmp_path: Path) -> 
     assert "aliases" in str(raised.value)
 
 
-def test_every_way_through_hydra_composes_with_our_loader() -> None:
-    with initialize_config_dir(str(ROOT / "conf")):
-        loader = GlobalHydra.instance().config_loader()
-        assert isinstance(loader, hydra_policy.CheckedLoader)
-
-
 JOBS = [
     ["seed=3", "optimizer.lr=0.1", "train.ema=0.9"],
     ["optimizer.lr=0.1", "model=resnet18", "batch=8"],
@@ -157,19 +151,6 @@ def test_the_command_line_sets_what_runs_no_code() -> None:
     settings = composed(*words, "hydra.run.dir=here", "hydra.verbose=true", "~hydra.callbacks.report")
     assert settings.launcher.jobs == 2
     assert settings.job.env_set == {"A": "b"}
-
-
-@pytest.mark.parametrize(
-    "word",
-    [
-        "hydra.searchpath=[pkg://antigravity]",
-        "hydra.searchpath=[structured://antigravity]",
-    ],
-)
-def test_the_command_line_imports_no_package_and_copies_no_variable(word: str) -> None:
-    with pytest.raises((InputError, HydraException)) as raised:
-        composed(word)
-    assert isinstance(messages.translate(raised.value), InputError)
 
 
 def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
