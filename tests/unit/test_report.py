@@ -24,7 +24,7 @@ from lockstep.cli.runs import report
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
-from lockstep.core.monitor import CHOSEN_ON_ITSELF
+from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.sweep.ledger import Identity, Ledger
@@ -334,7 +334,9 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
     assert "top-1" not in text.partition("Curves")[0].partition("Summary")[2]
     charts = [of["alt"] for tag, of in page.tags if tag == "img" and of.get("alt")]
     assert charts == ["mae, validation", "Loss", "Metrics, validation", "rmse, validation", "my/scalar"]
-    assert f"score validation loss 0.25 mae 2.5 {CHOSEN_ON_ITSELF[0].upper()}{CHOSEN_ON_ITSELF[1:]}." in text
+    note = chosen_on_itself(["val_share"])
+    assert "(dataset.val_share=0.1)" in note
+    assert f"score validation loss 0.25 mae 2.5 {note[0].upper()}{note[1:]}." in text
     run.write_summary(test={"loss": 0.3, "mae": 3.125})
     text = " ".join(page_of(run).text.split())
     assert "score validation test loss 0.25 0.3 mae 2.5 3.125 Curves" in text

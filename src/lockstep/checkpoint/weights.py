@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.files import MODEL, header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, shown
-from lockstep.core.model import head_parameters
+from lockstep.core.model import head_parameters, load_whole
 from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
@@ -139,6 +139,12 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
         new, gone = sorted({*here} - {*there}), sorted({*there} - {*here})
         return f"the head of {path} is taken by the names of its classes; new: {shown(new)}, left out: {shown(gone)}"
     return f"{path} does not name its classes; their order is taken to be {shown(here)}" if here and not card else ""
+
+
+def load_exported(model: nn.Module, file: Path) -> None:
+    """Fill `model`, or this rank's parts of it, with the exported weights of its own run. Raises InputError."""
+    check_tensors(model, file, "weights")
+    load_whole(model, load_file(file))
 
 
 def check_tensors(model: nn.Module, file: Path, key: str = START, leave_out: tuple[str, ...] = ()) -> None:

@@ -39,6 +39,7 @@ from lockstep.checkpoint.files import (
     sha256,
 )
 from lockstep.checkpoint.state import HostCopies, gathered, map_tensors, optimizer_state, with_own_storage
+from lockstep.checkpoint.weights import load_exported
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
@@ -197,6 +198,10 @@ class Checkpointer:
                 log.say("checkpoints are written again")
             self.failure = ""
             self.on_saved(step, folder)
+
+    def load_best(self, model: nn.Module) -> None:
+        """Fill `model` on each rank with the best weights, after `wait` on main."""
+        load_exported(model, self.run_dir.weights)
 
     def close(self) -> None:
         """Finish the last write. Raises StorageError: the last checkpoint of the run could not be written."""

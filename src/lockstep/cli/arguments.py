@@ -85,7 +85,7 @@ def _of_models(commands: Any) -> None:
     )
     _run(evaluate)
     _rest(evaluate, "overrides", "OVERRIDE", "other data: dataset.path=FOLDER")
-    evaluate.add_argument("--split", choices=("val", "train"), default="val", help="which examples [val]")
+    evaluate.add_argument("--split", choices=("val", "train", "test"), default="val", help="which examples [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="where to write [the run or sweep, or the current folder]")
     predict = commands.add_parser(
         "predict",

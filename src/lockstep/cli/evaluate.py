@@ -31,7 +31,8 @@ from lockstep.core.monitor import figure_word
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
-from lockstep.data.datasets.files import interpolated, with_sizes
+from lockstep.data.datasets.files import FileSource, interpolated, with_sizes
+from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.job.resolve import with_targets
 from lockstep.runtime.host import cores
@@ -62,7 +63,7 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     evaluation = evaluated([(predictor, chosen)])
     facts = {"weights": file.name, "step": card.step, "dataset": type(source).__name__, "split": split}
     facts |= evaluation.facts()
-    name = {"val": "evaluation", "train": "training"}[split]
+    name = SPLIT_NAMES[split]
     log.show(f"{facts['images']:,} images of the {name} split of {facts['dataset']}, weights of step {card.step}")
     log.show(
         "  ".join(f"{figure_word(name)} {shown(name, value)}" for name, value in of_all(evaluation.figures).items())
@@ -137,7 +138,11 @@ def split_for(
     source, targets = with_sizes(data_of(run, overrides), card), predictor.card.targets
     source = source if targets == CLASSES else with_targets(source, targets)
     numbers = check_data(predictor, source)
-    examples = interpolated(source.train() if split == "train" else source.eval(), card.interpolation)
+    chosen = {"train": source.train, "val": source.eval, "test": source.test}[split]()
+    if chosen is None:
+        named = f"it with dataset.test_{source.part}=NAME" if isinstance(source, FileSource) else "data that has one"
+        raise InputError(f"--split is test, but the data has no test split; name {named}")
+    examples = interpolated(chosen, card.interpolation)
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.load(run.config)

@@ -24,11 +24,10 @@ from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.monitor import CALIBRATION_ERROR, figure_parts, figure_word
 from lockstep.core.protocols import Task
 from lockstep.core.world import World
-from lockstep.data.loading.loaders import Streaming
+from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.shards import EvalLoader
 from lockstep.inference.predictor import Predictor
 from lockstep.losses import MaskedLoss
-from lockstep.runtime.host import cores
 from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry.progress import progress
@@ -229,7 +228,7 @@ def evaluate_blocks(
         world=world,
         eval_batch=card.eval_batch,
         eval_labels=labels.to(world.device, copy=True),  # the loader marks broken images in them
-        eval_feed=Streaming(workers=cores() if examples.images is None else 0).feed(examples, world),
+        eval_feed=read_once(examples, world),
         skip=examples.skip,
     )
     figures = evaluate(

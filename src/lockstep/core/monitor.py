@@ -8,16 +8,14 @@ better.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
 TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
 AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
-METRIC = "metric/"
-# What is true of every score without a test split.
-CHOSEN_ON_ITSELF = "the score was chosen on the split that it is measured on; a test split gives an honest one"
+METRIC, TEST = "metric/", "test/"
 LOSS, TOP1 = "loss", "top1"
 CALIBRATION_ERROR = "calibration_error"
 PERCENT = {"top1": "top-1", "top5": "top-5", CALIBRATION_ERROR: "calibration error"}  # in words, by name
@@ -86,6 +84,13 @@ def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str,
     """The figures of an evaluation by tag; `averaged` are those of the averaged weights."""
     tags = AVERAGED if averaged else TAGS
     return {tags.get(name, METRIC + name): value for name, value in figures.items()}
+
+
+def chosen_on_itself(keys: Container[str]) -> str:
+    """What is true of a score without a test split, with the override that gives one to data with these keys."""
+    key = next((key for key in ("test_share", "val_share") if key in keys), None)
+    override = "" if key is None else f" (dataset.{key}=0.1)"
+    return f"the score was chosen on the split that it is measured on; a test split gives an honest one{override}"
 
 
 def figure_name(name: str) -> str:

@@ -20,7 +20,7 @@ from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import CHOSEN_ON_ITSELF, LOSS, TOP1, Monitor, figure_parts, figure_word
+from lockstep.core.monitor import LOSS, TOP1, Monitor, chosen_on_itself, figure_parts, figure_word
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -152,7 +152,8 @@ def _scores(run: Run) -> dict[str, Any]:
         (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
         for name in {**scores, **test}
     ]
-    return {"rows": rows[:SHOWN], "test": bool(test), "note": "" if test else CHOSEN_ON_ITSELF} if rows else {}
+    note = "" if test else chosen_on_itself(run.composed.get("dataset") or {})
+    return {"rows": rows[:SHOWN], "test": bool(test), "note": note} if rows else {}
 
 
 def _summary(run: Run) -> Iterator[tuple[str, str]]:

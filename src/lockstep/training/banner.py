@@ -13,7 +13,7 @@ from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
 from lockstep.core.model_card import CLASSES, VALUES
-from lockstep.core.monitor import figure_text
+from lockstep.core.monitor import chosen_on_itself, figure_text
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -213,6 +213,7 @@ def say_start(
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
+    test = "" if data.test is None else f"{len(data.test):,} to test, "
     last_words = {key_of(word): word for word in Run(run_dir.path).overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
@@ -221,7 +222,7 @@ def say_start(
             filter(None, (named(job.model), f"{_count(state.parameters)} parameters", str(state.freezing)))
         ),
         "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
-        f"{len(data.val):,} to evaluate, {_classes(job, data)}, {shape}"
+        f"{len(data.val):,} to evaluate, {test}{_classes(job, data)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
         "ranks": _ranks(job, world),
@@ -275,6 +276,8 @@ def say_ending(
         f"done in {format_duration(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
         indent=3,
     )
+    tested = ", ".join(figure_text(*figure) for figure in trainer.tested.items() if "/" not in figure[0])
+    log.say_row("test", tested or f"none: {chosen_on_itself(vars(job.dataset))}", indent=16)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
     parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
     log.say_row("time", ", ".join(parts), indent=16)

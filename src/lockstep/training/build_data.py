@@ -11,9 +11,10 @@ from lockstep.core.data_protocols import LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import Crop, FileSplit, crops_files, interpolated
+from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.reading import sample
 from lockstep.data.loading.sampler import balanced_order
-from lockstep.data.loading.shards import Loader
+from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
 from lockstep.runtime.host import GB
@@ -27,16 +28,23 @@ class TrainingData:
 
     Fields:
         plan: the plan of the run over these splits.
+        test: the split that only the best weights see, once the run has ended; None if the data has none.
         fingerprint: the facts on which a checkpoint and a run that resumes from it must agree.
         loader_reason: why this loader was chosen, for the banner.
     """
 
     train: Split
     val: Split
+    test: Split | None
     plan: Plan
     fingerprint: dict[str, Any]
     transforms: DeviceTransforms
     loader_reason: str
+
+    @property
+    def skip(self) -> int:
+        """The largest number of images of a split that may be broken."""
+        return max(split.skip for split in (self.train, self.val, self.test) if split is not None)
 
     def normalised(self, number: int, world: World) -> Tensor:
         """`number` training images (n, C, H, W), processed as in an evaluation, on the rank's device."""
@@ -49,7 +57,7 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
     Raises:
         InputError: the data does not fit the job, or differs between ranks.
     """
-    train, val = _splits(job, world)
+    train, val, test = _splits(job, world)
     context = _loader_context(job, train, val, world)
     if job.train.micro_batches == "auto":
         chosen = choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
@@ -62,6 +70,7 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
     data = TrainingData(
         train=train,
         val=val,
+        test=test,
         plan=plan_of(job, len(train)),
         fingerprint=facts,
         transforms=_transforms(job, world),
@@ -97,17 +106,32 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     )
 
 
-def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split]:
-    """Both splits. One rank of each machine prepares the files; the others wait for it."""
+def build_test_loader(job: ResolvedJob, data: TrainingData, world: World) -> EvalLoader | None:
+    """The loader of the test split, which reads no image before it is used; None without one."""
+    if data.test is None:
+        return None
+    return EvalLoader(
+        world=job.strategy.data_world(world),
+        eval_batch=job.train.eval_batch,
+        eval_labels=data.test.labels.to(world.device, copy=True),
+        eval_feed=read_once(data.test, world),
+        skip=data.test.skip,
+    )
+
+
+def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]:
+    """The splits. One rank of each machine prepares the files; the others wait for it."""
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
-    train, val = (interpolated(split, job.input.interpolation) for split in (job.dataset.train(), job.dataset.eval()))
+    source, interpolation = job.dataset, job.input.interpolation
+    train, val = (interpolated(split, interpolation) for split in (source.train(), source.eval()))
+    test = None if (split := source.test()) is None else interpolated(split, interpolation)
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
         assert isinstance(job.augment, RandomResizedCrop)
         train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
-    return train, val
+    return train, val, test
 
 
 def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) -> LoaderContext:

@@ -57,9 +57,11 @@ def evaluate(
         batch.images, batch.targets = transforms.eval(images), labels
         losses, logits = task.evaluate(batch)
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
-        losses, predicted, broken = loss.counted(losses, labels), task.predict(logits), is_broken(labels).sum()
+        broken, predicted = is_broken(labels), task.predict(logits)
+        losses = losses.masked_fill(broken, 0)
         summed += losses.sum()
-        counts += torch.cat([torch.stack([broken, len(labels) - broken]), task.counts(predicted, labels)])
+        whole = torch.stack([broken.sum(), (~broken).sum()])
+        counts += torch.cat([whole, task.counts(predicted, labels)])
         first = ((done - 1) * loader.world.size + loader.world.rank) * loader.eval_batch
         block = Block(images[: len(logits)], logits, predicted, labels, losses, first)
         for observer in observers:
@@ -73,14 +75,19 @@ def evaluate(
         between(idle + 1, rounds)
     model.train(training)
     loss.loss.train()
-    world.sum(summed)
-    skipped, count, *shares = world.sum(counts).tolist()
+    return _figures(task, loader, world.sum(summed).item(), *world.sum(counts).tolist())
+
+
+def _figures(
+    task: Task, loader: EvalLoader, summed: float, skipped: int, count: int, *shares: int
+) -> Mapping[str, float]:
+    """The figures of an evaluation from the sums of all ranks. Collective."""
     assert count + skipped == len(loader.eval_labels), f"evaluated {count} of {len(loader.eval_labels)} examples"
     loader.count_skipped()
     if count == 0:
         raise InputError("dataset: no image of the split can be decoded; see the warnings")
     scores = {name: 100 * share / count for name, share in zip(task.counted, shares, strict=True)}
-    return {"loss": summed.item() / count, **scores}
+    return {"loss": summed / count, **scores}
 
 
 @dataclass

@@ -14,23 +14,23 @@ from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
+from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.losses import probabilities_of
 from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
 from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training.banner import resume_command
-from lockstep.training.build_data import TrainingData, build_data, build_loader
+from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.patience import Patience
-from lockstep.training.predictions import COLLECTED
+from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_state import (
@@ -67,12 +67,13 @@ def run(
     configure_torch(job, world)
 
     job, data = build_data(job, world)
-    loss = build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip))
-    task = job.task.ready(card_of(job), world.device)
+    card = card_of(job)
+    loss = build_loss(job, data.train.labels, world, skip=data.skip)
+    task = job.task.ready(card, world.device)
     images = partial(data.normalised, world=world)
     state, loaded = build_and_load_state(job, run_dir, world, data.plan, images)
     compile_model(state.model, job, world, stop)
-    checkpointer = build_checkpointer(job, run_dir, world, data, loaded)
+    checkpointer = build_checkpointer(job, run_dir, world, data, card, loaded)
     progress, origin = restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
@@ -81,7 +82,6 @@ def run(
     record.write_start(job, data.plan, progress, run=checkpointer.run)
     telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
-    kind, names, classes = probabilities_of(job.task, job.loss), job.dataset.class_names, job.dataset.classes
     inputs = partial(inputs_of, data.transforms, state.draws)
     step = step_class(job, world)(
         job=job, world=world, plan=data.plan, state=state, task=task, loss=loss, inputs=inputs
@@ -89,17 +89,10 @@ def run(
     trainer = Trainer(
         step=step,
         loader=loader,
+        test_loader=build_test_loader(job, data, world),
         transforms=data.transforms,
-        scores=Scores(job.metric, classes, names, world, kind, task.targets),
-        predictions=COLLECTED[task.targets](
-            names,
-            classes,
-            world,
-            kind=kind,
-            examples=len(data.val),
-            sample_name=data.val.name,
-            observer=telemetry.observer,
-        ),
+        scores=Scores(job.metric, card.classes, card.class_names, world, card.probabilities, card.targets),
+        predictions=collected(card, data.val, world, telemetry.observer),
         checkpointer=checkpointer,
         telemetry=telemetry,
         stop=stop,
@@ -110,7 +103,7 @@ def run(
         patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
     )
     hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
-    record.complete(job, trainer, hardware, skipped=loader.count_skipped())
+    record.complete(job, trainer, hardware, skipped=trainer.count_skipped())
 
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
@@ -119,7 +112,12 @@ def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
 
 
 def build_checkpointer(
-    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, loaded: LoadedCheckpoint | None
+    job: ResolvedJob,
+    run_dir: RunDir,
+    world: World,
+    data: TrainingData,
+    card: ModelCard,
+    loaded: LoadedCheckpoint | None,
 ) -> Checkpointer:
     """The checkpointer, which saves the run on main and restores it on every rank."""
     own = loaded.run if loaded is not None and loaded.path.parent == run_dir.checkpoints else None
@@ -130,7 +128,7 @@ def build_checkpointer(
         keep_best=job.checkpoint.keep_best,
         writes=world.is_main,
         every_s=data.plan.save_every_s,
-        card=card_of(job),
+        card=card,
         run=Run(run_dir.path).id or own or secrets.token_hex(8),
     )
 
@@ -138,7 +136,7 @@ def build_checkpointer(
 def train(
     trainer: Trainer, watch: HardwareWatch | None, explaining: AbstractContextManager[None]
 ) -> dict[str, float]:
-    """Train to the end, and close everything that was open; returns the mean figures of the hardware, on main."""
+    """Train to the end, test the best weights, and close everything; returns the means of the hardware, on main."""
     hardware: dict[str, float] = {}
     closes = [trainer.checkpointer.close, trainer.telemetry.close]
     if watch is not None:
@@ -146,6 +144,7 @@ def train(
         closes.insert(0, lambda: hardware.update(watch.close()))
     with close_all(*closes), explaining:
         trainer.fit()
+        trainer.test()
         trainer.telemetry.outcome = "completed"
     return hardware
 
@@ -253,7 +252,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         plan=data.plan,
         state=state,
         task=job.task.ready(card_of(job), world.device),
-        loss=build_loss(job, data.train.labels, world, skip=max(data.train.skip, data.val.skip)),
+        loss=build_loss(job, data.train.labels, world, skip=data.skip),
         inputs=partial(inputs_of, data.transforms, state.draws),
         loader=build_loader(job, data, world),
         transforms=data.transforms,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.core.data_protocols import Split
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.model import is_broken, probabilities
-from lockstep.core.model_card import CLASSES, LABELS, VALUES
+from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.metrics import AveragePrecision
@@ -194,6 +195,19 @@ class CollectedValues(CollectedPredictions):
 
 
 COLLECTED = {CLASSES: CollectedPredictions, LABELS: CollectedLabels, VALUES: CollectedValues}  # by the task's targets
+
+
+def collected(card: ModelCard, split: Split, world: World, observer: Observer) -> CollectedPredictions:
+    """Collects the predictions of a model with this card for a split."""
+    return COLLECTED[card.targets](
+        card.class_names,
+        card.classes,
+        world,
+        kind=card.probabilities,
+        examples=len(split),
+        sample_name=split.name,
+        observer=observer,
+    )
 
 
 def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -164,6 +164,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
         "class_names": list(job.dataset.class_names),
+        "test": None,
         **job.dataset.fingerprint(),
         "input_shape": list(job.dataset.input_shape),
         "normalisation": [list(job.input.mean or ()), list(job.input.std or ())],

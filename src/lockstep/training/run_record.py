@@ -149,6 +149,7 @@ class RunRecord:
             exit_code=0,
             objective=progress.best,
             scores=progress.best_figures,
+            test=trainer.tested or None,
             stopped_early=trainer.ended_early,
             step=progress.step,
             best=progress.best,

@@ -1,6 +1,6 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -10,8 +10,9 @@ from torch import nn
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
-from lockstep.core.monitor import Monitor, tagged
-from lockstep.data.loading.shards import Loader
+from lockstep.core.figures import finite
+from lockstep.core.monitor import TEST, Monitor, tagged
+from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.scores import EvaluationObserver, Scores
@@ -41,6 +42,7 @@ class Trainer:
 
     step: TrainStep
     loader: Loader
+    test_loader: EvalLoader | None = None
     transforms: DeviceTransforms
     scores: Scores
     checkpointer: Checkpointer
@@ -53,6 +55,7 @@ class Trainer:
     monitor: Monitor = field(default_factory=Monitor)
     patience: Patience = field(default_factory=Patience)
     raw_score: float | None = field(init=False, default=None)  # of the last evaluation, without averaged weights
+    tested: Mapping[str, float] = field(init=False, default_factory=dict)  # the figures of the test split
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
@@ -136,10 +139,11 @@ class Trainer:
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("evaluation"):
             ema = self.state.ema
-            raw = figures = self._evaluate(self.state.model, decides=ema is None)
+            observers = (self.scores, self.predictions)
+            raw = figures = self._evaluate(self.state.model, self.loader, observers if ema is None else ())
             scalars = tagged(raw)
             if ema is not None:
-                figures = self._evaluate(ema.module, decides=True)
+                figures = self._evaluate(ema.module, self.loader, observers)
                 scalars |= tagged(figures, averaged=True)
             further = self.world.broadcast(self.scores.compute())
             scalars |= tagged(further)
@@ -170,22 +174,49 @@ class Trainer:
         """Why the run ends before its last step, in a sentence; empty if it goes on."""
         return self.patience.ended(self.progress.scores, self.monitor, self.plan)
 
-    def _evaluate(self, model: nn.Module, *, decides: bool) -> Mapping[str, float]:
-        """The figures of a model; the one that decides which checkpoint is the best has further scores."""
+    def _evaluate(
+        self, model: nn.Module, loader: EvalLoader, observers: Sequence[EvaluationObserver]
+    ) -> Mapping[str, float]:
         # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
                 model,
                 task=self.step.task,
                 loss=self.step.loss,
-                loader=self.loader,
+                loader=loader,
                 transforms=self.transforms,
                 precision=self.step.job.precision,
                 world=self.world,
                 views=self.step.job.train.eval_views,
-                observers=(self.scores, self.predictions) if decides else (),
+                observers=observers,
                 between=self.between_blocks,
             )
+
+    def test(self) -> None:
+        """Evaluate the best weights of a run that has ended on its test split, if it has one. Nothing is saved after.
+
+        Raises:
+            Stopped: a rank was asked to stop; a resume does it again.
+        """
+        self.checkpointer.wait()
+        if self.test_loader is None or self.world.any(bool(self.checkpointer.failure)):  # closing will raise it
+            return
+        model = self.state.model if self.state.ema is None else self.state.ema.module
+        self.checkpointer.load_best(model)
+        try:
+            with self.telemetry.pause("evaluation"):
+                figures = self._evaluate(model, self.test_loader, (self.scores,))
+                self.tested = finite({**figures, **self.world.broadcast(self.scores.compute())})
+        except StopNow:
+            if self.stop.force or not self.stop.begun:
+                raise
+            self.stop.leaving = True
+            self.leave()
+        self.telemetry.observer.write(self.progress.step, {TEST + name: value for name, value in self.tested.items()})
+
+    def count_skipped(self) -> int:
+        """The number of broken images so far. Collective."""
+        return sum(loader.count_skipped() for loader in (self.loader, self.test_loader) if loader is not None)
 
     def make_up_evaluation(self) -> None:
         """Evaluate the step that a run resumes from, if a stop interrupted its evaluation."""
@@ -231,6 +262,10 @@ class Trainer:
         self.stop.leaving = True
         self.consensus.close()
         self.save()
+        self.leave()
+
+    def leave(self) -> NoReturn:
+        """End on all ranks together, after the state was saved."""
         # The launcher ends the other ranks when one leaves, so all wait until main has written.
         self.checkpointer.wait()
         self.world.barrier()

@@ -164,6 +164,12 @@ class Auto(Streaming):
         return ""
 
 
+def read_once(split: Split, world: World) -> ImageReader:
+    """The reader of a split that is evaluated once: no image stays in memory."""
+    workers = max(1, cores() // world.local_size) if split.images is None else 0
+    return Streaming(workers=workers).feed(split, world)
+
+
 def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
     """Move the images of `results` to `device`.
 
