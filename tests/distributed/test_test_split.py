@@ -40,7 +40,7 @@ def evaluated(run: Path, split: str = "test") -> dict[str, float]:
     return {name: facts[name] for name in summary(run)["test"] if name in facts}
 
 
-def tested(run: Path) -> list[tuple[int, dict[str, float]]]:
+def logged(run: Path) -> list[tuple[int, dict[str, float]]]:
     """The lines of the log about the test split."""
     lines = ((line["step"], {tag[5:]: line[tag] for tag in line if tag.startswith("test/")}) for line in records(run))
     return [(step, figures) for step, figures in lines if figures]
@@ -52,7 +52,7 @@ def test_a_run_ends_with_the_figures_of_evaluate_and_its_best_weights_alone_see_
     run = train_here(tmp_path / "run", *JOB, "metric=f1").path
     figures = summary(run)["test"]
     assert evaluated(run) == {name: figures[name] for name in ("loss", "top1", "top5")}
-    assert tested(run) == [(4, figures)]
+    assert logged(run) == [(4, figures)]
     assert set(figures) == {"loss", "top1", "top5", "f1"}
     assert figures != summary(run)["scores"]
     facts = json.loads((run / "evaluation.json").read_text())
@@ -61,18 +61,17 @@ def test_a_run_ends_with_the_figures_of_evaluate_and_its_best_weights_alone_see_
 
 @pytest.mark.slow
 def test_ranks_and_strategies_do_not_change_what_a_test_split_gives(tmp_path: Path) -> None:
-    strict = (*JOB, "strategy=strict", "metric=f1")
-    expected = summary(train_here(tmp_path / "strict-1", *strict).path)["test"]
-    for ranks in (2, 3):
-        jobs = {"strict": strict} | {name: (*JOB, f"strategy={name}") for name in TOGETHER if ranks == 2}
+    still = (*JOB, "optimizer.lr=1e-30", "metric=f1")  # the initial weights, to the bit
+    expected = summary(train_here(tmp_path / "still-1", *still).path)["test"]
+    two = {name: (*JOB, f"strategy={name}") for name in TOGETHER}
+    for ranks, jobs in ((2, {"still": (*still, "strategy=fsdp"), **two}), (3, {"still": (*still, "strategy=ddp")})):
         gang(
             tmp_path / f"gang{ranks}", ranks, [Case(tmp_path / f"{name}-{ranks}", job) for name, job in jobs.items()]
         )
-        assert summary(tmp_path / f"strict-{ranks}")["test"] == expected
-        for name in jobs.keys() - {"strict"}:
-            figures = summary(tmp_path / f"{name}-{ranks}")["test"]
-            assert evaluated(tmp_path / f"{name}-{ranks}") == figures, name
-            assert figures["loss"] == pytest.approx(expected["loss"], rel=1e-3), name
+        assert summary(tmp_path / f"still-{ranks}")["test"] == expected
+        for name in jobs:
+            own = tmp_path / f"{name}-{ranks}"
+            assert evaluated(own).items() <= summary(own)["test"].items(), name
 
 
 @pytest.mark.parametrize("average", ["train.ema=null", "train.ema=0.9"])
@@ -82,7 +81,7 @@ def test_a_run_that_is_stopped_in_its_test_does_it_when_it_is_resumed(tmp_path: 
     place = IN_THE_TEST * (1 if average.endswith("null") else 2)
     run = train_here(tmp_path / "run", *job, stop_in=place).path
     assert "test" not in summary(run)
-    assert tested(run) == []
+    assert logged(run) == []
     train_here(run, *job)
     assert summary(run)["test"] == summary(whole)["test"] == evaluated(run)
     last = (run / "checkpoints" / "last").read_text()
@@ -91,6 +90,7 @@ def test_a_run_that_is_stopped_in_its_test_does_it_when_it_is_resumed(tmp_path: 
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
+@pytest.mark.slow
 def test_one_rank_of_several_stops_a_test_for_all(tmp_path: Path) -> None:
     job = (*JOB, "train.ema=null", "strategy=fsdp")
     gang(tmp_path / "gang", 2, [Case(tmp_path / "whole", job), Case(tmp_path / "run", job, stop_in=6)])
@@ -112,9 +112,9 @@ def test_a_run_that_is_killed_around_its_test_has_it_once(
             train_here(tmp_path / "run", *JOB)
     assert "test" not in summary(tmp_path / "run")
     run = train_here(tmp_path / "run", *JOB).path
-    assert tested(run) == [(4, summary(run)["test"])]
+    assert logged(run) == [(4, summary(run)["test"])]
     run = train_here(run, *JOB, "steps=8").path
-    assert tested(run) == [(8, summary(run)["test"])]
+    assert logged(run) == [(8, summary(run)["test"])]
     assert summary(run)["test"] == evaluated(run)
 
 
@@ -137,7 +137,7 @@ def pictures(folder: Path, split: str = "test") -> Path:
     for number in range(90):
         write_png(images[number].expand(3, -1, -1), str(folder / f"{number}.png"))
         of = [split, "val", "train"][number % 3]
-        rows.append([f"{number}.png", f"{labels[number]};{labels[number] % 2}", labels[number] / 10, of])
+        rows.append([f"{number}.png", f"{int(labels[number])};even", int(labels[number]) / 10, of])
     with (folder / "list.csv").open("w", newline="") as file:
         csv.writer(file).writerows([["path", "label", "value", "split"], *rows])
     return folder / "list.csv"
@@ -165,7 +165,7 @@ def test_broken_images_of_the_test_split_are_left_out_as_elsewhere(tmp_path: Pat
     file = pictures(tmp_path / "pictures")
     (file.parent / "3.png").write_bytes(b"no image")
     job = (*SMALL, f"dataset.path={file}", "dataset.test_split=test", *TASKS["regression"])
-    with pytest.raises(InputError, match=r"dataset.skip is 0, but .*3\.png"):
+    with pytest.raises(InputError, match=r"3\.png, cannot be decoded .*dataset.skip=N"):
         train_here(tmp_path / "run", *job)
     run = train_here(tmp_path / "run", *job, "dataset.skip=1").path
     assert evaluated(run) == summary(run)["test"]
