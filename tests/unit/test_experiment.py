@@ -56,6 +56,8 @@ OF_A_LOSS = (
     "dataset.input_size=12 input.interpolation=bicubic",
     "loss.label_smoothing=0.2",
     "train.cutout=4",
+    "train.erase=1",
+    "train.erase=1 train.erase_mode=pixel",
 )
 
 

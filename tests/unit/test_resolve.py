@@ -85,6 +85,7 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
         (["precision=bf16_pure", "train.ema=0.9"], r"train\.ema is 0\.9, but under precision=bf16_pure"),
         (["train.ema_warmup=false"], r"train\.ema_warmup is false, but train\.ema is null"),
         (["train.ema_every=32"], r"train\.ema_every is 32, but train\.ema is null"),
+        (["train.erase_mode=pixel"], r"train\.erase_mode is pixel, but train\.erase is 0, so nothing is erased"),
         (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
         (["train.sampling=balanced", "loss.balanced=true"], r"train\.sampling=balanced and loss\.balanced=true both"),
         (

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from scipy.stats import kstest
+from timm.data import random_erasing
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
-from lockstep.core.rng import SampleRNG
+from lockstep.core.rng import ERASE, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
 from lockstep.data.transforms import (
     AugMix,
@@ -24,6 +28,7 @@ from lockstep.data.transforms import (
 )
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
+from lockstep.data.transforms.erase import Erase
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 from lockstep.training.evaluate import weighted_views
 
@@ -245,3 +250,57 @@ def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side:
     for place in (rows, columns):
         assert int(place.min()) > 0
     assert torch.equal(train(transforms(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])
+
+
+class Drawn:
+    """Stands for the module `random` in timm's random erasing, with the numbers of one of our images."""
+
+    def __init__(self, numbers: list[float]) -> None:
+        self.first, *of_tries = numbers
+        self.tries = iter(zip(*[iter(of_tries)] * 4, strict=True))
+        self.numbers: Iterator[float] = iter(())
+
+    def random(self) -> float:
+        return self.first
+
+    def uniform(self, low: float, high: float) -> float:
+        if low > 0:  # the area is the first number of a try
+            self.numbers = iter(next(self.tries))
+            return low + next(self.numbers) * (high - low)
+        return -(low + next(self.numbers) * (high - low))  # the logarithm of height / width; ours is width / height
+
+    def randint(self, low: int, high: int) -> int:
+        return low + int(next(self.numbers) * (high - low + 1))
+
+
+@pytest.mark.parametrize("size", [(32, 32), (9, 40), (7, 7)])
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_rectangles_are_erased_as_timm_does_it(
+    mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch, keys = torch.rand(300, 3, *size, dtype=torch.float64) + 9, sample_keys(0, 0, torch.arange(300), ERASE)
+    erased, expected, operation = batch.clone(), batch.clone(), RandomErasing(0.6, mode=mode, device="cpu")
+    Erase(0.6, mode).apply(erased, keys)
+    for image, numbers in zip(expected, uniform(keys[:, None], torch.arange(1 + 4 * 10)).tolist(), strict=True):
+        monkeypatch.setattr(random_erasing, "random", Drawn(numbers))
+        operation(image)
+    changed = erased != batch
+    assert torch.equal(changed, expected != batch)
+    assert changed.any((1, 2, 3)).double().mean().item() == pytest.approx(0.6, abs=0.1)
+    if mode == "const":
+        assert torch.equal(erased, expected)
+    else:  # the colours of a rectangle, or of a pixel
+        values = erased[changed] if mode == "pixel" else torch.cat([one[one < 8].unique() for one in erased])
+        assert mode == "pixel" or len(values) == 3 * changed.any((1, 2, 3)).sum()
+        assert kstest(values.numpy(), "norm").pvalue > 0.001
+
+
+@pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
+def test_what_is_erased_depends_on_seed_epoch_and_example_only(mode: str) -> None:
+    batch, indices = images(9, 3, 32, 32), torch.arange(9)
+    path = transforms(CIFAR10(), erase=Erase(1.0, mode), memory_format=torch.channels_last)
+    erased = train(path, batch, indices)
+    assert erased.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(train(path, batch[3:5], indices[3:5]), erased[3:5])
+    for other in (train(path, batch, indices, epoch=1), train(replace(path, seed=1), batch, indices)):
+        assert (other != erased).any((1, 2, 3)).all()

@@ -49,6 +49,8 @@ class TrainBlock:
     mixup: float = ranged(0.0, least=0, most=1000)
     cutmix: float = ranged(0.0, least=0, most=1000)
     cutout: int = ranged(0, least=0, most=16_384)
+    erase: float = ranged(0.0, least=0, most=1)
+    erase_mode: str = choice("const", "const", "rand", "pixel")
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
     ema: float | None = ranged(None, above=0.0, below=1)
     ema_warmup: bool = True

@@ -67,6 +67,8 @@ KEYS: Mapping[str, str] = {
     "train.ema={}": "model_ema_decay ema_decay",
     "train.mixup={}": "mixup_alpha",
     "train.cutmix={}": "cutmix_alpha",
+    "train.erase={}": "reprob random_erase random_erasing erasing",
+    "train.erase_mode={}": "remode",
     "train.ema_warmup=true": "model_ema_warmup",
     "train.ema_every={}": "model_ema_steps ema_steps",
     "train.patience=5": "early_stopping early_stop",
@@ -93,8 +95,7 @@ ABSENT: Mapping[str, str] = {
     "drop_last dataloader_drop_last": "every image counts: the last batch of an epoch may be shorter",
     "persistent_workers dataloader_persistent_workers worker_seeding": "loader workers are threads, which stay for "
     "the whole run and draw no random numbers",
-    "reprob remode recount random_erase random_erasing erasing": "there is no random erasing; train.cutout=SIDE is "
-    "the nearest",
+    "recount": "one rectangle of an image is erased, with the probability train.erase",
     "num_classes nb_classes n_classes": "the number of classes comes from the data set",
     "start_epoch last_epoch initial_epoch": "a resumed run knows its step: resume=latest",
     "evaluate eval_only test_only do_eval do_predict": "trained models are evaluated by `lockstep evaluate RUN`",

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config.options import declared
+from lockstep.config.schema import TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
 from lockstep.core.figures import check_figures
@@ -59,11 +60,13 @@ def check_effects(job: ResolvedJob) -> None:
             f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
             + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
         )
-    averaging = {"train.ema_warmup is false": not job.train.ema_warmup}
-    averaging |= {f"train.ema_every is {job.train.ema_every}": job.train.ema_every > 1}
-    for key, value in averaging.items():
-        if value and job.train.ema is None:
-            raise InputError(f"{key}, but train.ema is null, so nothing is averaged; leave it out")
+    unused = {
+        "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
+        "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
+    }
+    for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
+        if (value := getattr(job.train, name)) != getattr(TrainBlock, name):
+            raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; leave it out")
     if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
         raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
     if job.train.min_delta and job.train.patience is None:

@@ -63,6 +63,7 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
         "monitor": job.monitor,
         "mixup": job.train.mixup,
         "cutmix": job.train.cutmix,
+        "erase": job.train.erase,
         "clip_norm": job.train.clip_norm or 0.0,
         "ema": job.train.ema or 0.0,
         "seed": job.seed,

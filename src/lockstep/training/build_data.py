@@ -17,6 +17,7 @@ from lockstep.data.loading.sampler import balanced_order
 from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
+from lockstep.data.transforms.erase import Erase
 from lockstep.runtime.host import GB
 from lockstep.training.dry_run import choose_micro_batches, training_rate
 from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of
@@ -158,6 +159,7 @@ def _transforms(job: ResolvedJob, world: World) -> DeviceTransforms:
         memory_format=job.model.memory_format,
         seed=job.seed,
         cutout=job.train.cutout,
+        erase=Erase(job.train.erase, job.train.erase_mode) if job.train.erase else None,
         mix=mix if mix.on else None,
         mean=job.input.mean,
         std=job.input.std,

@@ -125,25 +125,16 @@ class RandomResizedCrop:
         return self.after_crop(resized_crops(images, self.boxes(draws, sizes), size, interpolation), draws, size)
 
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
+        numbers = torch.arange(FIRST_TRY, FIRST_TRY + 4 * TRIES, device=sizes.device)
+        box, fits = first_box(draws.uniform(numbers), sizes, self.scale, self.ratio, most=sizes)
+        # The result if no try fits: the largest central box with an allowed ratio.
         height, width = (side[:, None] for side in sizes.double().unbind(1))
         low, high = self.ratio
-        numbers = torch.arange(FIRST_TRY, FIRST_TRY + 4 * TRIES, device=sizes.device)
-        tries = draws.uniform(numbers).double().view(-1, TRIES, 4)
-        area, aspect, vertical, horizontal = tries.unbind(2)
-        area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
-        ratio = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
-        box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-        fits = (box_height > 0) & (box_width > 0) & (box_height <= height) & (box_width <= width)
-        top = (vertical * (height - box_height + 1)).floor()
-        left = (horizontal * (width - box_width + 1)).floor()
-        first = fits.int().argmax(1)[:, None]
-        box = torch.cat([side.gather(1, first) for side in (top, left, box_height, box_width)], 1)
-        # The result if no try fits: the largest central box with an allowed ratio.
         box_height = torch.minimum(height, (width / low).round()).clamp(min=1)
         box_width = torch.minimum(width, (height * high).round()).clamp(min=1)
         top, left = ((height - box_height) / 2).floor(), ((width - box_width) / 2).floor()
         central = torch.cat([top, left, box_height, box_width], 1)
-        return torch.where(fits.any(1, keepdim=True), box, central).long()
+        return torch.where(fits, box, central).long()
 
     def after_crop(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         x = torch.arange(images.shape[-1], device=images.device)
@@ -166,6 +157,34 @@ def listed(*parts: str) -> str:
 def _mirrored(share: float) -> str:
     """The words for mirroring a share of the images; empty for a share of 0."""
     return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
+
+
+def first_box(
+    numbers: Tensor, sizes: Tensor, scale: list[float], ratio: list[float], *, most: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The first of `TRIES` boxes of random place, area and aspect ratio that fits, for each of n images.
+
+    Args:
+        numbers: uniform in [0, 1), (n, 4 * TRIES).
+        sizes, most: int64 (n, 2), the height and width of an image, and the largest ones of its box.
+        scale: the bounds of the area, as a share of the image's. The area is uniform between them.
+        ratio: the bounds of width / height, which is log-uniform between them.
+
+    Returns:
+        The boxes, float64 (n, 4): top, left, height and width; and whether one fits, bool (n, 1).
+    """
+    height, width = (side[:, None] for side in sizes.double().unbind(1))
+    (least_area, most_area), (low, high) = scale, ratio
+    area, aspect, vertical, horizontal = numbers.double().view(-1, TRIES, 4).unbind(2)
+    area = height * width * (least_area + area * (most_area - least_area))
+    aspect = torch.exp(math.log(low) + aspect * (math.log(high) - math.log(low)))
+    box_height, box_width = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
+    fits = (box_height > 0) & (box_width > 0) & (box_height <= most[:, :1]) & (box_width <= most[:, 1:])
+    top = (vertical * (height - box_height + 1)).floor()
+    left = (horizontal * (width - box_width + 1)).floor()
+    first = fits.int().argmax(1)[:, None]
+    box = torch.cat([side.gather(1, first) for side in (top, left, box_height, box_width)], 1)
+    return box, fits.any(1, keepdim=True)
 
 
 def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:

@@ -15,10 +15,11 @@ from lockstep.core.data_protocols import Augment, Shard, Source
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
 from lockstep.core.protocols import Precision
-from lockstep.core.rng import CUTOUT, MIX, SampleRNG, sample_keys, uniform
+from lockstep.core.rng import CUTOUT, ERASE, MIX, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup
 from lockstep.data.transforms.augment import RandomResizedCrop
+from lockstep.data.transforms.erase import Erase, span
 
 CELLS = 4096  # intervals of the table of quantiles
 
@@ -34,6 +35,7 @@ class DeviceTransforms:
         scale, shift: the normalisation, (1, C, 1, 1): pixel * scale + shift, computed in their dtype.
         dtype, memory_format: of the model's input in training.
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
+        erase: random erasing; None is none.
         mix: mixup and CutMix; None is neither.
     """
 
@@ -46,6 +48,7 @@ class DeviceTransforms:
     seed: int
     memory_format: torch.memory_format = torch.contiguous_format
     cutout: int = 0
+    erase: Erase | None = None
     mix: Mix | None = None
     interpolation: str = INTERPOLATION
 
@@ -112,6 +115,8 @@ class DeviceTransforms:
         pixels = self._finish(self.augment(images, SampleRNG(self.seed, epoch, indices), (height, width)))
         if self.cutout:
             pixels.masked_fill_(self._cutout_mask(epoch, indices), 0)
+        if self.erase:
+            self.erase.apply(pixels, sample_keys(self.seed, epoch, indices, ERASE))
         return pixels if self.mix else pixels.to(self.dtype)  # mixing is computed in the wider format
 
     def _cutout_mask(self, epoch: int, indices: Tensor) -> Tensor:
@@ -232,5 +237,4 @@ def interval(keys: Tensor, n: int, length: int, before: Tensor | int, after: Ten
     The centre is uniform: number `n` of each key's stream.
     """
     centre = (uniform(keys, n) * length).long()
-    position = torch.arange(length, device=keys.device)
-    return (position >= (centre - before)[:, None]) & (position < (centre + after)[:, None])
+    return span(centre - before, centre + after, length)
