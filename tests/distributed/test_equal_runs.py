@@ -98,6 +98,7 @@ TWO["tuned"] = (
 )
 AGAIN = (*COMMON, *NORMED, "model.grad_checkpointing=true")
 TWO["again-fsdp"] = (*AGAIN, "strategy=fsdp")
+TWO["bn-replicas"] = (*COMMON, *NORMED, "strategy=fsdp", "strategy.replicas=2")
 # With an empty shard.
 STAGED = ("strategy=pipeline", "strategy.cuts=[3,9]")
 THREE = {
@@ -184,6 +185,7 @@ ALIKE = [
     ("plain", 1, "micro"),
     ("plain", 2, "tuned"),
     ("bn", 2, "again-fsdp"),
+    ("bn", 2, "bn-replicas"),
     ("again", 3, "again-ddp"),
 ]
 

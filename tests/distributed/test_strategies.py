@@ -68,6 +68,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(root / f"{name}-stopped", root / f"{name}-moved")
         for name in RESUMED:
             two.train(Case(root / f"{name}-stopped", (*COMMON, f"strategy={name}")))
+    groups = (*COMMON, "strategy=fsdp", "strategy.replicas=2")
+    stops = (("groups", None), ("groups-stopped", 3), ("groups-stopped", None))
+    gang(root / "four", 4, [Case(root / name, groups, stop_at=stop) for name, stop in stops])
     three = {name: to for name, to in MOVES.items() if to != "single"}
     gang(root / "three", 3, [Case(root / f"{name}-moved", (*COMMON, f"strategy={to}")) for name, to in three.items()])
     for name in MOVES.keys() - three:
@@ -89,12 +92,18 @@ def state(run: Path) -> dict[str, Tensor]:
     return {**loaded.model, **{f"ema.{name}": tensor for name, tensor in loaded.ema.items()}, **of_optimizer}
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", [*RESUMED, "groups"])
 def test_a_resume_on_the_same_ranks_is_exact_to_the_bit(root: Path, name: str) -> None:
     expected, actual = state(root / name), state(root / f"{name}-stopped")
     assert expected.keys() == actual.keys()
     assert all(torch.equal(actual[key], tensor) for key, tensor in expected.items())
     assert losses(root / f"{name}-stopped") == losses(root / name)
+
+
+def test_groups_that_have_the_whole_state_each_train_like_one_rank(root: Path) -> None:
+    assert losses(root / "groups") == pytest.approx(losses(root / "one"), rel=1e-12)
+    for key, tensor in state(root / "one").items():
+        torch.testing.assert_close(state(root / "groups")[key], tensor, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", MOVES)

@@ -414,10 +414,17 @@ def test_ddp_has_its_buckets_before_the_first_step(monkeypatch: pytest.MonkeyPat
 
 def test_fsdp_adds_gradients_in_the_format_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     policies: list[Any] = []
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_, **__: None)
     monkeypatch.setattr(
         "torch.distributed.fsdp.fully_shard", lambda block, *, mp_policy, **_: policies.append(mp_policy)
     )
     for low_precision, format_ in ((False, None), (True, torch.bfloat16)):
         FSDP(low_precision=low_precision).cut(nn.Linear(2, 2), world(2), BF16())
         assert (policies[-1].param_dtype, policies[-1].reduce_dtype) == (format_, torch.float32)
+
+
+def test_groups_of_ranks_are_of_one_size() -> None:
+    FSDP(replicas=2).check(4, "cpu")
+    FSDP(replicas=2).check(1, "cpu")  # the same job must run on any machine
+    with pytest.raises(InputError, match=r"replicas is 2, which does not divide the 3 ranks .*replicas=3"):
+        FSDP(replicas=2).check(3, "cpu")

@@ -15,12 +15,15 @@ from torch import Tensor, nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
+from lockstep.core.fields import ranged
 from lockstep.core.model import ShardedOptimizer, UpdateScope, blocks
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.world import World
 from lockstep.strategy.base import Distributed, copy_back, flattened
 from lockstep.strategy.ddp import DDP
+
+MOST_REPLICAS = 100_000
 
 
 @option("strategy", "zero")
@@ -125,9 +128,11 @@ class FSDP(Distributed):
     """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
 
     The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
-    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long.
+    of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long. With
+    `replicas`, the ranks form so many groups, and each group has the whole state (hybrid sharding).
     """
 
+    replicas: int = ranged(1, least=1, most=MOST_REPLICAS)
     cpu_offload: bool = False
     low_precision: bool = False
     whole_model: ClassVar[bool] = False
@@ -135,6 +140,15 @@ class FSDP(Distributed):
     no_scaler: ClassVar[str] = (
         "which looks for overflows in whole gradients, but strategy=fsdp cuts them over the ranks"
     )
+
+    def check(self, ranks: int, device: str) -> None:
+        super().check(ranks, device)
+        if ranks > 1 and ranks % self.replicas:
+            fitting = next(number for number in range(2, ranks + 1) if not ranks % number)
+            raise InputError(
+                f"strategy.replicas is {self.replicas}, which does not divide the {ranks} ranks into equal groups; "
+                f"use strategy.replicas={fitting}, or another launcher.ranks"
+            )
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         super().check_parts(optimizer, precision, micro_batches)
@@ -167,7 +181,9 @@ class FSDP(Distributed):
         policy = MixedPrecisionPolicy(
             param_dtype=precision.dtype if self.low_precision else None, reduce_dtype=precision.storage
         )
-        mesh = init_device_mesh(world.device.type, (world.size,))
+        # Ranks of one machine follow each other, so with a replica a machine the parameters are gathered inside it.
+        groups = (self.replicas, world.size // self.replicas) if self.replicas > 1 else (world.size,)
+        mesh = init_device_mesh(world.device.type, groups, mesh_dim_names=("replicate", "shard")[-len(groups) :])
         for block in [*blocks(model), model]:
             fully_shard(block, mesh=mesh, reshard_after_forward=True, mp_policy=policy, offload_policy=offload)
 
