@@ -142,8 +142,8 @@ strategy/cutting.py: of cuts that balance equally the last one is taken [stages]
 - return list(min(ways)[1])
 + return list(min(reversed(ways), key=lambda way: way[0])[1])
 training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
-- decides=ema is None)
-+ decides=True)
+- self.loader, observers if ema is None else ())
++ self.loader, observers)
 training/trainer.py: a checkpoint that is overdue by the clock is not saved [trainer]
 - if improved or overdue or ends or self.plan.due
 + if improved or ends or self.plan.due
@@ -215,7 +215,9 @@ training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
 + def evaluate(
 training/trainer.py: a stop before the first step saves a state that never was [trainer]
 - if self.stop.force or not self.stop.begun:
+-                 raise  # there
 + if self.stop.force:
++                 raise  # there
 training/freezing.py: a model without batch norm is never frozen [trainer]
 - if not self.switched and not self.norms:
 + if not self.switched or not self.norms:
