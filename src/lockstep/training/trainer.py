@@ -198,21 +198,24 @@ class Trainer:
         Raises:
             Stopped: a rank was asked to stop; a resume does it again.
         """
+        if self.test_loader is None or not self.progress.best_step:
+            return
         self.checkpointer.wait()
-        if self.test_loader is None or self.world.any(bool(self.checkpointer.failure)):  # closing will raise it
+        if self.world.any(bool(self.checkpointer.failure)):  # closing will raise it
             return
         model = self.state.model if self.state.ema is None else self.state.ema.module
         self.checkpointer.load_best(model)
         try:
             with self.telemetry.pause("evaluation"):
                 figures = self._evaluate(model, self.test_loader, (self.scores,))
-                self.tested = finite({**figures, **self.world.broadcast(self.scores.compute())})
+                figures = {**figures, **self.world.broadcast(self.scores.compute())}
         except StopNow:
             if self.stop.force or not self.stop.begun:
                 raise
             self.stop.leaving = True
             self.leave()
-        self.telemetry.observer.write(self.progress.step, {TEST + name: value for name, value in self.tested.items()})
+        self.tested = finite(figures)
+        self.telemetry.observer.write(self.progress.step, {TEST + name: value for name, value in figures.items()})
 
     def count_skipped(self) -> int:
         """The number of broken images so far. Collective."""
