@@ -47,6 +47,7 @@ def trained_images(parts: Parts) -> list[dict[int, torch.Tensor]]:
         ("augment=randaugment", "train.cutout=2"),
         ("train.mixup=0.4", "train.cutmix=1"),
         ("train.sampling=balanced", "train.mixup=0.4"),
+        ("train.repeats=2", "train.mixup=0.4"),
         ("precision=bf16_pure",),
         ("dataset=folder", "batch=4", "dataset.crop_from=file", "augment=standard", "loader=streaming"),
     ],

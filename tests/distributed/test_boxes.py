@@ -22,7 +22,10 @@ def seen(run: Path) -> list[tuple[int, ...]]:
     return sorted(tuple(line[key] for key in ("step", "epoch", "index", "hash")) for line in lines)
 
 
-def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go_on_with_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go_on_with_it(
+    repeats: int, tmp_path: Path
+) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (14, 40, 60, 3), dtype=np.uint8)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)
@@ -30,6 +33,7 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
             Image.fromarray(image[: 40 - number]).save(tmp_path / split / "a" / f"{number:02}.jpg")
     data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
     job = (*data, "augment=randaugment_imagenet", "batch=6", "steps=8", "train.mixup=0.4", "telemetry.samples=true")
+    job = (*job, f"train.repeats={repeats}")
     alone = train_here(tmp_path / "alone", *job, "loader=streaming", "loader.workers=0").path
     gang(tmp_path / "gang", 2, [Case(tmp_path / "two", job), Case(tmp_path / "resumed", job, stop_at=4)])
     train_here(tmp_path / "resumed", *job)

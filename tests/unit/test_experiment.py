@@ -57,6 +57,7 @@ OF_A_LOSS = (
     "loss.label_smoothing=0.2",
     "train.cutout=4",
     "train.erase=1",
+    "train.repeats=2",
     "train.erase=1 train.erase_mode=pixel",
 )
 

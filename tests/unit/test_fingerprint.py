@@ -39,6 +39,7 @@ def test_how_a_job_is_run_is_not_what_it_is() -> None:
         ("optimizer=sgd", "optimizer"),
         ("train.ema=0.99", "average"),
         ("train.sampling=balanced", "sampling"),
+        ("train.repeats=2", "sampling"),
         ("loss=focal", "loss"),
         ("input.mean=[0.5]", "normalisation"),
         ("input.std=[0.5]", "normalisation"),

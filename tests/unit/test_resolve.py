@@ -86,6 +86,9 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
         (["train.ema_warmup=false"], r"train\.ema_warmup is false, but train\.ema is null"),
         (["train.ema_every=32"], r"train\.ema_every is 32, but train\.ema is null"),
         (["train.erase_mode=pixel"], r"train\.erase_mode is pixel, but train\.erase is 0, so nothing is erased"),
+        (["train.repeats=3", "batch=64"], r"train\.repeats is 3, but batch is 64, .* use batch=63, or leave out"),
+        (["train.repeats=3", "batch=2"], r"train\.repeats is 3, but batch is 2, .* use batch=3, or leave out"),
+        (["train.repeats=2", "train.sampling=balanced"], r"sampling=balanced and train\.repeats both repeat"),
         (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
         (["train.sampling=balanced", "loss.balanced=true"], r"train\.sampling=balanced and loss\.balanced=true both"),
         (

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from timm.data.distributed_sampler import RepeatAugSampler
 
 from helpers import NARROW, losses, train_here
 from lockstep.core.plan import Plan, share
 from lockstep.core.rng import permutation
-from lockstep.data.loading.sampler import ShardIndices, balanced_order, blocks, shard_indices
+from lockstep.data.loading.sampler import ShardIndices, balanced_order, blocks, repeated_order, shard_indices
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,43 @@ def test_evaluation_covers_each_example_once_in_blocks_that_no_number_of_ranks_c
     assert len(dealt[0]) - len(dealt[-1]) in (0, 1), "the first rank has the most, by one"
     assert [index for block in alone for index in block] == list(range(n))
     assert sorted(together, key=lambda block: block.start) == alone
+
+
+@given(cases(), st.integers(1, 5))
+def test_a_global_batch_holds_each_of_its_examples_equally_often(case: Case, repeats: int) -> None:
+    n, batch = case.plan.examples, case.plan.batch // repeats * repeats
+    assume(batch)
+    order = repeated_order(case.seed, 1, replace(case.plan, batch=batch), repeats)
+    assert len(order.unique()) == n
+    seen: list[int] = []
+    for part in order.split(batch):
+        times = (part % n).bincount()
+        times = times[times > 0]
+        assert len(part) < batch or set(times.tolist()) == {repeats}
+        assert repeats >= times.max() >= times.max() - 1 <= times.min()
+        different = math.ceil(len(part) / repeats)
+        seen += (part % n)[:different].tolist()
+        assert len(times) == different
+    assert seen == permutation(case.seed, 1, n)[: len(seen)].tolist()
+
+
+@pytest.mark.parametrize(("ranks", "repeats"), [(1, 3), (3, 3), (4, 2)])
+def test_a_step_holds_the_examples_that_timm_repeats_in_it(ranks: int, repeats: int) -> None:
+    plan = Plan(examples=480, batch=48, total_steps=10, micro_batches=1, log_every=1, eval_every=1, save_every=1)
+    expected, order = permutation(7, 2, plan.examples), repeated_order(7, 2, plan, repeats) % plan.examples
+    samplers = [
+        RepeatAugSampler(
+            expected, num_replicas=ranks, rank=rank, shuffle=False, num_repeats=repeats, selected_round=0
+        )
+        for rank in range(ranks)
+    ]
+    by_rank = torch.stack([torch.tensor(list(sampler)).view(10, plan.batch // ranks) for sampler in samplers], 1)
+    for ours, theirs in zip(order.split(plan.batch), by_rank, strict=True):
+        assert ours.sort().values.tolist() == expected[theirs.flatten()].sort().values.tolist()
+        if ranks == repeats:
+            assert all(
+                len(ours[share(plan.batch, ranks, rank)].unique()) == plan.batch // ranks for rank in range(ranks)
+            )
 
 
 COUNTS = (3, 50, 0, 7, 11)

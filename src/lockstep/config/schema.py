@@ -56,6 +56,7 @@ class TrainBlock:
     ema_warmup: bool = True
     ema_every: int = ranged(1, least=1, most=1_000_000_000)
     sampling: str = choice("shuffled", "shuffled", "balanced")
+    repeats: int = ranged(1, least=1, most=1_000_000)
     freeze: list[str] = ruled([], TEXT)
     freeze_until: int | str | None = duration(None)
     patience: int | str | None = duration(None)

@@ -67,8 +67,8 @@ class Shard:
     Fields:
         step, epoch: of the global batch.
         images: (b, C, H, W), as stored (uint8) or as the model takes them.
-        known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). Under balanced sampling an index also
-            says which time an example comes in its epoch (see `balanced_order`).
+        known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). If examples come several
+            times in an epoch, an index also says which time it is (see `balanced_order`).
         count: the number of examples in the global batch.
         number: the number of this piece, from 0.
         mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is

@@ -69,6 +69,14 @@ def check_effects(job: ResolvedJob) -> None:
             raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; leave it out")
     if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
         raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
+    if job.train.sampling == "balanced" and job.train.repeats > 1:
+        raise InputError("train.sampling=balanced and train.repeats both repeat examples in an epoch; leave out one")
+    if job.batch % job.train.repeats:
+        whole = max(1, job.batch // job.train.repeats) * job.train.repeats
+        raise InputError(
+            f"train.repeats is {job.train.repeats}, but batch is {job.batch}, so a global batch cannot hold its "
+            f"examples so often; use batch={whole}, or leave out train.repeats"
+        )
     if job.train.min_delta and job.train.patience is None:
         raise InputError(
             f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "

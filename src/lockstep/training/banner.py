@@ -64,6 +64,7 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
         "mixup": job.train.mixup,
         "cutmix": job.train.cutmix,
         "erase": job.train.erase,
+        "repeats": job.train.repeats,
         "clip_norm": job.train.clip_norm or 0.0,
         "ema": job.train.ema or 0.0,
         "seed": job.seed,

@@ -13,7 +13,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import Crop, FileSplit, crops_files, interpolated
 from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.reading import sample
-from lockstep.data.loading.sampler import balanced_order
+from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Mix
@@ -86,7 +86,11 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     Raises:
         InputError: more images cannot be decoded than may be left out.
     """
-    balanced = job.train.sampling == "balanced"
+    order_of = None
+    if job.train.sampling == "balanced":
+        order_of = partial(balanced_order, job.seed, labels=data.train.labels)
+    elif job.train.repeats > 1:
+        order_of = partial(repeated_order, job.seed, plan=data.plan, repeats=job.train.repeats)
     own = job.strategy.data_world(world)
     values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
     return Loader(
@@ -102,7 +106,8 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
         partners=data.transforms.mix is not None,
         stride=job.loader.stride(data.plan.batch // own.size, values, world),
         order_device=job.loader.order_device(world),
-        order_of=partial(balanced_order, job.seed, labels=data.train.labels) if balanced else None,
+        order_of=order_of,
+        crops=crops_files(job.dataset),
         skip=data.train.skip,
     )
 

@@ -172,7 +172,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "crop_from": "file" if crops_files(job.dataset) else "square",
         "examples": examples,
         "batch": job.batch,
-        "sampling": job.train.sampling,
+        "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "loss": type(job.loss).__name__,

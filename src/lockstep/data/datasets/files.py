@@ -82,7 +82,7 @@ class Crop:
     size: tuple[int, int]
 
     def boxes_for(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
-        """The boxes of the examples `indices`, whose images are `files`."""
+        """The boxes of the examples and repetitions `indices`, whose images are `files`."""
         sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
         boxes = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
         return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
@@ -92,7 +92,8 @@ class Crop:
 class FileSplit:
     """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
 
-    With `crop`, a box of the image is decoded instead, a different one in each epoch. `skip` is the most broken
+    With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
+    comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
     images that a run leaves out, `interpolation` how images are resized.
     """
 
@@ -110,13 +111,14 @@ class FileSplit:
 
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
         size = (self.size, self.size) if self.crop is None else self.crop.size
+        numbers, indices = indices, [index % len(self) for index in indices]
         decoded = np.empty((len(indices), 3, *size), dtype=np.uint8)
         files = [self._attempt(index, ImageFile.read, self.paths[index]) for index in indices]
         if self.crop is None:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
                 decoded[number] = self._attempt(index, file.square, self.size, self.interpolation)
         else:
-            boxes = self.crop.boxes_for(files, indices, epoch)
+            boxes = self.crop.boxes_for(files, numbers, epoch)
             for number, (index, file, box) in enumerate(zip(indices, files, boxes, strict=True)):
                 decoded[number] = self._attempt(index, file.box, box, size, self.interpolation)
         return torch.from_numpy(decoded)

@@ -37,7 +37,7 @@ ResultT = TypeVar("ResultT")
 
 
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
-    """The images uint8 (len(indices), C, H, W) of a split, and the errors of broken ones, which are blank.
+    """The images uint8 (len(indices), C, H, W) of a split, and the errors of broken examples, which are blank.
 
     Raises:
         InputError: an image is broken, and the split allows none.
@@ -48,7 +48,7 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
         if not split.skip:
             raise
         if len(indices) == 1:
-            return split.fetch([]).new_zeros((1, *split.fetch([]).shape[1:])), {indices[0]: error}
+            return split.fetch([]).new_zeros((1, *split.fetch([]).shape[1:])), {error.args[0]: error}
     parts = [read_images(split, [index], epoch) for index in indices]
     broken = {index: error for _, part in parts for index, error in part.items()}
     return torch.cat([images for images, _ in parts]), broken

@@ -75,6 +75,23 @@ def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
     return [range(start, min(start + size, n)) for start in range(rank * size, n, ranks * size)]
 
 
+def repeated_order(seed: int, epoch: int, plan: Plan, repeats: int) -> Tensor:
+    """The order of an epoch with repeated augmentation (Hoffer et al. 2020), int64 (examples,), on the CPU.
+
+    A global batch of B holds the next B / `repeats` examples of the permutation, one after another, then the same
+    ones again, `repeats` times in all. A short one of r places at the end of an epoch holds r / `repeats` examples,
+    rounded up, each as often as any other or once less. So an epoch has as many steps as without repeats, and shows a
+    part of the examples.
+
+    The numbers are those of `balanced_order`.
+    """
+    place = torch.arange(plan.examples)
+    start = place // plan.batch * plan.batch
+    different = -((start - plan.examples).clamp(min=-plan.batch) // repeats)  # examples of the global batch
+    repetition, number = (place - start) // different, (place - start) % different
+    return permutation(seed, epoch, plan.examples)[start // repeats + number] + repetition * plan.examples
+
+
 def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
     """The order of an epoch of as many examples as there are labels, int64 (n,), on the CPU.
 

@@ -138,6 +138,7 @@ class Loader(EvalLoader):
         stride: the most steps whose shards are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         order_of: gives the order of an epoch; None is a permutation of the examples.
+        crops: whether `train_feed` cuts boxes, another one for each repetition of an example.
     """
 
     plan: Plan
@@ -148,6 +149,7 @@ class Loader(EvalLoader):
     stride: int = 1
     order_device: torch.device | None = None
     order_of: Callable[[int], Tensor] | None = None
+    crops: bool = False
 
     def train(self, after: int) -> Iterator[BatchGroup]:
         """This rank's shards for every step after step `after`."""
@@ -157,7 +159,7 @@ class Loader(EvalLoader):
             own = self._steps(after, self.world, mix_partners=self.partners, device=self.order_device)
             for steps in batch_groups(own, self.stride):
                 requested.append(steps)
-                yield steps[0].epoch, self._examples(torch.cat([step.indices for step in steps]))
+                yield self._request(steps)
 
         for images, broken in self.train_feed(requests()):
             self._mark_broken(broken, self.train_labels)
@@ -166,7 +168,7 @@ class Loader(EvalLoader):
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
         whole = next(self._steps(step - 1, World.solo()))
-        images, _ = next(iter(self.train_feed([(whole.epoch, self._examples(whole.indices))])))
+        images, _ = next(iter(self.train_feed([self._request([whole])])))
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
     def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
@@ -183,7 +185,7 @@ class Loader(EvalLoader):
                 if (example := int(own[place])) in remaining:
                     remaining.remove(example)
                     piece = replace(step, indices=step.indices[place : place + 1 + self.partners])
-                    images, _ = next(iter(self.train_feed([(epoch, self._examples(piece.indices))])))
+                    images, _ = next(iter(self.train_feed([self._request([piece])])))
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
     def _steps(self, after: int, world: World, **options: Any) -> Iterator[ShardIndices]:
@@ -191,6 +193,10 @@ class Loader(EvalLoader):
         return shard_indices(
             self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, order_of=self.order_of, **options
         )
+
+    def _request(self, steps: list[ShardIndices]) -> ReadRequest:
+        indices = torch.cat([step.indices for step in steps])
+        return steps[0].epoch, indices if self.crops else self._examples(indices)
 
     def _examples(self, indices: Tensor) -> Tensor:
         """The examples of `indices`, without their repetition (see `balanced_order`)."""
