@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
 Amounts = Callable[[int], Tensor]  # of an operation, (B, 1, 1), and 0 for samples with another one
@@ -18,11 +19,13 @@ def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], pos
     height, width = images.shape[2:]
     amount = torch.where(op == ROTATE, amount.deg2rad(), amount).float()
     row, column = positions(lambda kind: torch.where(op == kind, amount, 0.0)[:, None, None], images)
+    if (height + 2) * (width + 2) >= 2**24:  # float32 cannot represent all offsets in the image
+        row, column = row.double(), column.double()
     # Gather from an image with a frame of the fill; positions outside of the image are clamped to the frame.
-    row, column = row.round_().clamp_(-1, height).long(), column.round_().clamp_(-1, width).long()
-    offset = row.add_(1).mul_(width + 2).add_(column).add_(1).flatten(1)
-    framed = _colour(images, fill).repeat(len(images), images.shape[1] // len(fill), height + 2, width + 2)
-    framed[..., 1:-1, 1:-1] = images
+    row, column = row.round_().clamp_(-1, height).add_(1), column.round_().clamp_(-1, width).add_(1)
+    offset = row.mul_(width + 2).add_(column).long().flatten(1)
+    channels = images.split(images.shape[1] // len(fill), 1)
+    framed = torch.cat([F.pad(part, [1] * 4, value=value) for part, value in zip(channels, fill, strict=True)], 1)
     return framed.flatten(2).gather(2, offset[:, None].expand(-1, images.shape[1], -1)).view_as(images)
 
 
@@ -71,11 +74,6 @@ def _first_versions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
 NEAREST: dict[str, Positions] = {"nearest": _torchvisions, "nearest_first": _first_versions}
 
 
-def _colour(images: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """The fill as uint8 (1, len(fill), 1, 1), without a copy from the host, which would wait for a GPU."""
-    return torch.cat([images.new_full((1, 1, 1, 1), value) for value in fill], 1)
-
-
 def resampled(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], resample: str) -> Tensor:
     """Shear, translation, rotation with Pillow's bilinear or bicubic filter, in float64 as there."""
     height, width = images.shape[2:]
@@ -93,24 +91,27 @@ def resampled(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...],
     column, row = column - 0.5, row - 0.5
     left, top = column.floor(), row.floor()
     reach, mix = RESAMPLE[resample]
-    pixels = images.flatten(2)
+    pixels = images.flatten(2).double()
+    columns = [(left + n).clamp_(0, width - 1).long() for n in reach]
 
     def line(shift: int) -> Tensor:
-        start = (top + shift).clamp(0, height - 1) * width
-        indices = ((start + (left + n).clamp(0, width - 1)).long().flatten(1)[:, None] for n in reach)
-        values = (pixels.gather(2, n.expand(-1, images.shape[1], -1)).view_as(images).double() for n in indices)
-        return mix(*values, (column - left)[:, None])
+        start = (top + shift).clamp_(0, height - 1).long().mul_(width)
+        indices = ((start + n).flatten(1)[:, None].expand(-1, images.shape[1], -1) for n in columns)
+        return mix(*(pixels.gather(2, index).view_as(images) for index in indices), (column - left)[:, None])
 
     mixed = mix(*map(line, reach), (row - top)[:, None]).clamp_(0, 255).to(torch.uint8)
-    return torch.where(inside[:, None], mixed, _colour(images, fill))
+    colour = torch.cat([images.new_full((1, 1, 1, 1), value) for value in fill], 1)  # no copy: that waits for a GPU
+    return torch.where(inside[:, None], mixed, colour)
 
 
 def _linear(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    return first + (second - first) * share
+    return (second - first).mul_(share).add_(first)
 
 
 def _cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, share: Tensor) -> Tensor:
-    return b + share * (-a + c + share * (2 * (a - b) + c - d + share * (-a + b - c + d)))
+    square = (a - b).mul_(2).add_(c).sub_(d)
+    result = (b - a).sub_(c).add_(d).mul_(share).add_(square)
+    return result.mul_(share).sub_(a - c).mul_(share).add_(b)
 
 
 # The pixels that Pillow's filter mixes, from the one before the position on, and how.

@@ -20,7 +20,8 @@ from lockstep.data.transforms.geometry import IDENTITY, NEAREST, RESAMPLE, ROTAT
 
 BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, SOLARIZE_ADD, INVERT, AUTOCONTRAST, EQUALIZE = range(6, 14)
 COLOR, SHARPNESS, BLUR = range(14, 17)
-CPU_VALUES = 2**21  # values that the CPU works on at a time: few enough that temporary memory is reused
+# Values that the CPU works on at a time: few enough that temporary memory is reused, and fewer for those of 8 bytes.
+CPU_VALUES, CPU_VALUES_PILLOW = 2**21, 2**18
 MOST_BLUR = 2.0  # the largest standard deviation of a blur, in pixels, so that five pixels are enough for a pass
 
 # An operation and its amount for each sample, int64 and float64 (B,). Amounts: the shear; pixels to the right or
@@ -45,7 +46,8 @@ def operate_all(
     steps = list(steps)
     if not steps:
         return images
-    at_once = len(images) if images.is_cuda else max(1, CPU_VALUES // max(1, images[:1].numel()))
+    at_once = max(1, (CPU_VALUES_PILLOW if resample in RESAMPLE else CPU_VALUES) // max(1, images[:1].numel()))
+    at_once = len(images) if images.is_cuda else at_once
     parts = list(images.split(at_once))
     for op, amount in steps:
         pieces = zip(parts, op.split(at_once), amount.split(at_once), strict=True)
@@ -105,19 +107,18 @@ def _rows(tensor: Tensor) -> Tensor:
 def _mapped(images: Tensor, op: Tensor, amount: Tensor, pillow: bool) -> Tensor:
     """What maps values one by one, by a table of 256 entries per channel."""
     (ratio, rest), whole = _ratios(amount), amount.long()[:, None]
+    threshold = amount.masked_fill(op == INVERT, 0).float()[:, None]
     values = torch.arange(256, device=images.device)
     pixels = images.flatten(2).long()
     mean = _where(op == CONTRAST, partial(_mean_grey, pillow=pillow), torch.zeros_like(ratio), images)[:, None]
-    contrast = ratio[:, None] * values + rest[:, None] * mean
+    brighter = ratio[:, None] * values
     choices = {
-        BRIGHTNESS: ratio[:, None] * values,
-        CONTRAST: mean + ratio[:, None] * (values - mean) if pillow else contrast,
+        BRIGHTNESS: brighter,
+        CONTRAST: mean + ratio[:, None] * (values - mean) if pillow else brighter + rest[:, None] * mean,
         POSTERIZE: values & (256 - 2 ** (8 - whole.clamp(0, 8))),
-        SOLARIZE: torch.where(values >= amount.float()[:, None], 255 - values, values),
-        SOLARIZE_ADD: torch.where(values < 128, values + whole, values),
-        INVERT: 255 - values,
+        SOLARIZE_ADD: values + whole * (values < 128),
     }
-    table = torch.zeros((len(images), 256), device=images.device)
+    table = torch.where(values >= threshold, 255 - values, values).float()
     for kind, entries in choices.items():
         table = torch.where((op == kind)[:, None], entries, table)
     tables = table.clamp_(0, 255).to(torch.uint8)[:, None].repeat(1, images.shape[1], 1)
@@ -203,14 +204,16 @@ def _blurred(images: Tensor, op: Tensor, amount: Tensor) -> Tensor:
     inner = (torch.full_like(whole, 2**24) / ((whole + part) * 2 + 1)).long()
     outer = (2**24 - (2 * whole.long() + 1) * inner) // 2
     near, far = torch.where(whole >= 1, inner, outer), torch.where(whole >= 1, outer, 0)
-    inner, near, far = (weights[:, None, None, None] for weights in (inner, near, far))
-    pixels = images.long()
+    # Products of 32 bits without a sign, which wrap alike with one.
+    inner, near, far = (weights[:, None, None, None].int() for weights in (inner, near, far))
+    pixels = images.int()
     for _ in range(2):
         last = pixels.shape[3] - 1
         places = torch.arange(-2, last + 3, device=images.device).clamp(0, last)
         for _ in range(3):
             padded = pixels.index_select(3, places)
-            pixels = inner * padded[..., 2:-2] + near * (padded[..., 1:-3] + padded[..., 3:-1])
-            pixels = (pixels + far * (padded[..., :-4] + padded[..., 4:]) + 2**23) >> 24
-        pixels = pixels.mT
+            pixels = (padded[..., 1:-3] + padded[..., 3:-1]).mul_(near).add_(padded[..., 2:-2] * inner)
+            pixels.add_((padded[..., :-4] + padded[..., 4:]).mul_(far)).add_(2**23)
+            pixels = pixels.bitwise_right_shift_(24).bitwise_and_(255)
+        pixels = pixels.mT.contiguous()
     return pixels.to(torch.uint8, memory_format=torch.contiguous_format)
