@@ -13,7 +13,7 @@ from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.core import log
 from lockstep.core.model_card import CLASSES, VALUES
-from lockstep.core.monitor import chosen_on_itself, figure_text
+from lockstep.core.monitor import figure_text
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -278,8 +278,8 @@ def say_ending(
         f"done in {format_duration(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
         indent=3,
     )
-    tested = ", ".join(figure_text(*figure) for figure in trainer.tested.items() if "/" not in figure[0])
-    log.say_row("test", tested or f"none: {chosen_on_itself(vars(job.dataset))}", indent=16)
+    if tested := ", ".join(figure_text(*figure) for figure in trainer.tested.items() if "/" not in figure[0]):
+        log.say_row("test", tested, indent=16)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
     parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
     log.say_row("time", ", ".join(parts), indent=16)
