@@ -65,6 +65,10 @@ LOSSES = {
     "balanced": ("loss.balanced=true", "train.mixup=0.4", "train.micro_batches=2"),
     "bce": ("loss=bce", "loss.label_smoothing=0.1", "loss.sum_classes=true", "train.micro_batches=4"),
     "bce-mixed": ("loss=bce", "loss.threshold=0.2", "train.cutmix=1"),
+    "repeated": (
+        *("train.repeats=3", "train.erase=0.5", "train.erase_mode=pixel", "train.micro_batches=2"),
+        *("train.mixup=0.4", "train.cutmix=1", "train.mix_by=batch", "train.mix_prob=0.8", "train.mix_until=5"),
+    ),
     "focal": ("loss=focal", WEIGHTS, "train.micro_batches=2"),
 }
 

@@ -100,12 +100,17 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
         "input.interpolation=bicubic",
         "train.mixup=0.25",
         "train.cutmix=0.5",
+        "train.mix_by=batch",
+        "train.mix_switch=0.1",
+        "train.mix_prob=0.9",
+        "epochs=10",
+        "train.mix_until=90%",
     )
     _, data = build_data(resolved(*words), World.solo())
     split: Any = data.train
     assert (split.crop.seed, data.transforms.seed) == (7, 7)
     assert {part.interpolation for part in (data.train, data.val, data.transforms)} == {"bicubic"}  # type: ignore[union-attr]
-    assert data.transforms.mix == Mix(classes=1, mixup=0.25, cutmix=0.5)
+    assert data.transforms.mix == Mix(classes=1, mixup=0.25, cutmix=0.5, by="batch", switch=0.1, prob=0.9, until=9)
 
 
 def test_images_that_a_job_reads_once_are_not_decoded_in_advance(tmp_path: Path) -> None:

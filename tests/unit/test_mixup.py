@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import torch
 from scipy.special import betaincinv
 from torch import Tensor
 from torch.nn import functional as F
+from torchvision.transforms import v2
 
+from lockstep.core import rng
 from lockstep.core.data_protocols import Shard
 from lockstep.core.plan import Plan
-from lockstep.core.rng import MIX, permutation, sample_keys, uniform
+from lockstep.core.rng import MIX, MIX_BATCH, permutation, sample_keys, uniform
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import Digits
 from lockstep.data.loading.loaders import Resident, Streaming
@@ -28,6 +31,8 @@ pytestmark = pytest.mark.numerics
 # An epoch has two batches of ten examples and one of three; the fourth step belongs to the second epoch.
 PLAN = Plan(examples=23, batch=10, total_steps=4, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 KINDS = {"mixup": (0.4, 0.0), "cutmix": (0.0, 1.0), "both": (0.4, 1.0)}
+REFERENCES: dict[str, Any] = {"mixup": v2.MixUp, "cutmix": v2.CutMix}
+OPTIONS: list[dict[str, Any]] = [{"by": "batch"}, {"prob": 0.6, "switch": 0.8, "until": 3}]
 SEED = 5
 
 
@@ -55,8 +60,12 @@ def plain_loop(mix: Mix, precision: FP32, step: int) -> tuple[Tensor, Tensor]:
     for index, following in zip(batch, [*batch[1:], batch[0]], strict=True):
         image, partner = augmented(index), augmented(following)
         key = sample_keys(SEED, epoch, index, MIX)
-        cuts = uniform(key, 1) < 0.5 if mix.mixup and mix.cutmix else bool(mix.cutmix)
+        if mix.by == "batch":
+            key = torch.tensor(rng.key(SEED, MIX_BATCH, step))
+        cuts = uniform(key, 1) < mix.switch if mix.mixup and mix.cutmix else bool(mix.cutmix)
         share = beta(uniform(key, 0), mix.cutmix if cuts else mix.mixup)
+        if step > mix.until or uniform(key, 4) >= mix.prob:
+            share = torch.tensor(1.0)
         if cuts:
             side = int((1 - share).sqrt() * 8) // 2
             row, column = int(uniform(key, 2) * 8), int(uniform(key, 3) * 8)
@@ -92,9 +101,11 @@ def shards(path: DeviceTransforms, ranks: int, loader: Resident | Streaming, ran
 
 
 @pytest.mark.parametrize("precision", [FP32(), FP64()], ids=repr)
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(kind: str, precision: FP32) -> None:
-    mix = mixing(kind)
+@pytest.mark.parametrize(("kind", "options"), [*((kind, {}) for kind in KINDS), *(("both", one) for one in OPTIONS)])
+def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(
+    kind: str, options: dict[str, Any], precision: FP32
+) -> None:
+    mix = mixing(kind, **options)
     expected = [plain_loop(mix, precision, step) for step in range(1, 5)]
     path = transforms(mix, precision)
     for ranks, parts, loader in [
@@ -107,6 +118,22 @@ def test_every_piece_of_every_cut_has_the_pixels_and_targets_of_the_plain_loop(k
             for place in (0, 1):
                 assert all(piece[place].dtype == precision.dtype for piece in pieces)
                 assert torch.equal(torch.cat([piece[place] for piece in pieces]), whole[place])
+
+
+@pytest.mark.parametrize("kind", ["mixup", "cutmix"])
+def test_a_batch_is_mixed_as_torchvision_mixes_it_with_the_same_share_and_centre(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images, labels, reference = torch.rand(6, 3, 8, 8), torch.arange(6), REFERENCES[kind](num_classes=10)
+    for key in rng.draw(0, torch.arange(20)):
+        reference._dist = SimpleNamespace(sample=lambda _, key=key: beta(uniform(key, 0), max(KINDS[kind])))
+        centre = iter([(uniform(key, n) * 8).long()[None] for n in (3, 2)])
+        monkeypatch.setattr(torch, "randint", lambda *_, centre=centre, **__: next(centre))
+        # torchvision's partner is the example before, ours the next one.
+        expected = [tensor.flip(0) for tensor in reference(images.flip(0), labels.flip(0))]
+        with_partner = [torch.cat([tensor, tensor[:1]]) for tensor in (images, labels)]
+        mixed = mixing(kind, by="batch").apply(*with_partner, key.expand(7))
+        assert all(torch.equal(*pair) for pair in zip(mixed, expected, strict=True))
 
 
 def test_without_mixing_the_targets_are_the_labels() -> None:

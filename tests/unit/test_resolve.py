@@ -89,6 +89,11 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
         (["train.repeats=3", "batch=64"], r"train\.repeats is 3, but batch is 64, .* use batch=63, or leave out"),
         (["train.repeats=3", "batch=2"], r"train\.repeats is 3, but batch is 2, .* use batch=3, or leave out"),
         (["train.repeats=2", "train.sampling=balanced"], r"sampling=balanced and train\.repeats both repeat"),
+        *(
+            ([f"train.{word}"], r"train\.mix_.* is .*, but train\.mixup and train\.cutmix are 0, so nothing is mixed")
+            for word in ("mix_by=batch", "mix_prob=0.5", "mix_until=90%")
+        ),
+        (["train.mix_switch=0.1", "train.mixup=1"], r"train\.mix_switch is 0\.1, but only one of train\.mixup and"),
         (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
         (["train.sampling=balanced", "loss.balanced=true"], r"train\.sampling=balanced and loss\.balanced=true both"),
         (

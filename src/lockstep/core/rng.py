@@ -25,7 +25,7 @@ _FIRST = _signed(0xBF58476D1CE4E5B9)
 _SECOND = _signed(0x94D049BB133111EB)
 
 # The purposes of a stream of numbers; streams of one seed are independent.
-ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH, BALANCED, ERASE = range(1, 11)
+ORDER, AUGMENT, GENERATOR, MIX, LASTING, CUTOUT, FORWARD, FORWARD_BATCH, BALANCED, ERASE, MIX_BATCH = range(1, 12)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:

@@ -60,9 +60,12 @@ def check_effects(job: ResolvedJob) -> None:
             f"budget.usd is {job.budget.usd:g}, but {reason}, so nothing has a price; use budget.hours"
             + ", or add cost.usd_per_gpu_hour=PRICE" * (job.device != "cpu")
         )
+    mixes = [alpha for alpha in (job.train.mixup, job.train.cutmix) if alpha]
     unused = {
         "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
         "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
+        "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
+        "only one of train.mixup and train.cutmix can be on": ("mix_switch",) * (len(mixes) < 2),
     }
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
         if (value := getattr(job.train, name)) != getattr(TrainBlock, name):

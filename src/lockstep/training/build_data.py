@@ -68,13 +68,14 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
     check_same_data(facts, world)
     loader, reason = world.broadcast(job.loader.choose(context))
     job = replace(job, loader=loader)
+    plan = plan_of(job, len(train))
     data = TrainingData(
         train=train,
         val=val,
         test=test,
-        plan=plan_of(job, len(train)),
+        plan=plan,
         fingerprint=facts,
-        transforms=_transforms(job, world),
+        transforms=_transforms(job, plan, world),
         loader_reason=reason,
     )
     return job, data
@@ -154,8 +155,17 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
     )
 
 
-def _transforms(job: ResolvedJob, world: World) -> DeviceTransforms:
-    mix = Mix(classes=job.dataset.classes, mixup=job.train.mixup, cutmix=job.train.cutmix)
+def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
+    train = job.train
+    mix = Mix(
+        classes=job.dataset.classes,
+        mixup=train.mixup,
+        cutmix=train.cutmix,
+        by=train.mix_by,
+        switch=train.mix_switch,
+        prob=train.mix_prob,
+        until=math.inf if train.mix_until is None else plan.in_steps("train.mix_until", train.mix_until),
+    )
     return DeviceTransforms.of(
         job.dataset,
         job.augment,
@@ -163,8 +173,8 @@ def _transforms(job: ResolvedJob, world: World) -> DeviceTransforms:
         precision=job.precision,
         memory_format=job.model.memory_format,
         seed=job.seed,
-        cutout=job.train.cutout,
-        erase=Erase(job.train.erase, job.train.erase_mode) if job.train.erase else None,
+        cutout=train.cutout,
+        erase=Erase(train.erase, train.erase_mode) if train.erase else None,
         mix=mix if mix.on else None,
         mean=job.input.mean,
         std=job.input.std,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from lockstep.core.data_protocols import Augment, Shard, Source
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
 from lockstep.core.protocols import Precision
-from lockstep.core.rng import CUTOUT, ERASE, MIX, SampleRNG, sample_keys, uniform
+from lockstep.core.rng import CUTOUT, ERASE, MIX, MIX_BATCH, SampleRNG, key, sample_keys, uniform
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup
 from lockstep.data.transforms.augment import RandomResizedCrop
@@ -103,8 +104,12 @@ class DeviceTransforms:
         """
         if self.mix is None:
             return micro.images, micro.labels
-        keys = sample_keys(self.seed, micro.epoch, micro.indices, MIX)
-        images, targets = self.mix.apply(micro.images, micro.known_labels, keys)
+        if self.mix.by == "batch":
+            keys = torch.full_like(micro.indices, key(self.seed, MIX_BATCH, micro.step))
+        else:
+            keys = sample_keys(self.seed, micro.epoch, micro.indices, MIX)
+        probability = self.mix.prob if micro.step <= self.mix.until else 0.0
+        images, targets = self.mix.apply(micro.images, micro.known_labels, keys, probability)
         return images.to(self.dtype, memory_format=self.memory_format), targets
 
     def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
@@ -147,22 +152,32 @@ class Mix:
     """Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): mixes each sample of a global batch with the next one.
 
     Partner, share and box are functions of (seed, epoch, global batch), so neither ranks nor micro-batches change
-    them. A piece of a global batch therefore has one image more: the mix partner of its last sample.
+    them. A piece of a global batch therefore has one image more: the mix partner of its last sample. torchvision
+    pairs neighbours too. timm flips the batch of each rank, which in a global batch would need images of other ranks.
 
     Fields:
         mixup, cutmix: alpha of the Beta(alpha, alpha) from which the share of the sample's own image is drawn;
-            0 is off. With both on, each sample gets one of them, with probability 1/2.
+            0 is off. With both on, each sample gets one of them.
+        by: `example`: each sample has its own choice, share and box; `batch`: a global batch has one, as in timm and
+            torchvision.
+        switch: the probability of CutMix with both on.
+        prob: the probability of mixing at all.
+        until: the last step that mixes. Later ones have targets of the same shape, which are not mixed.
     """
 
     classes: int
     mixup: float
     cutmix: float
+    by: str = "example"
+    switch: float = 0.5
+    prob: float = 1.0
+    until: float = math.inf
 
     @property
     def on(self) -> bool:
         return self.mixup > 0 or self.cutmix > 0
 
-    def apply(self, images: Tensor, labels: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def apply(self, images: Tensor, labels: Tensor, keys: Tensor, probability: float = 1.0) -> tuple[Tensor, Tensor]:
         """Mix samples with their partners.
 
         For broken images see `is_broken`. A sample whose partner is broken stays as it is. The target of a broken
@@ -172,15 +187,18 @@ class Mix:
             images: float (b + 1, C, H, W), each the partner of the one before it; or no images at all.
             labels: int64 (b + 1,), or floats (b + 1, classes), of the images.
             keys: int64 (b + 1,).
+            probability: of mixing.
 
         Returns:
             Images (b, C, H, W) and the mixed targets (b, classes), both of the images' dtype.
         """
         own, partners, broken, keys = images[:-1], images[1:], is_broken(labels), keys[:-1]
-        cut = uniform(keys, 1) < (0.5 if self.mixup and self.cutmix else float(self.cutmix > 0))
+        cut = uniform(keys, 1) < (self.switch if self.mixup and self.cutmix else float(self.cutmix > 0))
         quantile = uniform(keys, 0)
         share = torch.where(cut, beta(quantile, self.cutmix), beta(quantile, self.mixup))
         share = share.masked_fill(broken[1:], 1.0)
+        if probability < 1:
+            share = share.masked_fill(uniform(keys, 4) >= probability, 1.0)
         inside = box(share, keys, *images.shape[-2:]) & cut[:, None, None]
         blend = torch.where(cut, 1.0, share).to(images.dtype)[:, None, None, None]
         # Separate products and sum: a fused operation may round differently at the end of a batch.
