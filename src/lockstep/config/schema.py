@@ -46,6 +46,7 @@ class TrainBlock:
     """`train.*`: how a step uses its global batch, and how the model is evaluated."""
 
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
+    size: int | None = ranged(None, least=1, most=16_384)
     mixup: float = ranged(0.0, least=0, most=1000)
     cutmix: float = ranged(0.0, least=0, most=1000)
     mix_by: str = choice("example", "example", "batch")
@@ -177,6 +178,12 @@ class Job:
     loss: Loss = _group()
     metric: dict[str, Metric] = field(default_factory=dict)
     logger: dict[str, Logger] = field(default_factory=dict)
+
+    @property
+    def train_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of an image that the model gets in training."""
+        channels, size = self.dataset.input_shape[0], self.train.size
+        return self.dataset.input_shape if size is None else (channels, size, size)
 
     @property
     def starts_trained(self) -> bool:

@@ -18,6 +18,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
 from lockstep.core.figures import check_figures
 from lockstep.core.launch_env import is_launched, local_size
+from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Logger
@@ -172,6 +173,7 @@ def check_job(job: ResolvedJob) -> None:
         lambda: _check_compile(job),
         lambda: _check_graph(job),
         lambda: _check_recompute(job),
+        lambda: _check_train_size(job),
     ]
     problems: list[str] = []
     for check in checks:
@@ -277,6 +279,24 @@ def _check_recompute(job: ResolvedJob) -> None:
             raise InputError(f"model.grad_checkpointing does not work with {name}, {reason}; leave out one of them")
 
 
+def _check_train_size(job: ResolvedJob) -> None:
+    """Refuse a size in training that the model does not take, or that changes nothing."""
+    if job.train.size is None:
+        return
+    (_, height, width), size = job.dataset.input_shape, job.train.size
+    if (height, width) == (size, size):
+        raise InputError(f"train.size is {size}, which is the size of the evaluation too; leave it out")
+    model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
+    try:
+        forward_on_meta(model, job.train_shape)
+    except Exception as error:  # networks raise all kinds of errors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise InputError(
+            f"train.size is {size}, but this model takes images of {height}x{width} alone ({reason}); use "
+            f"dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
+        ) from error
+
+
 def check_threads(job: ResolvedJob) -> None:
     """Refuse more processes or threads than a system can start, because it would kill a program that starts them."""
     ranks, threads = job.launcher.ranks, job.launcher.threads
@@ -319,13 +339,13 @@ def check_memory(job: ResolvedJob, plan: Plan) -> None:
 
 def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
     """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
-    pixels = math.prod(job.dataset.input_shape)
+    seen, evaluated = math.prod(job.train_shape), math.prod(job.dataset.input_shape)
     micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
     batch = math.ceil(plan.batch / micro_batches)
     smaller = "a smaller dataset.input_size"
-    yield f"a micro-batch of {batch} images", FLOAT32 * pixels * batch, f"train.micro_batches=auto or {smaller}"
+    yield f"a micro-batch of {batch} images", FLOAT32 * seen * batch, f"train.micro_batches=auto or {smaller}"
     block = min(job.train.eval_batch, plan.examples)
-    yield f"an evaluation block of {block} images", FLOAT32 * pixels * block, f"train.eval_batch=1 or {smaller}"
+    yield f"an evaluation block of {block} images", FLOAT32 * evaluated * block, f"train.eval_batch=1 or {smaller}"
     if job.loader.workers not in (0, "auto"):
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)

@@ -137,7 +137,7 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
         assert isinstance(job.augment, RandomResizedCrop)
-        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.dataset.input_shape[1:]))
+        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.train_shape[1:]))
     return train, val, test
 
 
@@ -179,4 +179,5 @@ def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
         mean=job.input.mean,
         std=job.input.std,
         interpolation=job.input.interpolation,
+        train_size=job.train_shape[1:],
     )

@@ -53,7 +53,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     It has all memory that a run needs. It is the step of one rank, because a trial is no collective.
     """
     job, world = replace(without_start(job), strategy=Single()), World.solo(world.device)
-    shape = job.dataset.input_shape
+    shape = job.train_shape
     examples = max(2, examples)  # batch norm on one rank has no variance of one
     rarely = {"log_every": LAST, "eval_every": LAST, "save_every": LAST}
     plan = Plan(examples=examples, batch=examples, total_steps=LAST, micro_batches=1, **rarely)

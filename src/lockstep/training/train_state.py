@@ -176,8 +176,8 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
         InputError: the model cannot be built for the data or the batch, or the weights of `init_from` do not fit it.
     """
     precision, strategy = job.precision, job.strategy
-    shape = job.dataset.input_shape
-    model: nn.Module = job.model.build(job.dataset.classes, shape)
+    shape = job.train_shape
+    model: nn.Module = job.model.build(job.dataset.classes, job.dataset.input_shape)
     job.model.initialise(model, images)
     infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)

@@ -38,6 +38,7 @@ class DeviceTransforms:
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         erase: random erasing; None is none.
         mix: mixup and CutMix; None is neither.
+        train_size: (height, width) of the model's input in training; None is that of the evaluation.
     """
 
     augment: Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]
@@ -52,6 +53,7 @@ class DeviceTransforms:
     erase: Erase | None = None
     mix: Mix | None = None
     interpolation: str = INTERPOLATION
+    train_size: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -114,21 +116,22 @@ class DeviceTransforms:
 
     def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
         """Augment and normalise uint8 images (n, C, H, W) of an epoch to the model's input (n, C, h, w)."""
+        size = self.train_size or self.input_shape[1:]
         if len(images) == 0:
-            return images.new_empty((0, *self.input_shape), dtype=self.scale.dtype if self.mix else self.dtype)
-        height, width = self.input_shape[1:]
-        pixels = self._finish(self.augment(images, SampleRNG(self.seed, epoch, indices), (height, width)))
+            blank = (0, images.shape[1], *size)
+            return images.new_empty(blank, dtype=self.scale.dtype if self.mix else self.dtype)
+        pixels = self._finish(self.augment(images, SampleRNG(self.seed, epoch, indices), size), size)
         if self.cutout:
-            pixels.masked_fill_(self._cutout_mask(epoch, indices), 0)
+            pixels.masked_fill_(self._cutout_mask(epoch, indices, size), 0)
         if self.erase:
             self.erase.apply(pixels, sample_keys(self.seed, epoch, indices, ERASE))
         return pixels if self.mix else pixels.to(self.dtype)  # mixing is computed in the wider format
 
-    def _cutout_mask(self, epoch: int, indices: Tensor) -> Tensor:
+    def _cutout_mask(self, epoch: int, indices: Tensor, size: tuple[int, int]) -> Tensor:
         """A square around a uniform centre in each image, clipped at the border: bool (n, 1, h, w)."""
         keys = sample_keys(self.seed, epoch, indices, CUTOUT)
         before, after = self.cutout // 2, self.cutout - self.cutout // 2
-        rows, columns = (interval(keys, n, length, before, after) for n, length in enumerate(self.input_shape[1:]))
+        rows, columns = (interval(keys, n, length, before, after) for n, length in enumerate(size))
         return (rows[:, :, None] & columns[:, None, :])[:, None]
 
     def eval(self, images: Tensor) -> Tensor:
@@ -136,14 +139,14 @@ class DeviceTransforms:
         height, width = images.shape[-2:]
         keep_h, keep_w = (max(1, round(side * self.eval_crop)) for side in (height, width))
         top, left = (height - keep_h) // 2, (width - keep_w) // 2
-        return self._finish(images[..., top : top + keep_h, left : left + keep_w])
+        return self._finish(images[..., top : top + keep_h, left : left + keep_w], self.input_shape[1:])
 
-    def _finish(self, images: Tensor) -> Tensor:
+    def _finish(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         # In place, on a copy. Multiply and add are two operations, because a fused one may round differently at the
         # end of a batch. Normalise before resizing, because resizing mostly makes images larger.
         pixels = images.to(self.scale.dtype).mul_(self.scale).add_(self.shift)
-        if pixels.shape[-2:] != self.input_shape[1:]:
-            pixels = F.interpolate(pixels, self.input_shape[1:], mode=self.interpolation, antialias=True)
+        if pixels.shape[-2:] != size:
+            pixels = F.interpolate(pixels, size, mode=self.interpolation, antialias=True)
         return pixels.contiguous(memory_format=self.memory_format)
 
 
