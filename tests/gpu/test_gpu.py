@@ -215,6 +215,7 @@ def test_synchronised_batch_norm_takes_no_examples(dtype: torch.dtype) -> None:
     [
         (),
         ("train.mixup=0.4", "train.cutmix=1", "train.cutout=2", "train.ema=0.9"),
+        ("train.mixup=0.4", "train.mix_by=batch", "train.erase=0.5", "train.erase_mode=pixel", "train.repeats=2"),
         ("train.cuda_graph=true", "train.ema=0.9"),
     ],
 )

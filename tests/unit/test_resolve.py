@@ -93,7 +93,10 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
             ([f"train.{word}"], r"train\.mix_.* is .*, but train\.mixup and train\.cutmix are 0, so nothing is mixed")
             for word in ("mix_by=batch", "mix_prob=0.5", "mix_until=90%")
         ),
-        (["train.mix_switch=0.1", "train.mixup=1"], r"train\.mix_switch is 0\.1, but only one of train\.mixup and"),
+        (
+            ["train.mix_switch=0.1", "train.mixup=1"],
+            r"train\.mix_switch is 0\.1, but train\.mixup and train\.cutmix are not both",
+        ),
         (["train.freeze_until=1ep"], r"train\.freeze_until is 1ep, but train\.freeze is empty"),
         (["train.sampling=balanced", "loss.balanced=true"], r"train\.sampling=balanced and loss\.balanced=true both"),
         (

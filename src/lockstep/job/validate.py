@@ -66,7 +66,7 @@ def check_effects(job: ResolvedJob) -> None:
         "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
         "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
         "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
-        "only one of train.mixup and train.cutmix can be on": ("mix_switch",) * (len(mixes) < 2),
+        "train.mixup and train.cutmix are not both on": ("mix_switch",) * (len(mixes) < 2),
     }
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
         if (value := getattr(job.train, name)) != getattr(TrainBlock, name):

@@ -29,17 +29,35 @@ class Erase:
 
     def apply(self, pixels: Tensor, keys: Tensor) -> None:
         """Erase in images (n, C, H, W), in place, for each by its key, int64 (n,)."""
-        channels, *size = pixels.shape[1:]
-        top, left, height, width = self.boxes(keys, *size).unbind(1)
-        rows, columns = span(top, top + height, size[0]), span(left, left + width, size[1])
-        inside = (rows[:, :, None] & columns[:, None, :])[:, None]
-        if self.mode == "const":
-            pixels.masked_fill_(inside, 0)
+        boxes = self.boxes(keys, *pixels.shape[-2:])
+        if pixels.is_cuda:
+            self.together(pixels, keys, boxes)
             return
-        # A CPU draws for the images that lose a rectangle only; a GPU would have to wait for their number.
-        chosen = slice(None) if keys.is_cuda else height > 0
-        shape = (channels, *(size if self.mode == "pixel" else (1, 1)))
-        pixels[chosen] = torch.where(inside[chosen], normal(keys[chosen], shape).to(pixels.dtype), pixels[chosen])
+        numbers = self._numbers(pixels)  # a CPU draws for the rectangles only
+        for image, key, (top, left, height, width) in zip(pixels, keys, boxes.tolist(), strict=True):
+            if height:
+                place = (slice(None), slice(top, top + height), slice(left, left + width))
+                image[place] = self._colours(key, numbers[place] if self.mode == "pixel" else numbers)
+
+    def together(self, pixels: Tensor, keys: Tensor, boxes: Tensor) -> None:
+        """Like `apply`, with the same number of kernels for any boxes, and without waiting for the device."""
+        top, left, height, width = boxes.unbind(1)
+        rows, columns = span(top, top + height, pixels.shape[2]), span(left, left + width, pixels.shape[3])
+        inside = (rows[:, :, None] & columns[:, None, :])[:, None]
+        colours = self._colours(keys[:, None, None, None], self._numbers(pixels)).to(pixels.dtype)
+        pixels.copy_(torch.where(inside, colours, pixels))
+
+    def _numbers(self, pixels: Tensor) -> Tensor:
+        """Which of an example's random numbers each colour is: int64 (C, H, W), or (C, 1, 1) for one a channel."""
+        shape = (pixels.shape[1], *(pixels.shape[2:] if self.mode == "pixel" else (1, 1)))
+        return FIRST_COLOUR + torch.arange(math.prod(shape), device=pixels.device).view(shape)
+
+    def _colours(self, keys: Tensor, numbers: Tensor) -> Tensor:
+        """The colours of these numbers: zeros, or standard normal by the inverse distribution function, float64."""
+        if self.mode == "const":
+            return torch.zeros_like(numbers, dtype=torch.float64)
+        centred = 2 * uniform(keys, numbers).double() - (1 - 2.0**-24)  # in (-1, 1)
+        return torch.erfinv(centred) * math.sqrt(2)
 
     def boxes(self, keys: Tensor, height: int, width: int) -> Tensor:
         """The rectangles as int64 (n, 4): top, left, height and width; of no size where nothing is erased."""
@@ -53,10 +71,3 @@ def span(start: Tensor, stop: Tensor, length: int) -> Tensor:
     """The positions from `start` up to, but not including, `stop`: bool (n, length)."""
     position = torch.arange(length, device=start.device)
     return (position >= start[:, None]) & (position < stop[:, None])
-
-
-def normal(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal numbers of each key, float64 (n, *shape), by the inverse distribution function."""
-    numbers = FIRST_COLOUR + torch.arange(math.prod(shape), device=keys.device)
-    centred = 2 * uniform(keys[:, None], numbers).double() - (1 - 2.0**-24)  # in (-1, 1)
-    return (torch.erfinv(centred) * math.sqrt(2)).view(-1, *shape)
