@@ -80,6 +80,7 @@ batch=0 -> batch is 0, expected auto or a whole number from 1
 batch=2000 -> batch is 2000, but the training split has 1442 examples; use batch=1442 or less
 train.micro_batches=65 -> train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64
 train.eval_every=0 -> train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run
+train.patience=5x -> train.patience is '5x', expected evaluations (5), epochs (2ep) or a share of the run
 train.eval_every=5x -> train.eval_every is '5x', expected steps (100), epochs (2ep) or a share
 optimizer.lr=0 -> optimizer.lr is 0, expected auto or a number above 0
 launcher.timeout=5parsec -> launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h

@@ -15,6 +15,7 @@ from helpers import NARROW, Case, gang, records, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.cli.evaluate import evaluate
 from lockstep.core.errors import InputError
+from lockstep.core.monitor import figure_text
 from lockstep.data.datasets import Digits
 from lockstep.training.run_record import RunRecord
 from lockstep.training.trainer import Trainer
@@ -57,6 +58,20 @@ def test_a_run_ends_with_the_figures_of_evaluate_and_its_best_weights_alone_see_
     assert figures != summary(run)["scores"]
     facts = json.loads((run / "evaluation.json").read_text())
     assert facts["images"] == len(Digits().eval()) == 355
+
+
+@pytest.mark.parametrize("monitor", ["top1", "loss", "f1", "recall/3"])
+def test_the_last_lines_have_the_monitored_figure_and_no_speed_that_was_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monitor: str
+) -> None:
+    early = ("train.eval_every=1", "train.patience=1", "train.min_delta=1000", "steps=8", "telemetry.interval=8")
+    metrics = ("metric=[f1,recall]", "metric.recall.average=none", f"monitor={monitor}")
+    run = train_here(tmp_path / "run", *JOB, *early, *metrics).path
+    ending, value = capsys.readouterr().out.partition("done in")[2], summary(run)["test"][monitor]
+    assert figure_text(monitor, value) in next(line for line in ending.splitlines() if " test  " in line)
+    assert "img/s" not in ending
+    assert "for 1 evaluation;" in ending
+    assert "train.patience=null train.min_delta=0\n" in ending
 
 
 @pytest.mark.slow

@@ -130,6 +130,7 @@ def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
     ]
     lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Monitor())
     assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
+    assert seeds_together(records, ("seed", "dataset.fold"), Monitor()) == ["all: 86.00 ± 5.89 over 4 jobs"]
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -338,6 +339,11 @@ def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
         single.fold(4, 0)
     with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; leave out the label"):
         grouped.fold(2, 0)
+    values = Examples(names, labels, (), "values", [b"x"] * 12)
+    with pytest.raises(
+        InputError, match=r"the data set has 1 group, and a fold would have none; leave .* dataset.folds"
+    ):
+        values.fold(2, 0)
     assert not grouped.share("val_share", 0.3)[-1], "the only group with a label is trained"
 
 

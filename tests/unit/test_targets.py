@@ -16,6 +16,7 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from torch import Tensor
 
 from helpers import records, resolved, train_here
+from lockstep.cli import prove
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
@@ -145,7 +146,9 @@ FITTING: dict[str, tuple[str | None, str | None, str | None]] = {
     "label_columns=[x,hole]": (*("has nothing in the column 'hole'; correct it",) * 3,),
     "label_columns=[x,number]": (ONE_CLASS, "expected 0 or 1 (also true or false) for each label; correct it", None),
     "label_columns=[x,nan]": (ONE_CLASS, "expected 0 or 1 (also true", NO_NUMBERS),
-    "label_columns=[zero,zero]": (ONE_CLASS, "no image to train on has a label, so there is nothing to learn", None),
+    "label_columns=[zero]": (ONE_CLASS, "no image to train on has a label, so there is nothing to learn", None),
+    "label_columns=[x,y,x]": (*("dataset.label_columns has 'x' twice; leave out one",) * 3,),
+    "label_columns=[x,y] dataset.label_column=name": (*("both name labels; leave out one",) * 3,),
     "label_column=other": (*("name one with dataset.label_column=NAME",) * 3,),
     "label_columns=[x,other]": (*("name one with dataset.label_columns=[NAME]",) * 3,),
     "dataset=digits": (None, f"use task=multiclass{OTHERS}", f"use task=multiclass{OTHERS}"),
@@ -178,12 +181,21 @@ def columns(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("words", FITTING)
 def test_targets_that_do_not_fit_the_task_are_one_sentence(words: str, task: str, columns: Path) -> None:
     sentence = dict(zip(("multiclass", "multilabel", "regression"), FITTING[words], strict=True))[task]
-    chosen = words.split() if words.startswith("dataset=") else ["dataset=csv", f"dataset.{words}"]
+    chosen = words.split() if words.startswith("dataset=") else ["dataset=csv", *f"dataset.{words}".split()]
     path = {"dataset=csv": columns / "all.csv", "dataset=packed": columns / "packed"}.get(chosen[0])
     job = (*chosen, f"task={task}", "batch=2", "epochs=3", *([f"dataset.path={path}"] if path else []))
     with pytest.raises(InputError) if sentence else nullcontext() as caught:
         check_whole(resolved(*job))
     assert caught is None or str(sentence) in str(caught.value)
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression"])
+def test_a_proof_reads_the_columns_as_the_task_says(
+    task: str, columns: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prove, "_compare_all", lambda *_: None)
+    table = ("dataset=csv", f"dataset.path={columns / 'all.csv'}", "dataset.label_columns=[x,y]")
+    prove.prove([*table, f"task={task}"], steps=2, ranks="2")
 
 
 @pytest.mark.parametrize(
@@ -206,8 +218,10 @@ def test_targets_that_do_not_fit_the_task_are_one_sentence(words: str, task: str
             "1 evaluation (one every 5 steps)",
         ),
         ("schedule=chain schedule.parts=[constant:4,plateau:11:patience:0,linear]", None),
+        ("monitor=f1/3 metric=f1", "does not log, expected one of loss, top1, top5, f1; set metric.f1.average=none"),
+        ("monitor=-", "monitor is -, which an evaluation of this job does not log"),
         ("monitor=recall", "which an evaluation of this job does not log, expected one of loss, top1, top5; add a"),
-        ("train.min_delta=0.1", "add train.patience=5, or leave out train.min_delta"),
+        ("train.min_delta=0.1", "add train.patience=5, or train.min_delta=0"),
     ],
 )
 def test_a_patience_that_no_run_can_lose_and_an_unknown_monitor_are_one_sentence(

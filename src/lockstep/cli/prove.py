@@ -30,6 +30,7 @@ from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir
+from lockstep.job.resolve import with_targets
 from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
 from lockstep.telemetry.progress import progress
@@ -92,6 +93,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     overrides = without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
+    job = replace(job, dataset=with_targets(job.dataset, job.task.targets))
     planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), everything=everything)
     scored = job.train.patience is not None or isinstance(job.schedule, Plateau | Chain)
     overrides += [f"train.eval_every={max(1, steps // EVALUATIONS) if scored else '100%'}"]

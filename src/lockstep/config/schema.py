@@ -64,7 +64,7 @@ class TrainBlock:
     repeats: int = ranged(1, least=1, most=1_000_000)
     freeze: list[str] = ruled([], TEXT)
     freeze_until: int | str | None = duration(None)
-    patience: int | str | None = duration(None)
+    patience: int | str | None = duration(None, unit="evaluations")
     min_delta: float = ranged(0.0, least=0.0, most=1e9)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))

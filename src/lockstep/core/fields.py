@@ -122,12 +122,15 @@ def choice(default: Any, *values: Any) -> Any:
     return ruled(default, rule)
 
 
-def duration(default: Any, *, zero: bool = False, timed: bool = False) -> Any:
-    """A field for steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`."""
-    return ruled(default, duration_rule(zero=zero, timed=timed))
+def duration(default: Any, *, zero: bool = False, timed: bool = False, unit: str = "steps") -> Any:
+    """A field for steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`.
+
+    `unit` is what a number alone counts.
+    """
+    return ruled(default, duration_rule(zero=zero, timed=timed, unit=unit))
 
 
-def duration_rule(*, zero: bool, timed: bool = False) -> Check:
+def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps") -> Check:
     low = "from 0 to" if zero else "above 0 and at most"
     time = ", a time (10min)" * timed
 
@@ -137,7 +140,8 @@ def duration_rule(*, zero: bool, timed: bool = False) -> Check:
         parsed = parse_duration(value)
         return parsed is not None and (zero or parsed[0] > 0)
 
-    expected = f"steps (100), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
+    number = 5 if unit == "evaluations" else 100
+    expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
     return Check(expected, fits, "a duration or a time" if timed else "a duration")
 
 

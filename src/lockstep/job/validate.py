@@ -84,7 +84,7 @@ def check_effects(job: ResolvedJob) -> None:
     if job.train.min_delta and job.train.patience is None:
         raise InputError(
             f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "
-            "train.patience=5, or leave out train.min_delta"
+            "train.patience=5, or train.min_delta=0"
         )
     if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
         raise InputError(
@@ -125,9 +125,12 @@ def check_monitor(job: ResolvedJob) -> None:
     if name not in (*known, *of_classes):
         few = of_classes[:FEW]
         more = " and so on for each class" * (len(of_classes) > len(few))
+        metric, by_output = name.partition("/")[::2]
+        has_average = by_output and hasattr(job.metric.get(metric), "average") and metric not in by_class
+        remedy = f"set metric.{metric}.average=none" if has_average else "add a metric with metric=[NAME]"
         raise InputError(
-            f"monitor is {name}, which an evaluation of this job does not log, expected one of "
-            f"{', '.join([*known, *few])}{more}; add a metric with metric=[NAME]"
+            f"monitor is {name or job.monitor}, which an evaluation of this job does not log, expected one of "
+            f"{', '.join([*known, *few])}{more}; {remedy}"
         )
 
 

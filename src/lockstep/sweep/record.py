@@ -138,7 +138,7 @@ def seeds_together(records: Sequence[Record], swept: Sequence[str], monitor: Mon
         if record.score is not None and {*SAMPLES} & {*swept}:
             others = [key for key in swept if key not in SAMPLES]
             scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
-    kind = "folds" if FOLD in swept else "seeds"
+    kind = "jobs" if {*SAMPLES} <= {*swept} else "folds" if FOLD in swept else "seeds"
     rows = [
         (statistics.mean(of), statistics.stdev(of), len(of), words) for words, of in scores.items() if len(of) > 1
     ]

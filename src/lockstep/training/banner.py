@@ -275,12 +275,10 @@ def say_ending(
     if progress.best is not None:
         best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step}"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
-    log.say_row(
-        "",
-        f"done in {format_duration(seconds)}: best {best}, {figures['img_per_s']:,.0f} img/s{gpu}",
-        indent=3,
-    )
-    if tested := ", ".join(figure_text(*figure) for figure in trainer.tested.items() if "/" not in figure[0]):
+    rate = f", {figures['img_per_s']:,.0f} img/s" if figures["img_per_s"] else ""  # none before the first log point
+    log.say_row("", f"done in {format_duration(seconds)}: best {best}{rate}{gpu}", indent=3)
+    shown = (figure for figure in trainer.tested.items() if "/" not in figure[0] or figure[0] == name)
+    if tested := ", ".join(figure_text(*figure) for figure in shown):
         log.say_row("test", tested, indent=16)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
     parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
@@ -298,8 +296,9 @@ def say_ending(
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
     if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
         log.say_command("look at it", shell_command(["tensorboard", "--logdir", relative(run_dir.path)]))
-    longer = "train.patience=null" if trainer.ended_early else train_longer(job)
-    log.say_command("train longer", resume_command(run_dir, longer))
+    patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
+    longer = patient if trainer.ended_early else [train_longer(job)]
+    log.say_command("train longer", resume_command(run_dir, *longer))
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:

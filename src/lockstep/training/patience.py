@@ -38,14 +38,15 @@ class Patience:
         """Why a run with these scores ends, in a sentence; empty if it goes on."""
         if self.limit is None or not scores:
             return ""
-        number, step, value = list(self._improvements(scores, monitor))[-1]
-        last, since = scores[-1][0], len(scores) - 1 - number
+        position, step, value = list(self._improvements(scores, monitor))[-1]
+        last, since = scores[-1][0], len(scores) - 1 - position
         if self._left(since, last - step, plan) > 0:
             return ""
         number_text, unit = ("", "") if value is None else figure_parts(monitor.name, value)
         best = f"has not been better than {number_text}{unit}" if number_text else "has had no value"
         name = figure_name(monitor.name)
-        return f"{name} {best} (step {step:,}) for {since} evaluations; train.patience={self.limit} ends the run"
+        number = f"{since} evaluation{'s' * (since != 1)}"
+        return f"{name} {best} (step {step:,}) for {number}; train.patience={self.limit} ends the run"
 
     def _left(self, evaluations: int, steps: int, plan: Plan) -> int:
         """How many evaluations or steps are left, after so many without a better score."""

@@ -166,6 +166,7 @@ class Examples:
             where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
             remedies = [f"use dataset.{key}={other:g}" for other in others if not any(missing(other))][:1]
             remedies += [f"leave out the {kind}"] * bool(kind)
+            remedies = remedies or [f"leave out dataset.{key}"]
             raise InputError(
                 f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
                 f"{where} would have none; {', or '.join(remedies)}"

@@ -61,6 +61,13 @@ class CSV(FileSource):
 
     part = "split"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if twice := [name for name in self.label_columns if self.label_columns.count(name) > 1]:
+            raise InputError(f"dataset.label_columns has {twice[0]!r} twice; leave out one")
+        if self.label_columns and self.label_column != type(self).label_column:
+            raise InputError("dataset.label_column and dataset.label_columns both name labels; leave out one")
+
     @property
     def folder(self) -> Path:
         return Path(self.path).parent if self.images is None else Path(self.images)
