@@ -224,7 +224,11 @@ TEXT = Check(
 PATH = Check(
     f"a path of at most {PATH_BYTES:,} bytes and {NAME_BYTES} a name, without control characters", _is_path, "a path"
 )
-PATTERN = Check("a regular expression of Python", _is_pattern, "a regular expression")
+PATTERN = Check(
+    "a regular expression of Python in one line, without control characters",
+    lambda value: TEXT.fits(value) and _is_pattern(value),
+    "a regular expression",
+)
 
 
 def check_whole(key: str, value: object, least: int) -> None:
