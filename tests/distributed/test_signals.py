@@ -130,11 +130,10 @@ def in_terminal(folder: str, *words: str) -> None:
         sys.exit(0)
     os.set_blocking(terminal, False)
     while not Path(folder, "close").exists():
-        if not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            try:
-                os.read(terminal, 2**16)
-            except BlockingIOError:
-                signal.sigtimedwait([], 0.05)
+        try:
+            os.read(terminal, 2**16)
+        except OSError:  # nothing is written now, or the command has ended
+            signal.sigtimedwait([], 0.05)
     os.close(terminal)
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
