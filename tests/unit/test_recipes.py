@@ -9,12 +9,14 @@ import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import nn
 
-from helpers import ROOT, built
+from helpers import ROOT, built, composed
 from lockstep.config import schema
 from lockstep.config.schema import Job
 from lockstep.core.plan import Plan
@@ -26,7 +28,9 @@ CONF = ROOT / "conf"
 REFERENCE = ROOT / "docs" / "configuration.md"
 RECIPES = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 HEADER = ("command", "reproduces", "expected", "wall clock", "hardware")
-EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000, "Digits": 1_442}
+EXAMPLES = {"MNIST": 60_000, "CIFAR10": 50_000, "Digits": 1_442, "ImageNet": 1_281_167}
+DOCUMENT = ROOT / "docs" / "recipes.md"
+TABLES = dict(re.findall(r"(?m)^### (\S+)$(.+?)(?=^##|\Z)", DOCUMENT.read_text(), re.S))
 
 
 def header(recipe: str) -> dict[str, str]:
@@ -68,10 +72,11 @@ def test_a_recipe_says_how_to_run_it_and_what_to_expect(recipe: str) -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_builds_into_a_network_that_classifies_its_images(recipe: str) -> None:
     job, _ = planned(recipe)
-    network = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
+    classes, shape = (1000, (3, 224, 224)) if recipe in TABLES else (job.dataset.classes, job.dataset.input_shape)
+    network = sketch(job.model, classes, shape)
     with torch.device("meta"):
-        logits = network(torch.zeros(2, *job.dataset.input_shape))
-    assert logits.shape == (2, job.dataset.classes)
+        logits = network(torch.zeros(2, *shape))
+    assert logits.shape == (2, classes)
     job.optimizer.build(nn.Linear(2, 2))
 
 
@@ -103,5 +108,25 @@ def test_every_group_has_a_folder_and_every_folder_is_a_group() -> None:
 
 
 def test_the_documents_compare_each_recipe_with_its_source() -> None:
-    text = (ROOT / "docs" / "recipes.md").read_text()
+    text = DOCUMENT.read_text()
     assert not [recipe for recipe in RECIPES if recipe not in text]
+
+
+def leaves(values: dict[str, Any], above: str = "") -> dict[str, Any]:
+    """Every value of a config by its key, with dots between the parts."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= leaves(value, f"{above}{key}.") if isinstance(value, dict) else {above + key: value}
+    return flat
+
+
+@pytest.mark.parametrize("recipe", TABLES)
+def test_the_table_of_a_recipe_has_the_values_that_train(recipe: str) -> None:
+    rows = dict(re.findall(r"(?m)^\| `([^`]+)` \| .+ \| `([^`]+)` \|$", TABLES[recipe]))
+    recipe_file = yaml.safe_load((CONF / "experiment" / f"{recipe}.yaml").read_text())
+    choices = [pair for choice in recipe_file.pop("defaults") for pair in choice.items()]
+    options = {key.removeprefix("override /"): option for key, option in choices}
+    values = leaves(composed(f"experiment={recipe}")) | options
+    shown = {key: yaml.safe_load(value) for key, value in rows.items()}
+    assert shown == {key: values[key] for key in shown}
+    assert {*options, *leaves(recipe_file)} <= shown.keys()
