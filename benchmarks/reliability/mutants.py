@@ -80,7 +80,7 @@ optim/schedule.py: a loss that is slightly larger counts as better on a plateau 
 - math.copysign(threshold, best)
 + threshold
 training/resolved_job.py: a resume may change how often each class is drawn [fingerprint]
--         "sampling": job.train.sampling,
+-         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
 -         "seed"
 +         "seed"
 training/evaluate.py: the mean of the blocks' means, though the last block is short [evaluate]
@@ -157,8 +157,8 @@ data/datasets/decode.py: a photo is decoded at a scale that is enough for its lo
 - self._decoded(size / short)
 + self._decoded(size / long)
 data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
-- box_height, box_width = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
-+ box_width, box_height = (area / ratio).sqrt().round(), (area * ratio).sqrt().round()
+- box_height, box_width = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
++ box_width, box_height = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
 data/transforms/policies.py: the sign of an operation follows from the operation [randaugment]
 - draws.uniform(n + 1) < 0.5
 + draws.uniform(n) < 0.5
