@@ -630,6 +630,8 @@ def test_leftovers_of_an_interrupted_write_are_overwritten(run: RunDir) -> None:
         ({"batch": 32}, "batch: here 32, there 64"),
         ({"files": {}}, "files.a: here nothing, there 1"),
         ({"files": {"a": 1, "b": 2}}, "files.b: here 2, there nothing"),
+        ({"test": {"a": 1}}, "test.a: here 1, there nothing"),
+        ({"files": None}, "files.a: here nothing, there 1"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused_with_the_difference(

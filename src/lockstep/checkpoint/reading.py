@@ -189,14 +189,14 @@ def difference(expected: Facts, saved: Facts) -> str:
 
 
 def _flattened(facts: Facts) -> dict[str, Any]:
-    """Facts with one level of mappings, such as the files of each class, and lists of texts flattened."""
+    """Facts that are not None, with one level of mappings (the files of each class) and lists of texts flattened."""
     flat: dict[str, Any] = {}
     for key, value in facts.items():
         if isinstance(value, Mapping):
             flat |= {f"{key}.{name}": item for name, item in value.items()}
         elif isinstance(value, list) and any(isinstance(item, str) for item in value):
             flat |= {f"{key}[{number}]": item for number, item in enumerate(value)}
-        else:
+        elif value is not None:
             flat[key] = value
     return flat
 
