@@ -1,9 +1,6 @@
 """torchvision's classifiers by name, with its published weights."""
 
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 import torch
 from torch import nn
@@ -11,10 +8,10 @@ from torch import nn
 from lockstep.config.options import TORCHVISION, option, tagged_names, torchvision_models
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import TEXT, mapping, ruled
-from lockstep.core.model import Convolution, forward_on_meta, head_layers
+from lockstep.core.model import Convolution, head_layers
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
-from lockstep.models.nets import Network, TimeLimit, TooSlowError
-from lockstep.models.zoo import unreachable
+from lockstep.models.nets import Network
+from lockstep.models.zoo import built, cached_file, unreachable
 
 # Their second heads, for training alone, would make the output a tuple.
 TWO_HEADS = ("googlenet", "inception_v3")
@@ -31,6 +28,10 @@ class Torchvision(Network):
     options: dict[str, Any] = mapping(most=16_384)
 
     @property
+    def library_name(self) -> str:
+        return f"{TORCHVISION}.{self.name}"
+
+    @property
     def architecture(self) -> str:
         return self.name.partition(".")[0]
 
@@ -43,11 +44,12 @@ class Torchvision(Network):
         return weights[tag] if tag else weights.DEFAULT
 
     def check(self) -> None:
-        names, own = torchvision_models(), f"{TORCHVISION}.{self.name}"
+        names = torchvision_models()
         if self.architecture not in names:
             hint = did_you_mean(self.architecture, names)
             raise InputError(f"model.name is {self.name!r}, which torchvision does not have.{hint}")
-        if own not in ((usual := f"{TORCHVISION}.{self.architecture}"), *(published := tagged_names(usual))):
+        published = tagged_names(f"{TORCHVISION}.{self.architecture}")
+        if self.name != self.architecture and self.library_name not in published:
             raise InputError(
                 f"model.name is {self.name!r}, but torchvision has no such weights, expected one of "
                 f"{', '.join(published)}"
@@ -59,10 +61,10 @@ class Torchvision(Network):
         from torchvision import models
 
         self.check()
-        channels, height, width = input_shape
+        channels, height, _ = input_shape
         if channels != 3:
             raise InputError(
-                f"model={TORCHVISION}.{self.name} takes images of 3 channels, and the data set has {channels}; use "
+                f"model={self.library_name} takes images of 3 channels, and the data set has {channels}; use "
                 "a model of timm, such as model=resnet50"
             )
         options = dict(self.options)
@@ -73,24 +75,18 @@ class Torchvision(Network):
         weights = self._fetched() if self.pretrained else None
         if weights is None:
             options["num_classes"] = classes
-        try:
+
+        def make() -> nn.Module:
             # A RegNet computes its widths by tensors, which needs numbers.
             home = torch.get_default_device()
             with torch.device("cpu" if self.architecture.startswith("regnet") else home):
                 model: nn.Module = models.get_model(self.architecture, weights=weights, **options).to(home)
             if weights is not None and classes != CLASSES:
                 _replace_head(model, classes)
-            if not any(tensor.is_meta for tensor in model.parameters()):
-                with suppress(TooSlowError), TimeLimit():
-                    forward_on_meta(model, input_shape)
-        except Exception as error:  # the constructors and networks raise all kinds of errors
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
-            raise InputError(
-                f"model={TORCHVISION}.{self.name} cannot be built for images of {channels}x{height}x{width} "
-                f"({type(error).__name__}: {reason}); use dataset.input_size={self._usual_size()}, the size that it "
-                "was made for"
-            ) from error
-        return model
+            return model
+
+        usual = int(self._weights.transforms().crop_size[0])
+        return built(make, input_shape, name=self.library_name, usual=usual, pretrained=self.pretrained)
 
     def trained_input(self) -> TrainedInput:
         usual = self._weights.transforms()
@@ -107,13 +103,10 @@ class Torchvision(Network):
         if self.pretrained:
             self._fetched()
 
-    def _usual_size(self) -> int:
-        return int(self._weights.transforms().crop_size[0])
-
     def _fetched(self) -> Any:
         """The weights, as torchvision names them, in the cache of torch. Raises InputError."""
         url = self._weights.url
-        file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+        file = cached_file(url)
         reason = "" if file.is_file() else unreachable(url)
         try:
             if not reason and not file.is_file():
@@ -122,7 +115,7 @@ class Torchvision(Network):
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if reason:
             raise InputError(
-                f"model.pretrained: the weights of {TORCHVISION}.{self.name} cannot be fetched ({reason}); put {url} "
+                f"model.pretrained: the weights of {self.library_name} cannot be fetched ({reason}); put {url} "
                 f"into {file.parent}, or use model.pretrained=false"
             )
         return self._weights

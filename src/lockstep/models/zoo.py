@@ -4,6 +4,7 @@ import functools
 import inspect
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,6 +40,10 @@ class Timm(Network):
     drop_rate: float = ranged(0.0, least=0, below=1)
     drop_path_rate: float = ranged(0.0, least=0, below=1)
     options: dict[str, Any] = mapping(most=16_384)
+
+    @property
+    def library_name(self) -> str:
+        return self.name
 
     def check(self) -> None:
         architecture, _, tag = self.name.partition(".")
@@ -80,25 +85,20 @@ class Timm(Network):
             options["drop_path_rate"] = self.drop_path_rate
         if self.pretrained:
             options["pretrained_cfg_overlay"] = published_weights(self.name)
-        try:
-            model: nn.Module = timm.create_model(
+        return built(
+            lambda: timm.create_model(
                 self.name,
                 pretrained=self.pretrained,
                 num_classes=classes,
                 in_chans=channels,
                 drop_rate=self.drop_rate,
                 **options,
-            )
-            if max(height, width) != self._usual_size() and not any(tensor.is_meta for tensor in model.parameters()):
-                # A size that the model cannot take raises before training. A recurrent network, whose every position
-                # takes Python's time, takes any size.
-                with suppress(TooSlowError), TimeLimit():
-                    forward_on_meta(model, input_shape)
-        except InputError:
-            raise
-        except Exception as error:  # timm's constructors and networks raise all kinds of errors
-            raise self._not_built(error, input_shape) from error
-        return model
+            ),
+            input_shape,
+            name=self.library_name,
+            usual=self._usual_size(),
+            pretrained=self.pretrained,
+        )
 
     def trained_input(self) -> TrainedInput | None:
         cfg = self._cfg
@@ -116,20 +116,6 @@ class Timm(Network):
         if self.pretrained:
             published_weights(self.name)
 
-    def _not_built(self, error: Exception, input_shape: tuple[int, int, int]) -> InputError:
-        """The error for a model that cannot be built for the images, or does not accept them."""
-        channels, height, width = input_shape
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        weights = " with its published weights" if self.pretrained else ""
-        remedies = ["model.pretrained=false starts from random weights"] if self.pretrained else []
-        size = self._usual_size()
-        if size is not None and (height, width) != (size, size):
-            remedies.insert(0, f"use dataset.input_size={size}, the size that it was made for")
-        return InputError(
-            f"model={self.name}{weights} cannot be built for images of {channels}x{height}x{width} "
-            f"({type(error).__name__}: {reason})" + "".join(f"; {remedy}" for remedy in remedies)
-        )
-
     @property
     def _cfg(self) -> Any:
         """timm's facts about the model and its weights; None if it has none."""
@@ -140,6 +126,42 @@ class Timm(Network):
     def _usual_size(self) -> int | None:
         """The side of the images that timm made the model for; None if timm does not say."""
         return max(self._cfg.input_size[1:]) if self._cfg is not None and self._cfg.input_size else None
+
+
+def built(
+    make: Callable[[], nn.Module],
+    input_shape: tuple[int, int, int],
+    *,
+    name: str,
+    usual: int | None,
+    pretrained: bool,
+) -> nn.Module:
+    """The network of a library that `make` makes for images of this shape; `usual` is the side that it is made for.
+
+    Raises:
+        InputError: it cannot be built, or does not accept the images.
+    """
+    channels, height, width = input_shape
+    try:
+        model = make()
+        if (height, width) != (usual, usual) and not any(tensor.is_meta for tensor in model.parameters()):
+            # A size that the model cannot take raises before training. A recurrent network, whose every position
+            # takes Python's time, takes any size.
+            with suppress(TooSlowError), TimeLimit():
+                forward_on_meta(model, input_shape)
+    except InputError:
+        raise
+    except Exception as error:  # the libraries' constructors and networks raise all kinds of errors
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        weights = " with its published weights" if pretrained else ""
+        remedies = ["model.pretrained=false starts from random weights"] if pretrained else []
+        if usual is not None and (height, width) != (usual, usual):
+            remedies.insert(0, f"use dataset.input_size={usual}, the size that it was made for")
+        raise InputError(
+            f"model={name}{weights} cannot be built for images of {channels}x{height}x{width} "
+            f"({type(error).__name__}: {reason})" + "".join(f"; {remedy}" for remedy in remedies)
+        ) from error
+    return model
 
 
 def network_options(architecture: str) -> frozenset[str]:
@@ -185,7 +207,7 @@ def published_weights(name: str) -> dict[str, Any]:
     if cfg is None or not (cfg.hf_hub_id or cfg.url):
         raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
     url = str(cfg.url or "")
-    file = Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
+    file = cached_file(url)
     of_url = {"file": str(file), "custom_load": bool(cfg.custom_load)}
     if cfg.hf_hub_id:
         with suppress(EntryNotFoundError):
@@ -223,6 +245,11 @@ def _of_hub(cfg: Any, *, cached: bool) -> dict[str, Any]:
         with suppress(EntryNotFoundError):
             return {"file": download(safe_name), "custom_load": False}
     return {"file": download(name), "custom_load": False}
+
+
+def cached_file(url: str) -> Path:
+    """Where torch keeps the weights of an address."""
+    return Path(torch.hub.get_dir(), "checkpoints", Path(urlsplit(url).path).name)
 
 
 def unreachable(address: str) -> str:

@@ -25,7 +25,6 @@ from lockstep.core.protocols import Launcher, Optimizer
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
-from lockstep.models import Timm, Torchvision
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
@@ -121,10 +120,9 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     """`describe` for the user: without empty parentheses, and a model of a library by its name there."""
-    if isinstance(component, Timm | Torchvision):
-        library = type(component).__name__
-        name = component.name if library == "Timm" else f"{library.lower()}.{component.name}"
-        return describe(component, leave_out | {"name"}).replace(library, name, 1).removesuffix("()")
+    if (name := getattr(component, "library_name", None)) is not None:
+        text = describe(component, leave_out | {"name"})
+        return text.replace(type(component).__name__, name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
 
 
