@@ -6,7 +6,8 @@ A model may start from weights that another program has saved. They are read as 
 import argparse
 import re
 import zipfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,14 +70,20 @@ def weights_file(path: Path, key: str = START) -> Path:
     return file
 
 
-def _tensors(file: Path) -> Mapping[str, Tensor]:
-    """The tensors in a file of weights, on the CPU; those of `torch.save` are in memory only when they are used.
+def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:
+    """The shapes of the tensors in a file of weights, and a function that reads the tensors, on the CPU."""
+    if file.suffix == SAFETENSORS:
+        return _read_header(file, START)[0], partial(load_file, file)
+    tensors = _unpickled(file)
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: tensors
+
+
+def _unpickled(file: Path) -> Mapping[str, Tensor]:
+    """The tensors that `torch.save` has written; they are in memory only when they are used.
 
     Raises:
         InputError: the file is damaged, or has objects that could run code.
     """
-    if file.suffix == SAFETENSORS:
-        return load_file(file)
     try:
         with torch.serialization.safe_globals(PLAIN), opened(file, links=True):
             saved = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
@@ -88,12 +95,6 @@ def _tensors(file: Path) -> Mapping[str, Tensor]:
             f"init_from: {file} has no weights that can be read safely ({reason}); save the tensors alone, "
             "with torch.save(model.state_dict(), FILE)"
         ) from error
-
-
-def _shapes(file: Path, key: str) -> dict[str, tuple[int, ...]]:
-    if file.suffix == SAFETENSORS:
-        return _read_header(file, key)[0]
-    return {name: tuple(tensor.shape) for name, tensor in _tensors(file).items()}
 
 
 def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:
@@ -120,15 +121,16 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     """
     file, head = weights_file(path), head_parameters(model)
     own, card = model.state_dict(), find_card(file)
-    saved = _by_own_names(_shapes(file, START), own)
+    shapes, read = _saved(file)
+    saved = _by_own_names(shapes, own)
     here = [*map(class_name, classes)]
     there = [*card.names] if card and here else here
     rows, moved = {name: row for row, name in enumerate(there)}, here != there
     labels = [label for label, name in enumerate(here) if name in rows]
     fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
     new_head = head if not fits or (moved and not labels) else ()
-    check_tensors(model, file, leave_out=head if moved else new_head)
-    tensors = {name: tensor for name, tensor in _by_own_names(_tensors(file), own).items() if name not in new_head}
+    _check_shapes(model, saved, file, START, leave_out=head if moved else new_head)
+    tensors = {name: tensor for name, tensor in _by_own_names(read(), own).items() if name not in new_head}
     for name in head if moved and not new_head else ():
         old, tensors[name] = tensors[name], own[name].clone()
         tensors[name][labels] = old[[rows[here[label]] for label in labels]].to(tensors[name])
@@ -147,15 +149,18 @@ def load_exported(model: nn.Module, file: Path) -> None:
     load_whole(model, load_file(file))
 
 
-def check_tensors(model: nn.Module, file: Path, key: str = START, leave_out: tuple[str, ...] = ()) -> None:
+def check_tensors(model: nn.Module, file: Path, key: str) -> None:
     """Raise InputError if the names or shapes of a file's tensors are not those of `model`, which can be on meta.
 
     Done before tensors are read, because they may not fit into memory.
     """
+    _check_shapes(model, _read_header(file, key)[0], file, key)
+
+
+def _check_shapes(
+    model: nn.Module, saved: Mapping[str, tuple[int, ...]], file: Path, key: str, leave_out: Sequence[str] = ()
+) -> None:
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    saved = _shapes(file, key)
-    if key == START:
-        saved = _by_own_names(saved, own)
     names = sorted((own.keys() | saved.keys()) - set(leave_out))
     if different := [name for name in names if own.get(name) != saved.get(name)]:
         examples = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
