@@ -77,7 +77,6 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
 def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
     """The model card in Markdown, with the fields that the hub of Hugging Face reads at its top."""
     _, height, width = card.input_shape
-    data = str(card.trained_on.get("_target_", "")).rpartition(".")[2]
     words = [] if run is None else ["lockstep", "train", *read_overrides(run.overrides)]
     scores = [f"- {figure_text(figure, value)}" for figure, value in card.scores.items()]
     code = [
@@ -89,7 +88,7 @@ def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
     lines = [
         *("---", "library_name: timm", "pipeline_tag: image-classification", "tags: [image-classification, timm]"),
         *("---", "", f"# {name}", ""),
-        f"`{card.model.get('name') or card.model['_target_']}`, trained on {data} with Lockstep {card.lockstep}, "
+        f"`{card.model_name}`, trained on {card.data_name} with Lockstep {card.lockstep}, "
         f"step {card.step:,}{', averaged weights' * card.averaged}.",
         "",
         *(["On the evaluation split:", "", *scores, ""] if scores else []),

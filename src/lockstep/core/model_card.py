@@ -44,6 +44,10 @@ Shape = tuple[int, int, int]
 Node = Mapping[str, Any]
 
 
+def _class_of(node: Node) -> str:
+    return str(node.get("_target_")).rpartition(".")[2]
+
+
 def _is_shape(value: Any) -> bool:
     most = (MOST_CHANNELS, LONGEST_SIDE, LONGEST_SIDE)
     sizes = [Number(low=1, high=limit, whole=True) for limit in most]
@@ -120,6 +124,16 @@ class ModelCard:
     probabilities: str = choice(SOFTMAX, *PROBABILITIES)
     targets: str = choice(CLASSES, *TARGETS)
     monitor: str = ruled("top1", TEXT)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model in its library, or else of its class."""
+        return str(self.model.get("name") or _class_of(self.model))
+
+    @property
+    def data_name(self) -> str:
+        """The name of the class of the data set."""
+        return _class_of(self.trained_on)
 
     @property
     def score(self) -> str:

@@ -219,10 +219,9 @@ def find_weights(path: str | Path, key: str = KEY) -> Path:
 
 def say_which(file: Path, card: ModelCard) -> None:
     """Say on standard error which run the weights of a file are from, because `latest` moves."""
-    run, data = run_of(file), str(card.trained_on.get("_target_")).rpartition(".")[2]
-    name = card.model.get("name") or str(card.model.get("_target_")).rpartition(".")[2]
-    score = f", {card.score} at step {card.step}" if card.score else ""
-    log.note(f"{relative(file if run is None else run.path)}: {name}, trained on {data}{score}")
+    run, score = run_of(file), f", {card.score} at step {card.step}" if card.score else ""
+    place = relative(file if run is None else run.path)
+    log.note(f"{place}: {card.model_name}, trained on {card.data_name}{score}")
 
 
 def run_of(file: Path) -> RunDir | None:
