@@ -91,11 +91,12 @@ def within(name: str, module: str) -> bool:
     return name == module or not module or name.startswith(f"{module}.")
 
 
-def blocks(model: nn.Module) -> Iterator[nn.Module]:
+def blocks(model: nn.Module, large: float = LARGE) -> Iterator[nn.Module]:
     """The modules of a model whose parameters are gathered together.
 
     They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
-    children, and the children of its lists of modules. A single small layer is gathered with the rest of the model.
+    children, and the children of its lists of modules. A single layer of fewer than `large` parameters is no block:
+    it is gathered with the rest of the model.
     """
     groups = _groups(model)
 
@@ -110,7 +111,7 @@ def blocks(model: nn.Module) -> Iterator[nn.Module]:
             size = sum(map(Tensor.numel, child.parameters()))
             if not together:
                 yield from visit(child, f"{path}.")
-            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= LARGE:
+            elif len({parameter.rpartition(".")[0] for parameter in own}) > 1 or size >= large:
                 yield child
 
     yield from visit(model, "")

@@ -218,6 +218,9 @@ class Model(Component, Protocol):
     def compile_mode(self) -> str: ...
 
     @property
+    def grad_checkpointing(self) -> bool: ...
+
+    @property
     def memory_format(self) -> torch.memory_format:
         """The memory format of images and weights."""
 

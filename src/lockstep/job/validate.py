@@ -271,15 +271,18 @@ def _check_graph(job: ResolvedJob) -> None:
 
 def _check_recompute(job: ResolvedJob) -> None:
     """Refuse options under which activations cannot be computed again (`model.grad_checkpointing`)."""
+    if not job.model.grad_checkpointing:
+        return
     obstacles = {
-        "model.compile": (job.model.compile, "whose compiler chooses itself what to compute again"),
-        "train.cuda_graph": (job.train.cuda_graph, "which records each kernel once"),
-        "strategy": (not job.strategy.one_pass, "which runs other micro-batches before the backward pass"),
+        "model.compile=true, whose compiler chooses itself what to compute again": job.model.compile,
+        "train.cuda_graph=true, which records each kernel once": job.train.cuda_graph,
+        f"strategy={type(job.strategy).__name__.lower()}, which runs other micro-batches before the backward pass": (
+            not job.strategy.one_pass
+        ),
     }
-    for key, (applies, reason) in obstacles.items():
-        if applies and getattr(job.model, "grad_checkpointing", False):
-            name = f"{key}={type(job.strategy).__name__.lower()}" if key == "strategy" else f"{key}=true"
-            raise InputError(f"model.grad_checkpointing does not work with {name}, {reason}; leave out one of them")
+    for obstacle, applies in obstacles.items():
+        if applies:
+            raise InputError(f"model.grad_checkpointing does not work with {obstacle}; leave out one of them")
 
 
 def _check_train_size(job: ResolvedJob) -> None:

@@ -254,7 +254,7 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
     keep_freed_memory(world, keep=False)
     examples = job.micro_batch(world.size)
     fitting = micro_batches_that_fit(job, world, least=2 * job.train.passes) if examples > 1 else None
-    again = "model.grad_checkpointing=true, " * (getattr(job.model, "grad_checkpointing", None) is False)
+    again = "model.grad_checkpointing=true, " * (not job.model.grad_checkpointing)
     advice = f"not even single examples fit; use {again}a smaller model or dataset.input_size"
     if fitting:
         advice = f"train.micro_batches={fitting} fits and leaves the global batch as it is; train.micro_batches=auto "

@@ -4,6 +4,7 @@ A block keeps its input alone, and the backward pass computes the rest again. to
 and autocast. Keyed draws come out the same, because they follow from the keys of the examples.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -23,7 +24,7 @@ def recompute_blocks(model: nn.Module) -> None:
     Raises:
         InputError: the model has fewer than two blocks of several layers.
     """
-    recomputed = [block for block in blocks(model) if _has_layers(block)]
+    recomputed = [*blocks(model, large=math.inf)]  # a single layer has nothing to compute again
     if len(recomputed) < 2:
         raise InputError(
             "model.grad_checkpointing is true, but this model has no blocks of layers to compute again; leave it out"
@@ -31,11 +32,6 @@ def recompute_blocks(model: nn.Module) -> None:
     for block in recomputed:
         original = type(block)
         block.__class__ = type(original.__name__, (original,), {"forward": _recomputed(original.forward)})
-
-
-def _has_layers(block: nn.Module) -> bool:
-    """Whether a block has several layers with parameters."""
-    return sum(any(True for _ in module.parameters(recurse=False)) for module in block.modules()) > 1
 
 
 def _recomputed(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -193,7 +193,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     if until is None:
         freeze_for_good(model, frozen)
     average = copy.deepcopy(model) if job.train.ema is not None else None
-    if getattr(job.model, "grad_checkpointing", False):
+    if job.model.grad_checkpointing:
         recompute_blocks(model)
     inputs = draws.blank_inputs(blank)
     freezing = Freezing.of(model, frozen, until)
