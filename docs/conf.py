@@ -20,9 +20,10 @@ ROOT = Path(__file__).parents[1]
 SUFFIXES = (".md", ".ipynb")
 # The documents in the order of the navigation. The first part also has those that are not named here.
 PARTS = {
-    "Training": ("docs/before", "docs/configuration", "docs/recipes", "docs/tasks", "docs/fine_tuning", "docs/use"),
-    "From Python": ("docs/extending", "docs/notebook", "docs/python"),
-    "How it works": ("docs/distributed", "docs/clusters", "docs/scale", "docs/reliability", "docs/performance"),
+    "Start": ("docs/quickstart", "docs/before", "docs/fine_tuning", "docs/use"),
+    "Train": ("docs/data", "docs/tasks", "docs/resuming", "docs/sweeps", "docs/clusters", "docs/troubleshooting"),
+    "Reference": ("docs/configuration", "docs/recipes", "docs/extending", "docs/notebook", "docs/python"),
+    "How it works": ("docs/distributed", "docs/reliability", "docs/performance", "docs/scale"),
     "The project": ("CONTRIBUTING", "CHANGELOG"),
 }
 
@@ -54,15 +55,16 @@ html_show_copyright = False
 
 
 def navigation() -> Iterator[str]:
-    """The lists of documents of all parts, as MyST writes them; each folder in docs/ is a part after the first."""
+    """The lists of documents of all parts, as MyST writes them; each folder in docs/ is a part before the last."""
     named = {name for names in PARTS.values() for name in names}
-    (first, names), *parts = PARTS.items()
+    (first, names), *parts, last = PARTS.items()
     folders = sorted(path for path in (ROOT / "docs").iterdir() if path.is_dir() and documents(path))
     yield from part(first, [*names, *(name for name in documents(ROOT / "docs") if name not in named)])
-    for folder in folders:
-        yield from part(folder.name.replace("_", " ").capitalize(), documents(folder))
     for title, names in parts:
         yield from part(title, names)
+    for folder in folders:
+        yield from part(folder.name.replace("_", " ").capitalize(), documents(folder))
+    yield from part(*last)
 
 
 def part(title: str, names: Iterable[str]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Draw the figures of the course as SVG: `python docs/course/figures.py [FOLDER]`, by default beside this file.
 
 Where a figure shows numbers, they are computed here by the functions that training uses, from models that are built.
-Only the times of `frameworks` are measured elsewhere; docs/performance.md has them.
+Only the times of `frameworks` are measured elsewhere; docs/evidence/benchmarks.md has them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lockstep.strategy.zero import assign
 from ranks import examples, on_ranks
 
 HERE = Path(__file__).parent
-PERFORMANCE = HERE.parent / "performance.md"
+PERFORMANCE = HERE.parent / "evidence" / "benchmarks.md"
 COLOURS = ("#33658a", "#f26419", "#55a630", "#9d4edd", "#f6ae2d", "#7d8597")
 MIB = 2**20
 
@@ -156,11 +156,11 @@ def precision(axes: Axes) -> None:
 
 
 def frameworks(axes: Axes) -> None:
-    """Time of an epoch, as times the plain loop's, from the table of docs/performance.md."""
+    """Time of an epoch, as times the plain loop's, from the table of docs/evidence/benchmarks.md."""
     times = {"plain loop": 1.0}
     for name in ("Lockstep", "Accelerate", "HF Trainer", "Lightning,"):
         row = re.search(rf"^\| \**{name}.*\|([^|]+)\|([^|]+)\|$", PERFORMANCE.read_text(), re.MULTILINE)
-        assert row is not None, f"docs/performance.md has no row of {name}"
+        assert row is not None, f"docs/evidence/benchmarks.md has no row of {name}"
         times[name.rstrip(",")] = float(re.findall(r"\d+\.\d+", row[2])[0])
     axes.barh(list(times), list(times.values()), color=COLOURS[0])
     axes.invert_yaxis()

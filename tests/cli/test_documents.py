@@ -31,14 +31,19 @@ DOCUMENTS = (
     "docs/before.md",
     "docs/clusters.md",
     "docs/configuration.md",
+    "docs/data.md",
     *sorted(f"docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("*.md")),
     "docs/distributed.md",
     "docs/extending.md",
     "docs/fine_tuning.md",
     "docs/performance.md",
+    "docs/quickstart.md",
     "docs/reliability.md",
+    "docs/resuming.md",
     "docs/scale.md",
+    "docs/sweeps.md",
     "docs/tasks.md",
+    "docs/troubleshooting.md",
     "docs/use.md",
 )
 CI = (ROOT / ".ci" / "run").read_text()
@@ -316,7 +321,7 @@ def test_the_map_of_the_tree_is_the_tree() -> None:
 def test_every_test_that_a_document_names_exists() -> None:
     named = [
         (file, test)
-        for document in sorted((ROOT / "docs").glob("*.md"))
+        for document in sorted((ROOT / "docs").rglob("*.md"))
         for cell in re.findall(r"tests/\w+/\w+\.py::[\w:,/ .]+", document.read_text())
         for file, tests in re.findall(r"(tests/\w+/\w+\.py)((?:(?:, )?(?:::)?test_\w+\b(?!\.py))+)", cell)
         for test in re.findall(r"test_\w+", tests)

@@ -1,4 +1,4 @@
-"""Every signal that ends a process by default: what a job does with it, as docs/distributed.md says."""
+"""Every signal that ends a process by default: what a job does with it, as docs/resuming.md says."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_each_signal_stops_a_job_or_does_what_the_table_says() -> None:
     expected |= {number_of(name): -number_of(name) for name in FATAL}
     harmless = {number_of(name) for name in ("CHLD", "CONT", "URG", "WINCH", "TSTP", "TTIN", "TTOU")}
     assert {number: code for number, code in outcomes.items() if number not in harmless} == expected
-    table = (ROOT / "docs" / "distributed.md").read_text()
+    table = (ROOT / "docs" / "resuming.md").read_text()
     assert [name for name in (*STOPS, *IGNORED, STACKS, *FATAL) if not re.search(rf"`SIG{name}\b", table)] == []
 
 

@@ -80,8 +80,8 @@ class Streaming(ImageLoader):
     """Batches are read by threads while the device works on earlier batches.
 
     The decoders release Python's lock, so threads can read in parallel. Processes are faster for tiny files
-    (docs/performance.md compares both), but such data can be resident or packed, and processes take time to start and
-    can die.
+    (docs/evidence/benchmarks.md compares both), but such data can be resident or packed, and processes take time to
+    start and can die.
     """
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
