@@ -189,7 +189,7 @@ def test_mlflow_has_every_figure_of_a_stopped_run_once(tmp_path: Path) -> None:
     (stored,) = client.search_runs([experiment.experiment_id])
     assert (stored.info.run_name, stored.info.status) == ("run", "FINISHED")
     assert stored.data.tags["lockstep.run"] == Run(run).id
-    assert stored.data.params["model"] == "Linear"
+    assert stored.data.params["model"] == "linear"
     for tag in ("loss/train", "acc/val_top1"):
         points = [(point.step, point.value) for point in client.get_metric_history(stored.info.run_id, tag)]
         assert sorted(points) == [(line["step"], line[tag]) for line in records(run) if tag in line]

@@ -229,9 +229,14 @@ def training(path: str) -> None:
 
 
 def shown_events(run: RunDir) -> Counter[tuple[str, int]]:
-    """How often TensorBoard shows each figure of training and of evaluations, by its tag and step."""
-    read = [EventAccumulator(str(folder), {"scalars": 0}).Reload() for folder in (run.path, run.path / "val")]
-    return Counter((tag, event.step) for of in read for tag in of.Tags()["scalars"] for event in of.Scalars(tag))
+    """How often TensorBoard shows each figure of training and of evaluations, by its folder, tag and step."""
+    read = {folder: EventAccumulator(str(run.path / folder), {"scalars": 0}).Reload() for folder in ("", "val")}
+    return Counter(
+        (f"{folder}/{tag}", event.step)
+        for folder, of in read.items()
+        for tag in of.Tags()["scalars"]
+        for event in of.Scalars(tag)
+    )
 
 
 def await_next_second() -> None:
@@ -242,7 +247,7 @@ def await_next_second() -> None:
 
 def of_steps(events: Counter[tuple[str, int]]) -> set[tuple[str, int]]:
     """The tags and steps that do not depend on the clock, as the samples of the hardware do."""
-    return {(tag, step) for tag, step in events if not tag.startswith("cpu/")}
+    return {(tag, step) for tag, step in events if not tag.startswith("/system/")}
 
 
 def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Path, dice: random.Random) -> None:

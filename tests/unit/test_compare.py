@@ -485,7 +485,7 @@ def test_tensorboard_shows_what_a_sweep_varies_alone(swept: Ledger, tmp_path: Pa
     TensorBoard().build(facts).end("completed")
     content = EventAccumulator(str(job.path)).Reload().SummaryMetadata("_hparams_/session_start_info")
     session = plugin_data_pb2.HParamsPluginData.FromString(content.plugin_data.content).session_start_info
-    assert {key: value.number_value for key, value in session.hparams.items()} == {"lr": 0.2, "seed": 0.0}
+    assert {key: value.number_value for key, value in session.hparams.items()} == {"optimizer.lr": 0.2, "seed": 0.0}
 
 
 @pytest.mark.parametrize("text", ["", '{"swept": [[]]}'])

@@ -32,12 +32,13 @@ from tensorboard.summary.writer import event_file_writer
 from helpers import resolved, train_here
 from lockstep.core.errors import StorageError
 from lockstep.core.figures import Predictions, read_figures
+from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
-from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, layout_of
+from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, curve_of, layout_of
 from lockstep.training.banner import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -167,6 +168,15 @@ def events(folder: Path) -> EventAccumulator:
     return EventAccumulator(str(folder)).Reload()
 
 
+def hparams_page(folder: Path) -> Any:
+    """The columns of TensorBoard's HParams page over a folder of runs."""
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(folder)).Reload()
+    provider = MultiplexerDataProvider(multiplexer, str(folder))
+    context = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    request = RequestContext()
+    return context.experiment_from_metadata(request, "", True, context.hparams_metadata(request, ""), [])
+
+
 def files_of(folder: Path) -> set[Path]:
     """The event files of a folder, without those of evaluations."""
     return {path for path in folder.iterdir() if path.name != "val"}
@@ -181,13 +191,56 @@ def test_a_run_is_an_event_file_with_scalars_and_hyperparameters_and_one_of_eval
     (file,), (val,) = files_of(tmp_path), (tmp_path / "val").iterdir()
     assert all(path.name.startswith("events.out.tfevents") for path in (file, val))
     read = events(tmp_path)
-    assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss/train")] == [(1, 1.0), (2, 0.5)]
-    assert read.Tags()["scalars"] == ["loss/train"]
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("loss")] == [(1, 1.0), (2, 0.5)]
+    assert read.Tags()["scalars"] == ["loss"]
     content = read.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     hparams = plugin_data_pb2.HParamsPluginData.FromString(content).session_start_info.hparams
     assert hparams.keys() == FACTS.keys()
     assert (hparams["model"].string_value, hparams["lr"].number_value) == ("DigitNet()", 0.1)
-    assert events(tmp_path / "val").Tags()["scalars"] == ["loss/val", "acc/val_top1"]
+    assert events(tmp_path / "val").Tags()["scalars"] == ["loss", "acc/top1"]
+
+
+@pytest.mark.parametrize(
+    ("tag", "folder", "curve"),
+    [
+        ("loss/train", "", "loss"),
+        ("loss/val", "val", "loss"),
+        ("loss/val_ema", "val_ema", "loss"),
+        ("acc/train_top1", "", "acc/top1"),
+        ("acc/val_top5", "val", "acc/top5"),
+        ("acc/val_ema_top1", "val_ema", "acc/top1"),
+        ("loss/train_epoch", "val", "loss/epoch"),
+        ("acc/train_epoch_top1", "val", "acc/epoch/top1"),
+        ("gpu/util/0", "", "system/gpu/util/0"),
+        ("metric/f1", "val", "metric/f1"),
+        ("optim/lr", "", "optim/lr"),
+        ("test/loss", "val", "test/loss"),
+    ],
+)
+def test_the_curves_of_training_and_of_evaluations_share_a_chart(tag: str, folder: str, curve: str) -> None:
+    assert curve_of(tag, "val" if folder else "") == (folder, curve)
+
+
+def test_the_first_metric_of_hparams_is_the_best_value_of_the_monitor(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    sink = TensorBoard(tmp_path / "run", 0, FACTS, monitor=Monitor.parse("-loss"))
+    for step, (loss, best) in enumerate([(0.5, True), (0.25, True), (0.75, False)], start=1):
+        sink.evaluated(step, {"loss/val": loss}, best)
+        sink.write(step, {"loss/train": loss, "loss/val": loss, "cpu/cores": 2.0, "perf/img_per_s": 9.0})
+    sink.end("completed")
+    assert [scalar.value for scalar in events(tmp_path / "run" / "val").Scalars("Best/loss")] == [0.5, 0.25]
+    shown = [metric.name.tag for metric in hparams_page(tmp_path).metric_infos]
+    assert shown[0] == "Best/loss"
+    assert shown.index("system/cpu/cores") > shown.index("loss"), "the page ticks the first five"
+
+
+def test_captions_are_cut_where_they_would_overlap() -> None:
+    wide = "W" * 40
+    one, two = (pictures.sheet(np.full((2, 1, 8, 8), 255, np.uint8), texts) for texts in ([wide, ""], [wide, wide]))
+    tiles = [np.asarray(Image.open(BytesIO(png)).convert("L")) for png in (one, two)]
+    middle = tiles[0].shape[1] // 2
+    assert (tiles[0][:, middle:] == 255).all(), "the first caption ends before the second image"
+    assert (tiles[1][:, middle:] < 255).any()
 
 
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
@@ -235,14 +288,14 @@ def test_tensorboard_shows_every_step_of_a_resumed_run_once(tmp_path: Path) -> N
     part(tmp_path, 0, range(1, 6))
     part(tmp_path, 3, range(4, 9))
     part(tmp_path, 2, range(3, 6), 2.0)
-    scalars = events(tmp_path).Scalars("loss/train")
+    scalars = events(tmp_path).Scalars("loss")
     assert [(scalar.step, scalar.value) for scalar in scalars] == [(1, 1), (2, 1), (3, 2), (4, 2), (5, 2)]
     part(tmp_path, 0, range(1, 3), 3.0)
-    assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss/train")] == [(1, 3), (2, 3)]
+    assert [(scalar.step, scalar.value) for scalar in events(tmp_path).Scalars("loss")] == [(1, 3), (2, 3)]
 
 
 def test_the_hyperparameters_have_the_task_and_the_monitor() -> None:
-    for task, shown in (("multiclass", ("Multiclass", "top1")), ("regression", ("Regression", "-mae"))):
+    for task, shown in (("multiclass", ("multiclass", "top1")), ("regression", ("regression", "-mae"))):
         values = hyperparameters(resolved("dataset=fake", "device=cpu", f"task={task}"), World.solo())
         assert (values["task"], values["monitor"]) == shown
 
@@ -253,13 +306,9 @@ def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) 
         sink = TensorBoard(tmp_path / name, 0, {**FACTS, "batch": batch, "zoom": batch})
         sink.write(1, {"acc/val_top1": 50.0})
         sink.end("completed")
-    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
-    provider = MultiplexerDataProvider(multiplexer, str(tmp_path))
-    context = backend_context.Context(base_plugin.TBContext(data_provider=provider))
-    request = RequestContext()
-    experiment = context.experiment_from_metadata(request, "", True, context.hparams_metadata(request, ""), [])
+    experiment = hparams_page(tmp_path)
     assert [column.name for column in experiment.hparam_infos] == ["batch", "zoom", "lr", "model"]
-    assert [metric.name.tag for metric in experiment.metric_infos] == ["acc/val_top1"]
+    assert [metric.name.tag for metric in experiment.metric_infos] == ["acc/top1"]
 
 
 def test_a_record_that_a_kill_cut_short_hides_nothing_else(tmp_path: Path) -> None:
@@ -267,14 +316,14 @@ def test_a_record_that_a_kill_cut_short_hides_nothing_else(tmp_path: Path) -> No
     (path,) = files_of(tmp_path)
     path.write_bytes(path.read_bytes()[:-5])
     part(tmp_path, 3, range(4, 5))
-    assert [scalar.step for scalar in events(tmp_path).Scalars("loss/train")] == [1, 2, 4]
+    assert [scalar.step for scalar in events(tmp_path).Scalars("loss")] == [1, 2, 4]
 
 
 @pytest.mark.parametrize("content", [b"", b"not ours", b"\xff" * 100, bytes(100)])
 def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "events.out.tfevents.1.host.1").write_bytes(content)
     part(tmp_path, 3, range(4, 6))
-    assert [scalar.step for scalar in events(tmp_path).Scalars("loss/train")] == [4, 5]
+    assert [scalar.step for scalar in events(tmp_path).Scalars("loss")] == [4, 5]
     assert ("custom_scalars__config__", 0) in written(tmp_path), "also of a run that had no TensorBoard before"
 
 
@@ -287,7 +336,7 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     for sink in sinks:
         sink.write(1, {"loss/val": 0.5, "acc/val_top1": 50.0})
         sink.flush()
-    assert ("acc/val_top1", 1) in written(tmp_path / "val")
+    assert ("acc/top1", 1) in written(tmp_path / "val")
     assert len(lines(tmp_path / "metrics.jsonl")) == len(rows(tmp_path / "metrics.csv")) == 1
     for sink in sinks:
         sink.end("completed")
@@ -350,15 +399,15 @@ def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **option
 
 def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp_path: Path) -> None:
     session(tmp_path)
-    scalars = {(tag, 2) for tag in ("loss/train_epoch", "acc/train_epoch_top1", "loss/val", "metric/f1")}
+    scalars = {(tag, 2) for tag in ("loss/epoch", "acc/epoch/top1", "loss", "metric/f1")}
     assert set(written(tmp_path / "val")) == scalars | PICTURES, (
         "the curves of evaluations have a colour of their own"
     )
     read = events(tmp_path)
-    (augmented,) = read.Images("images/augmented")
+    (augmented,) = read.Images("input/augmented")
     pixels = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))
     assert augmented.step == 1
-    assert (pixels[10, 10], pixels[10, 100]) == (0, 255), "the images of the first micro-batch, as they were before"
+    assert (pixels[10, 10], pixels[10, 130]) == (0, 255), "the images of the first micro-batch, as they were before"
     (text,) = read.Tensors("run/config/text_summary")
     assert text.tensor_proto.string_val == [b"    batch: 1"]
     curve = events(tmp_path / "val").Tensors("precision_recall/d")[0].tensor_proto
@@ -382,7 +431,7 @@ def test_a_resume_has_figures_and_pictures_once(tmp_path: Path, after: float) ->
     shown = written(tmp_path), written(tmp_path / "val")
     assert {times for counts in shown for (_, step), times in counts.items() if step} == {1}
     assert shown[1].keys() >= PICTURES
-    assert shown[0].keys() >= {key for key in before if key[0] in ("loss/train", "images/augmented")}
+    assert shown[0].keys() >= {key for key in before if key[0] in ("loss", "input/augmented")}
     last = events(tmp_path).Tensors("run/config/text_summary")[-1]
     assert (last.step, last.tensor_proto.string_val) == (int(after) + 1, [b"    batch: 3"])
 

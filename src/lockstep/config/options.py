@@ -130,6 +130,11 @@ def declared(group: str) -> dict[str, type[Any]]:
     return {name: cls for (of, name), cls in _DECLARED.items() if of == group}
 
 
+def name_of(cls: type[Any]) -> str:
+    """The name of an option by its class; the class's own name for no option."""
+    return next((name for (_, name), other in _DECLARED.items() if other is cls), cls.__name__)
+
+
 def target_of(cls: type[Any]) -> str:
     """The `_target_` of an option's class: for ours, it begins with the module of the group."""
     groups = (group for (group, _), other in _DECLARED.items() if other is cls and _is_ours(cls))

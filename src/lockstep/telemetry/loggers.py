@@ -18,6 +18,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
+from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.safe_read import read_text
@@ -60,7 +61,7 @@ class TensorBoard:
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
-        facts = dict(_fact(run, key, value) for key, value in Run(run.folder).swept.items()) or run.hyperparameters
+        facts = {key: _number(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
         texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
         values = run.config.get("input", {})
         mean, std = (
@@ -71,21 +72,18 @@ class TensorBoard:
             run.after,
             facts,
             tensorboard.layout_of(run.config, run.tags),
+            monitor=Monitor.parse(run.config.get("monitor", str(Monitor()))),
             texts={title: read_text(path) for title, path in texts.items() if path.exists()},
             pixels=lambda images: images * std + mean,
             model=run.model if self.histograms else None,
         )
 
 
-def _fact(run: RunInfo, key: str, value: str) -> tuple[str, str | float]:
-    """A swept key with its value, as the runs that are in no sweep name them if they have it."""
-    name = key.rpartition(".")[2]
-    if name in run.hyperparameters:
-        return name, run.hyperparameters[name]
+def _number(value: str) -> str | float:
     try:
-        return key, float(value)
+        return float(value)
     except ValueError:
-        return key, value
+        return value
 
 
 def accepted(name: str, refused: str) -> str:

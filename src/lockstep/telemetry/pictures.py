@@ -36,8 +36,10 @@ STYLE: Any = {
     "axes.spines.right": False,
 }
 LINE = 13  # pixels of a line of text
+PAGE = 480  # pixels across a grid of small images; TensorBoard shows 300 without clicking
 NAMED = 20  # the most classes whose names and counts are in a confusion matrix
-CELL, MARGIN = 24, 80  # pixels of a cell with a count, and of a name; TensorBoard shows 300 without clicking
+CELL, LONGEST = 24, 80  # pixels of a cell with a count, and the most of a name
+_MEASURE = ImageDraw.Draw(Image.new("1", (1, 1)))  # measures texts
 Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 
 
@@ -183,7 +185,7 @@ def cut(value: str | float, most: int = 18) -> str:
 def sheet(images: Sequence[np.ndarray] | np.ndarray, captions: Sequence[str] = (), columns: int = 4) -> bytes:
     """Images uint8 (C, H, W) in rows as PNG, each enlarged if it is small, with the lines of its caption below."""
     tiles = [_as_image(image) for image in images]
-    factor = max(1, 288 // columns // max(tiles[0].size))
+    factor = max(1, PAGE // columns // max(tiles[0].size))
     width, height = (side * factor for side in tiles[0].size)
     step = height + 4 + 2 * LINE * bool(captions)
     page = Image.new("RGB", ((width + 4) * min(columns, len(tiles)), step * math.ceil(len(tiles) / columns)), "white")
@@ -214,17 +216,21 @@ def heat(predictions: Predictions) -> bytes:
     counts, names = np.array(predictions.confusion), predictions.names
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     named = len(names) <= NAMED
-    cell, margin = (CELL, MARGIN) if named else (max(3, 300 // len(names)), 0)
+    titles = [_fitting(_name(names, label), LONGEST) for label in range(len(names) if named else 0)]
+    # The side of the margin: a line with what the axis is, and the longest name.
+    margin = LINE + 8 + max((_width(title) for title in titles), default=0)
+    cell = CELL if named else max(3, 300 // len(names))
     colours = (255 - np.sqrt(shares)[..., None] * [247, 207, 148]).astype(np.uint8)
     page = Image.new("RGB", (margin + cell * len(names),) * 2, "white")
     page.paste(Image.fromarray(colours).resize((cell * len(names),) * 2, Image.Resampling.NEAREST), (margin, margin))
     draw = ImageDraw.Draw(page)
-    for label in range(len(names) if named else 0):
+    page.paste(_text("predicted"), (margin, 2))
+    page.paste(_text("true").rotate(90, expand=True), (2, margin))
+    for label, title in enumerate(titles):
         at = margin + cell * label + cell // 2
-        title = Image.new("RGB", (MARGIN - 4, LINE), "white")
-        ImageDraw.Draw(title).text((0, 0), _fitting(_name(names, label), MARGIN - 4), fill="black")
-        page.paste(title, (2, at - LINE // 2))
-        page.paste(title.rotate(90, expand=True), (at - LINE // 2, 2))
+        name = _text(title)
+        page.paste(name, (margin - 4 - name.width, at - LINE // 2))
+        page.paste(name.rotate(90, expand=True), (at - LINE // 2, margin - 4 - name.width))
         for other in np.flatnonzero(counts[label]):
             colour = "white" if shares[label, other] > 0.25 else "black"
             draw.text((margin + cell * (other + 0.5), at), str(counts[label, other]), fill=colour, anchor="mm")
@@ -253,7 +259,20 @@ def _name(names: Sequence[str], label: int) -> str:
 
 def _fitting(text: str, width: int) -> str:
     """A text in one line, cut where the picture has no room for more."""
-    return cut(" ".join(text.split()), width // 6)
+    text = " ".join(text.split())
+    return next((short for most in range(len(text), 0, -1) if _width(short := cut(text, most)) <= width), "")
+
+
+def _width(text: str) -> int:
+    """The pixels of a text in one line."""
+    return math.ceil(_MEASURE.textlength(text))
+
+
+def _text(text: str) -> Image.Image:
+    """A line of text as a picture."""
+    page = Image.new("RGB", (_width(text), LINE), "white")
+    ImageDraw.Draw(page).text((0, 0), text, fill="black")
+    return page
 
 
 def _png(page: Image.Image) -> bytes:

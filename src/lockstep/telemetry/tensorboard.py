@@ -1,10 +1,13 @@
-"""TensorBoard: the figures of training in the run folder's event files, and those of evaluations in `val`.
+"""TensorBoard: training in the run folder's event files, evaluations in `val`, averaged weights in `val_ema`.
 
-TensorBoard colours by folder. So in one chart a curve of training has another colour than one of evaluations.
+TensorBoard draws all folders that have a tag into one chart, in a colour per folder. So the three share their tags:
+`loss/train`, `loss/val` and `loss/val_ema` of `metrics.jsonl` are the curves of one chart, `loss`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +21,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, masked
 from lockstep.core.figures import BINS, Predictions, finite, place_of
-from lockstep.core.monitor import METRIC, TAGS, TOP1
+from lockstep.core.monitor import METRIC, TAGS, TOP1, Monitor
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -32,11 +35,8 @@ if TYPE_CHECKING:  # a job without TensorBoard does not import it
 # The charts of each category of the page of custom scalars, with the tags of their curves.
 LAYOUT: dict[str, dict[str, list[str]]] = {
     "Learning": {
-        "loss": ["loss/train", "loss/train_epoch", "loss/val", "loss/val_ema"],
-        "accuracy": [
-            *("acc/train_top1", "acc/train_epoch_top1", "acc/val_top1", "acc/val_top5"),
-            *("acc/val_ema_top1", "acc/val_ema_top5"),
-        ],
+        "loss": ["loss"],
+        "accuracy": ["acc/top1", "acc/top5"],
         "metrics": ["metric/.*"],
     },
     "Throughput": {
@@ -47,15 +47,15 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
         "model FLOPs utilisation, %": ["perf/mfu_pct"],
     },
     "CPU": {
-        "cores in use": ["cpu/cores"],
-        "memory, GB": ["cpu/mem_gb"],
-        "disk, MB/s": ["cpu/read_mb_s", "cpu/write_mb_s"],
+        "cores in use": ["system/cpu/cores"],
+        "memory, GB": ["system/cpu/mem_gb"],
+        "disk, MB/s": ["system/cpu/read_mb_s", "system/cpu/write_mb_s"],
     },
     "GPU": {
-        "utilisation, %": ["gpu/util/.*"],
-        "memory, GB": ["gpu/mem_gb/.*"],
-        "power, W": ["gpu/power_w/.*"],
-        "temperature, °C": ["gpu/temp_c/.*"],
+        "utilisation, %": ["system/gpu/util/.*"],
+        "memory, GB": ["system/gpu/mem_gb/.*"],
+        "power, W": ["system/gpu/power_w/.*"],
+        "temperature, °C": ["system/gpu/temp_c/.*"],
     },
     "Optimisation": {
         "learning rate": ["optim/lr"],
@@ -70,6 +70,20 @@ TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
 SHOWN_VALUES = 4  # the most values whose predictions are drawn against the true ones
 EVENTS = "events.out.tfevents.*"
+VAL, VAL_EMA = "val", "val_ema"  # folders
+TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
+
+
+def curve_of(tag: str, folder: str) -> tuple[str, str]:
+    """The folder and the tag in TensorBoard of a figure of `metrics.jsonl` that is written with those of `folder`.
+
+    HParams sorts its columns by tag and ticks the first five: `system/` keeps the machine's figures out of them.
+    """
+    if match := TRAINED.fullmatch(tag):
+        kind, of, name = match.groups()
+        own = "epoch" * (of == "train_epoch")
+        return VAL_EMA if of == VAL_EMA else folder, "/".join(filter(None, (kind, own, name)))
+    return folder, f"system/{tag}" if tag.startswith(("cpu/", "gpu/")) else tag
 
 
 def layout_of(config: Mapping[str, Any], tags: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -99,6 +113,7 @@ class TensorBoard(Observer):
     Args:
         after: where the run resumes from, `RunInfo.after`.
         facts: the hyper-parameters. TensorBoard shows those of the first start.
+        monitor: the figure whose best value is the first metric of the HParams page.
         texts: texts about the run, by title. Each start of the run adds them, at its first step.
         pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
         model: the model whose weights are shown as histograms; None shows none.
@@ -111,6 +126,7 @@ class TensorBoard(Observer):
         facts: Mapping[str, Any],
         layout: Mapping[str, Mapping[str, list[str]]] = LAYOUT,
         *,
+        monitor: Monitor | None = None,
         texts: Mapping[str, str] | None = None,
         pixels: Callable[[Tensor], Tensor] | None = None,
         model: nn.Module | None = None,
@@ -119,16 +135,16 @@ class TensorBoard(Observer):
         from torch.utils.tensorboard.summary import hparams
 
         self.summary = Summary
-        self.writers: list[SummaryWriter] = []  # of training, and of evaluations
+        self.folder, self.after, self.monitor = folder, after, monitor or Monitor()
+        self.writers: dict[str, SummaryWriter] = {}  # by folder
         self.failed = False
         self.pictured = time.monotonic()
         self.pending: Predictions | None = None
         self.pixels, self.model = pixels, model
         first = int(after) + 1
         with self._tolerating_errors():
-            # Of the step that the run resumes from, only an evaluation may be left to do.
-            self.writers.append(training := opened(folder, first))
-            self.writers.append(opened(folder / "val", int(after + 0.5)))
+            training = self._writer()
+            self._writer(VAL)
             multiline = {
                 page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
                 for page, charts in layout.items()
@@ -147,18 +163,39 @@ class TensorBoard(Observer):
         if self.failed:
             return
         # One record for all: `add_scalar` would wait for the writer's thread at each figure, in all 1.4 ms.
-        values = [self.summary.Value(tag=tag, simple_value=value) for tag, value in finite(scalars).items()]
+        values: dict[str, list[Any]] = {}
+        for name, value in finite(scalars).items():
+            folder, tag = curve_of(name, VAL if place_of(step, scalars) > step else "")
+            values.setdefault(folder, []).append(self.summary.Value(tag=tag, simple_value=value))
         with self._tolerating_errors():
-            add(self.writers[place_of(step, scalars) > step], self.summary(value=values), step)
+            for folder, of_folder in values.items():
+                add(self._writer(folder), self.summary(value=of_folder), step)
 
     write_gpu = write
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        value = next((scores[tag] for tag in self.monitor.tags if tag in scores), math.nan)
+        if best and math.isfinite(value) and not self.failed:
+            # HParams shows the last value of a curve, and sorts capitals first.
+            with self._tolerating_errors():
+                best_one = self.summary.Value(tag=f"Best/{self.monitor.name}", simple_value=value)
+                add(self._writer(VAL), self.summary(value=[best_one]), step)
+
+    def _writer(self, folder: str = "") -> SummaryWriter:
+        """The writer of a folder, opened when it is first needed."""
+        if folder not in self.writers:
+            # Of the step that the run resumes from, only an evaluation may be left to do.
+            purge_step = int(self.after + 0.5) if folder else int(self.after) + 1
+            self.writers[folder] = opened(self.folder / folder, purge_step)
+        return self.writers[folder]
 
     def first_batch(self, micro: Shard, images: Tensor) -> None:
         pixels, self.pixels = self.pixels, None  # of several micro-batches the first one is shown
         if pixels is not None and len(images) and not self.failed:
             shown = (pixels(images[:TRAINING_IMAGES].float().cpu()) * 255).round().clamp(0, 255).byte().numpy()
             with self._tolerating_errors():
-                add_picture(self.writers[0], "images/augmented", pictures.sheet(shown), micro.step)
+                # Of a sweep's jobs it is often the same picture: it comes after `images/`.
+                add_picture(self._writer(), "input/augmented", pictures.sheet(shown), micro.step)
 
     def predicted(self, predictions: Predictions) -> None:
         self.pending = predictions
@@ -170,8 +207,9 @@ class TensorBoard(Observer):
         predictions, self.pending = self.pending, None
         if predictions is None or self.failed:
             return
-        writer, step = self.writers[1], predictions.step
+        step = predictions.step
         with self._tolerating_errors():
+            writer = self._writer(VAL)
             if predictions.worst:
                 add_picture(writer, "images/worst", pictures.worst(predictions), step)
             if predictions.confusion:
@@ -189,12 +227,12 @@ class TensorBoard(Observer):
     def flush(self) -> None:
         if not self.failed:
             with self._tolerating_errors():
-                for writer in self.writers:
+                for writer in self.writers.values():
                     writer.flush()
 
     def end(self, outcome: Outcome) -> None:
         self._write_predictions()
-        for writer in self.writers:
+        for writer in self.writers.values():
             with self._tolerating_errors():
                 writer.close()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
+from lockstep.config.options import name_of
 from lockstep.core import log
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.monitor import figure_text
@@ -38,38 +39,44 @@ SHOWN = 0.01  # the smallest share of the time that is shown
 
 
 def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
-    """What TensorBoard's HParams page shows of a job, in short texts, because it cuts longer ones.
+    """What TensorBoard's HParams page shows of a job: keys and options as they are typed, in short texts.
 
-    Every job has the same keys.
+    TensorBoard cuts longer texts. Every job has the same keys.
     """
     places = frozenset({"root", "path"})
     folder = Path(str(getattr(job.dataset, "path", ""))).name
     return {
-        "model": named(job.model),
-        "dataset": " ".join(filter(None, (named(job.dataset, places | set(SIZES)), folder))),
+        "model": _typed(job.model),
+        "dataset": " ".join(filter(None, (_typed(job.dataset, places | set(SIZES)), folder))),
         "input": "x".join(str(size) for size in job.dataset.input_shape),
-        "augment": str(job.augment),
-        "strategy": named(job.strategy),
-        "precision": _number_format(job.precision),
-        "optimizer": named(job.optimizer, frozenset({"lr", "weight_decay"})),
-        "lr": job.optimizer.lr,
-        "weight_decay": job.optimizer.weight_decay,
-        "schedule": named(job.schedule),
+        "augment": _typed(job.augment),
+        "strategy": _typed(job.strategy),
+        "precision": _typed(job.precision),
+        "optimizer": _typed(job.optimizer, frozenset({"lr", "weight_decay"})),
+        "optimizer.lr": job.optimizer.lr,
+        "optimizer.weight_decay": job.optimizer.weight_decay,
+        "schedule": _typed(job.schedule),
         "batch": job.batch,
-        "micro_batches": job.train.micro_batches,
+        "train.micro_batches": job.train.micro_batches,
         "epochs": job.epochs,
-        "task": named(job.task, frozenset({"teacher"})),
-        "loss": named(job.loss),
+        "task": _typed(job.task, frozenset({"teacher"})),
+        "loss": _typed(job.loss),
         "monitor": job.monitor,
-        "mixup": job.train.mixup,
-        "cutmix": job.train.cutmix,
-        "erase": job.train.erase,
-        "repeats": job.train.repeats,
-        "clip_norm": job.train.clip_norm or 0.0,
-        "ema": job.train.ema or 0.0,
+        "train.mixup": job.train.mixup,
+        "train.cutmix": job.train.cutmix,
+        "train.erase": job.train.erase,
+        "train.repeats": job.train.repeats,
+        "train.clip_norm": job.train.clip_norm or 0.0,
+        "train.ema": job.train.ema or 0.0,
         "seed": job.seed,
         "ranks": world.size,
     }
+
+
+def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
+    """`named` with the name of the option, such as `adamw`, in the place of the class."""
+    cls = type(component)
+    return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)
 
 
 def _ranks(job: ResolvedJob, world: World) -> str:
