@@ -1,8 +1,8 @@
 """Decodes image files to upright 8-bit RGB, and no more pixels than are needed.
 
-simplejpeg (libjpeg-turbo; docs/evidence/benchmarks.md says why) decodes JPEG, torchvision decodes PNG and WebP without
-transparency, and Pillow everything else (`lockstep.data.datasets.photos`). The first bytes of a file decide its format,
-not its name. Sizes and boxes are those of the upright image.
+simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, torchvision decodes PNG and WebP without
+transparency, and Pillow everything else (`lockstep.data.datasets.photos`). The first bytes of a file decide its
+format, not its name. Sizes and boxes are those of the upright image.
 """
 
 from __future__ import annotations
