@@ -26,7 +26,7 @@ import yaml
 
 from lockstep.config.components import locate
 from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core.fields import rule_of
+from lockstep.core.fields import Number, Rule, rule_of
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
@@ -145,7 +145,7 @@ def fields_of(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[typ
 
 
 def type_of(cls: type[Any], name: str) -> str:
-    """The type of a field in words: its possible values, or the description of its rule, as in error messages."""
+    """The type of a field: its possible values, or the values that its rule allows."""
     hint, rule = typing.get_type_hints(cls)[name], rule_of(cls, name)
     members = typing.get_args(hint) or (hint,)
     values: list[str] = []
@@ -159,12 +159,20 @@ def type_of(cls: type[Any], name: str) -> str:
     if values:
         values += ["null"] * null
         return f"{', '.join(values[:-1])} or {values[-1]}"
-    words = rule.short or rule.expected if rule is not None else "a text"
-    return (
-        "a list, each " * any(typing.get_origin(member) is list for member in (hint, *members))
-        + words
-        + ", or null" * null
-    )
+    listed = any(typing.get_origin(member) is list for member in (hint, *members))
+    return "list of " * listed + kind_of(rule) + " or null" * null
+
+
+def kind_of(rule: Rule | None) -> str:
+    """The allowed values, as `int ≥ 1` or `float in [0, 1)`. Larger ends only catch typing errors."""
+    if not isinstance(rule, Number):
+        return (rule.short or rule.expected).removeprefix("a ") if rule is not None else "text"
+    kind = "int" if rule.whole else "float"
+    if rule.high < 1000:
+        bounds = f" in {'(' if rule.low_open else '['}{rule.low:g}, {rule.high:g}{')' if rule.high_open else ']'}"
+    else:
+        bounds = f" {'>' if rule.low_open else '≥'} {rule.low:g}" * (rule.low > -1000)
+    return " or ".join([*rule.words, kind + bounds])
 
 
 def job_table(keys: Iterable[Key]) -> str:

@@ -50,8 +50,8 @@ def test_a_new_yaml_is_put_into_the_reference_the_readme_and_the_help(checkout: 
     reference.main(["--check"], checkout)
     text = (checkout / "docs" / "configuration.md").read_text()
     assert "| `ramp` | A line that ends at a tenth. |" in text
-    assert "| `schedule.warmup` | `cosine` `linear` `polynomial` `ramp` | a duration | `5%` |" in text
-    row = "| `schedule.final` | `ramp` | a number from 0 to 1,000 | `0.1` | share of the rate that stays |"
+    assert "| `schedule.warmup` | `cosine` `linear` `polynomial` `ramp` | duration | `5%` |" in text
+    row = "| `schedule.final` | `ramp` | float ≥ 0 | `0.1` | share of the rate that stays |"
     assert row in text
     assert "`plateau` `polynomial` `ramp` `step`" in (checkout / "README.md").read_text()
     assert " linear plateau polynomial ramp step\n" in (checkout / "conf" / "config.yaml").read_text()
@@ -97,15 +97,15 @@ def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("cls", "field", "words"),
     [
-        (DigitNet, "dropout", "a number from 0 to below 1"),
-        (AdamW, "lr", "auto or a number above 0 and at most 1,000,000"),
-        (AdamW, "betas", "a list, each a number from 0 to below 1"),
-        (Step, "milestones", "a list, each a duration"),
-        (Auto, "workers", "auto or a whole number from 0 to 256"),
+        (DigitNet, "dropout", "float in [0, 1)"),
+        (AdamW, "lr", "auto or float > 0"),
+        (AdamW, "betas", "list of float in [0, 1)"),
+        (Step, "milestones", "list of duration"),
+        (Auto, "workers", "auto or int in [0, 256]"),
         (DDP, "static_graph", "true, false or null"),
         (DDP, "comm_hook", "none, fp16 or bf16"),
         (TrainBlock, "eval_views", "1, 2 or 6"),
-        (Job, "resume", "a path, or null"),
+        (Job, "resume", "path or null"),
     ],
 )
 def test_a_type_is_that_of_the_field_and_its_rule(cls: type[Any], field: str, words: str) -> None:
