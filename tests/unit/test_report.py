@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import itertools
 import json
 import os
@@ -26,7 +27,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
 from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.telemetry import pictures
 from lockstep.telemetry.report import LONG_S, is_due, write_report
@@ -67,8 +68,13 @@ class Page(HTMLParser):
     def addresses(self) -> Iterator[str]:
         yield from (of[key] or "" for _, of in self.tags for key in ("src", "href", "srcset", "action") if key in of)
 
-    def charts(self) -> set[str | None]:
-        return {of.get("alt") for tag, of in self.tags if tag == "img" and of.get("alt")}
+    def charts(self) -> set[str]:
+        return {*self.titles()}
+
+    def titles(self) -> list[str]:
+        """The titles of its charts, in order."""
+        names = ((of.get("aria-label") or of.get("alt") or "") for tag, of in self.tags if tag in ("img", "svg"))
+        return [name for name in names if name]
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +98,12 @@ def page_of(run: RunDir) -> Page:
 
 
 def test_a_page_has_the_run_in_it(run: RunDir) -> None:
-    line = {"time": 1.0, "step": 3, "uuid": "GPU-aa", "util": 50.0, "power_w": 300.0}
-    lines = ["", "{}", "[" * 5000, *(json.dumps({**line, "local_rank": rank}) for rank in (0, 1, 0, 1))]
+    line = {"time": 1.0, "uuid": "GPU-aa", "util": 50.0, "power_w": 300.0}
+    samples = [{**line, "step": step, "local_rank": rank} for step in (3, 4) for rank in (0, 1)]
+    lines = ["", "{}", "[" * 5000, *map(json.dumps, samples)]
     run.gpu.write_text("".join(f"{text}\n" for text in lines))
     page = page_of(run)
-    assert {"Loss", "Accuracy, %", "f1, validation", "Learning rate", "Images per second"} <= page.charts()
+    assert {"Loss", "Accuracy, %", "f1, validation", "Learning rate"} <= page.charts()
     assert {"GPU utilisation, %", "GPU power, W"} <= page.charts()
     text, best = " ".join(page.text.split()), f"{run.read_summary()['best']:.2f} %"
     for part in ("done", best, "python train.py model.width=8", "the GPU waits for data", "loader.workers=8"):
@@ -106,12 +113,20 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
     assert "torch.compile done the steps are compiled What differs" in text, "no `None`"
     assert "GPU utilisation, % 97.5" in text
     assert "model.width 8 32" in text, "what differs from the defaults, with the default"
-    assert len([of for tag, of in page.tags if tag == "img" and "title" in of]) == 12
+    wrong = [of for of in json.loads(run.validation.read_text())["worst"] if of["label"] != of["predicted"]]
+    assert len([of for tag, of in page.tags if tag == "img" and "title" in of]) == len(wrong) > 0
+    assert "on 355 images, digitnet, digits, epoch 2 of 2, " in text, "the headline"
+    assert "model digitnet data digits batch 64 learning rate 0.001 " in text
+    assert "waiting for data" in text
 
 
-def test_a_page_runs_nothing_and_loads_nothing(run: RunDir) -> None:
+def test_a_page_runs_its_own_script_alone_and_loads_nothing(run: RunDir) -> None:
     page = page_of(run)
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "link", "iframe", "object", "form"})
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert {tag for tag, _ in page.tags}.isdisjoint({"link", "iframe", "object", "form"})
+    (script,) = re.findall(r"<script>(.*?)</script>", run.report.read_text(), re.DOTALL)
+    hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert any(f"script-src 'sha256-{hashed}'" in (of.get("content") or "") for _, of in page.tags)
     assert all(address.startswith("data:image/") for address in page.addresses())
     assert "http" not in run.report.read_text().replace("http-equiv", "")
     assert any("default-src 'none'" in (of.get("content") or "") for _, of in page.tags)
@@ -137,7 +152,7 @@ def test_every_text_of_a_run_is_escaped(run: RunDir) -> None:
     run.validation.write_text(json.dumps(predictions))
     page = page_of(run)
     assert {tag for tag, _ in page.tags} <= plain | {"figure", "img", "figcaption"}
-    assert "script" not in {tag for tag, _ in page.tags}
+    assert [tag for tag, _ in page.tags].count("script") == 1, "its own"
     assert not [key for _, of in page.tags for key in of if key.startswith("on")]
     assert page.text.count(HOSTILE) > 20
     assert str(7919 * 7907) not in page.text
@@ -158,20 +173,6 @@ DAMAGES: dict[str, Callable[[str], str]] = {
     "not text": lambda text: text[:20] + "\udcff" + text[20:],
     "deep": lambda text: "[" * 5000,
 }
-
-
-DRAWN: dict[str, str] = {}  # by the text of the curves
-
-
-@pytest.fixture(autouse=True)
-def _drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw equal curves once for all tests: drawing takes most of the time of a page."""
-    draw = pictures.curves
-
-    def curves(lines: Any) -> str:
-        return DRAWN.get(key := repr(lines)) or DRAWN.setdefault(key, draw(lines))
-
-    monkeypatch.setattr("lockstep.telemetry.pictures.curves", curves)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -225,7 +226,8 @@ def test_any_value_of_another_type_still_gives_a_page(run: RunDir, first: int) -
 
 def test_a_run_that_was_cut_has_a_page(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     run.summary.write_text(json.dumps({"status": "running", "started": 1.0, "step": 0, "steps": 40}))
-    run.metrics.write_text('{"step": 3, "time": 1, "loss/train": 2.5}\n{"step": 4, "lo')
+    lines = [f"{json.dumps({'step': step, 'time': 1, 'loss/train': 2.5})}\n" for step in (2, 3)]
+    run.metrics.write_text("".join(lines) + '{"step": 4, "lo')
     run.validation.unlink()
     report(str(run.path))
     assert capsys.readouterr().out == f"wrote {run.report}\n"
@@ -240,6 +242,8 @@ def test_scores_that_are_no_numbers_leave_gaps(run: RunDir) -> None:
     lines = [{"step": step, "loss/train": None if step % 2 else 1.0, "loss/val": None} for step in range(1, 9)]
     run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert "Loss" in page_of(run).charts()
+    run.metrics.write_text(f"{json.dumps(lines[1])}\n")
+    assert page_of(run).charts() == set(), "a chart of one point shows nothing"
 
 
 @pytest.mark.parametrize(
@@ -261,6 +265,34 @@ def test_the_table_of_classes_has_those_with_the_lowest_recall(
     page = page_of(run)
     assert shown in " ".join(page.text.split())
     assert ("The 50 of 120 classes" in page.text) == (len(names) > 1)
+
+
+def test_a_page_lists_the_largest_confusions_first(run: RunDir) -> None:
+    confusion = [[5, 1, 0], [3, 4, 0], [0, 0, 2]]
+    kinds: dict[str, Any] = {"examples": [6, 7, 2], "predicted": [8, 5, 2], "hits": [5, 4, 2]}
+    Predictions(step=1, names=[*"abc"], **kinds, confusion=confusion, curves=[], worst=[]).write(run.validation)
+    text = " ".join(page_of(run).text.split())
+    assert "true class as predicted class b as a: 3 of 7 a as b: 1 of 6 class images" in text
+
+
+def test_a_wrong_image_leads_to_its_file(run: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "a b.png").touch()
+    run.composed.write_text(components.dump({"dataset": {"path": str(tmp_path)}}))
+    examples = [{**EXAMPLE, "sample": name, "label": 0, "predicted": 1} for name in ("a b.png", "gone.png")]
+    Predictions(**{**vars(Predictions.read(run.validation)), "worst": examples}).write(run.validation)
+    assert [*filter(None, (of.get("href") for _, of in page_of(run).tags))] == [(tmp_path / "a b.png").as_uri()]
+
+
+def test_the_importance_of_a_key_is_its_share_of_the_variance(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity(base={}, swept=("a", "b"), words=()))
+    jobs = [((f"a={a}", f"b={b}"), f"{a}{b}") for a in (1, 2) for b in (1, 2)]
+    for record, score in zip(ledger.enter(jobs), (10.0, 11.0, 13.0, 14.0), strict=True):
+        (ledger.folder / record.folder).mkdir()
+        ledger.end(ledger.start(record), State.done, objective=score)
+    report(str(ledger.folder))
+    # Between the values of `a` it is 4 * 1.5^2 of 10, of `b` 4 * 0.5^2.
+    assert "(not fANOVA). a 90.0 % b 10.0 %" in " ".join(Page(ledger.folder / "report.html").text.split())
 
 
 BLACK = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))
@@ -332,8 +364,7 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
     text = " ".join(page.text.split())
     assert f"ended early {early} best mae 2.5 at step 4 last mae 2.75" in text
     assert "top-1" not in text.partition("Curves")[0].partition("Summary")[2]
-    charts = [of["alt"] for tag, of in page.tags if tag == "img" and of.get("alt")]
-    assert charts == ["mae, validation", "Loss", "Metrics, validation", "rmse, validation", "my/scalar"]
+    assert page.titles() == ["mae, validation", "Loss", "Metrics, validation", "rmse, validation", "my/scalar"]
     note = chosen_on_itself(["val_share"])
     assert "(dataset.val_share=0.1)" in note
     assert f"score validation loss 0.25 mae 2.5 {note[0].upper()}{note[1:]}." in text
@@ -379,7 +410,7 @@ def test_the_page_of_a_sweep_compares_its_jobs_and_leads_to_them(sweep: Ledger) 
     assert any((name or "").startswith("What was varied") for name in page.charts())
     assert "2 done, 1 failed, 1 waiting" in page.text
     assert page.text.count(HOSTILE) >= 4
-    assert {tag for tag, _ in page.tags}.isdisjoint({"script"})
+    assert "score of each job" in page.charts()
     links = [address for address in page.addresses() if not address.startswith("data:")]
     assert len(links) == 4
     pages = [link for link in links if link.endswith("report.html")]
@@ -469,7 +500,11 @@ def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
 
 @pytest.mark.parametrize(
     ("words", "line"),
-    [(("ladder", "seed=1"), "lockstep ladder seed=1"), (("seed=1,2",), "lockstep train -m seed=1,2")],
+    [
+        (("ladder", "seed=1"), "lockstep ladder seed=1"),
+        (("seed=1,2",), "lockstep train -m seed=1,2 hydra.sweep.dir={}"),
+        (("seed=1,2", "hydra.sweep.dir=s"), "lockstep train -m seed=1,2 hydra.sweep.dir=s"),
+    ],
 )
 def test_a_page_of_several_runs_has_the_line_that_makes_it_again(
     tmp_path: Path, words: tuple[str, ...], line: str
@@ -477,4 +512,4 @@ def test_a_page_of_several_runs_has_the_line_that_makes_it_again(
     ledger = Ledger(tmp_path / "sweep")
     ledger.create(Identity(base={}, swept=("seed",), words=words))
     report(str(ledger.folder))
-    assert line in Page(RunDir(ledger.folder).report).texts
+    assert line.format(relative(ledger.folder)) in Page(RunDir(ledger.folder).report).texts

@@ -1,5 +1,6 @@
 """`report.html` of a sweep: its table, what the varied keys did to the score, and links to its jobs."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,11 +11,12 @@ from urllib.parse import quote
 from lockstep.config.commands import shell_command
 from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import Run
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, seeds_together, swept_keys, varied
 from lockstep.telemetry import pictures
+from lockstep.telemetry.charts import SHOWN, Curve, line_chart
 from lockstep.telemetry.report import number, rendered
 
 SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`
@@ -53,28 +55,36 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
     ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
-    program = ["lockstep"] if identity.words[:1] == ("ladder",) else ["lockstep", "train", "-m"]
+    command = [*identity.words]
+    if command[:1] != ["ladder"]:
+        named = any(word.startswith("hydra.sweep.dir=") for word in command)
+        command = ["train", "-m", *command, *([] if named else [f"hydra.sweep.dir={relative(ledger.folder)}"])]
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
         "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
         "summary": [row for row in summary.items() if row[1]],
-        "charts": [*_charts([record for record in ranked if record.score is not None], swept, costs, monitor)],
-        "columns": ["job", *swept, *(head(name, figure) for name in columns), *shown, "state"],
+        "charts": [
+            *_charts(scored := [record for record in ranked if record.score is not None], swept, costs, monitor),
+            *_curves(scored, jobs, monitor),
+        ],
+        "importance": [*_importance(scored, swept)],
+        "columns": ["job", "state", *swept, *(head(name, figure) for name in columns), *shown],
+        "numbers": 2 + len(swept),  # the first column of figures
         "jobs": [
             (
                 _link(ledger, record),
                 [
                     str(record.number),
+                    record.present_state,
                     *_values(record, swept),
                     *cells({**jobs[record.number].columns, SCORE: record.objective}, columns, figure),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
-                    record.present_state,
                 ],
             )
             for record in ranked
         ],
-        "command": shell_command([*program, *identity.words]),
+        "command": shell_command(["lockstep", *command]),
     }
 
 
@@ -110,7 +120,7 @@ def _charts(
             [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
         ]
         yield (
-            "What was varied, and the score (the darker the better)",
+            "What was varied, and the score: the darker the better, orange is the best",
             pictures.parallel([*swept, name], rows, [*map(monitor.direction.gain, scores)]),
         )
     for cost in SPENDING:
@@ -122,3 +132,32 @@ def _charts(
         if points:
             x, y, labels = zip(*points, strict=True)
             yield f"Score against {cost}, by job", pictures.scatter(x, y, labels, cost, name)
+
+
+def _curves(
+    records: Sequence[Record], jobs: Mapping[int, Run], monitor: Monitor
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The score of each job at its evaluations; the best job, which is the first, has a wider line."""
+    colours = itertools.cycle(colour for colour in pictures.COLOURS if colour != pictures.BEST)
+    lines: list[Curve] = []
+    for place, record in enumerate(records[:SHOWN]):
+        if points := jobs[record.number].series(*jobs[record.number].monitor.tags):
+            steps, values = zip(*points, strict=True)
+            label, colour = (f"job {record.number}", next(colours)) if place else ("best", pictures.BEST)
+            lines.append((label, colour, steps, values))
+    if chart := line_chart(lines):
+        yield f"{head(SCORE, monitor.name)} of each job" + f" (the best {SHOWN})" * (len(records) > SHOWN), chart
+
+
+def _importance(records: Sequence[Record], swept: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """The share of the variance of the scores that lies between the values of each key alone, from 0 to 1."""
+    scores = [record.score or 0.0 for record in records]
+    mean = math.fsum(scores) / (len(scores) or 1)
+    total = math.fsum((score - mean) ** 2 for score in scores)
+    for place, key in enumerate(swept):
+        groups: dict[str, list[float]] = {}
+        for record in records:
+            groups.setdefault(_values(record, swept)[place], []).append(record.score or 0.0)
+        if 1 < len(groups) < len(records) and total > 0:
+            between = math.fsum(len(of) * (math.fsum(of) / len(of) - mean) ** 2 for of in groups.values())
+            yield key, between / total

@@ -1,8 +1,12 @@
-"""The charts of a run's page: its figures by step, and its predictions."""
+"""The charts of a run's page: its figures by step as lines, and its predictions."""
 
 import itertools
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
 
 from lockstep.core.figures import Figures, Predictions, finite
 from lockstep.core.model_card import LABELS
@@ -13,6 +17,10 @@ from lockstep.telemetry.pictures import COLOURS
 
 SHOWN = 20  # curves of a chart, and charts of single figures
 OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/|test/)"  # the beginning of the tags that a task has named
+POINTS = 400  # of a curve: more are averaged
+LEFT, RIGHT, TOP, BOTTOM = 46, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
+FEW_CLASSES = 5  # top-5 says nothing about so few
+Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 Curves = Mapping[str, tuple[str, str]]  # for each tag, or beginning of tags, the label and the colour of its curve
 VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
 CURVES: dict[str, Curves] = {
@@ -30,8 +38,6 @@ CURVES: dict[str, Curves] = {
     },
 }
 USAGE: dict[str, Curves] = {
-    "Images per second": {"perf/img_per_s": ("", OTHER)},
-    "Waiting for data, %": {"perf/data_wait_pct": ("", OTHER)},
     "Model FLOPs utilisation, %": {"perf/mfu_pct": ("", OTHER)},
     "GPU utilisation, %": {"gpu/util/": ("", "")},
     "GPU memory, GB": {"gpu/mem_gb/": ("", "")},
@@ -58,24 +64,77 @@ def learning_titles(run: Run) -> dict[str, Curves]:
 
     several: dict[str, Curves] = {"Metrics, validation": {f"({'|'.join(map(re.escape, together))})$": ("", "")}}
     others = (several if len(together) > 1 else each(together)) | each(alone[:SHOWN])
-    return each(first) | CURVES | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
+    few = run.predictions is not None and len(run.predictions.names) <= FEW_CLASSES
+    usual = {
+        title: {tag: style for tag, style in curves.items() if not (few and "top5" in tag)}
+        for title, curves in CURVES.items()
+    }
+    return each(first) | usual | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
 
 
-def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, str]]:
-    """The titles and addresses of the charts that have a figure."""
+def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The titles and charts that have a figure at two steps or more."""
     figures = [(step, finite(scalars)) for step, scalars in figures]
     tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
     for title, patterns in titles.items():
         pairs = itertools.product(tags, patterns.items())
         matches = [(tag, *style) for tag, (pattern, style) in pairs if re.match(pattern, tag)]
-        lines: list[pictures.Curve] = []
+        lines: list[Curve] = []
         for tag, label, colour in matches[:SHOWN]:
             points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
             colour = colour or COLOURS[len(lines) % len(COLOURS)]
             lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
-        if lines:
+        if drawn := line_chart(lines):
             more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
-            yield title + more, pictures.curves(lines)
+            yield title + more, drawn
+
+
+def line_chart(lines: Sequence[Curve]) -> dict[str, Any]:
+    """What the macro `lines` of pages/parts.html draws: curves over steps; empty without two steps.
+
+    Each point has a text, which the browser shows under the pointer.
+    """
+    averaged = [(label, colour, _averaged(x), _averaged(y)) for label, colour, x, y in lines]
+    steps = [step for *_, x, _ in averaged for step in x]
+    values = [value for *_, y in averaged for value in y]
+    if len(set(steps)) < 2:
+        return {}
+    low, high = min(values), max(values)
+    margin = 0.04 * (high - low) or abs(high) / 10 or 1.0
+    x_place, x_ticks = _axis(min(steps), max(steps), LEFT, RIGHT, whole=True)
+    y_place, y_ticks = _axis(low - margin, high + margin, BOTTOM, TOP)
+    curves = [
+        {
+            "label": label,
+            "colour": colour,
+            "points": [
+                (x_place(step), y_place(value), f"step {step:,.0f}: {value:.4g}")
+                for step, value in zip(x, y, strict=True)
+            ],
+        }
+        for label, colour, x, y in averaged
+    ]
+    return {"curves": curves, "x_ticks": x_ticks, "y_ticks": y_ticks}
+
+
+def _axis(
+    low: float, high: float, start: int, end: int, *, whole: bool = False
+) -> tuple[Any, list[tuple[float, str]]]:
+    """The place of a value on an axis from `start` to `end`, and its ticks: multiples of 1, 2 or 5 times 10^n."""
+
+    def place(value: float) -> float:
+        return round(start + (value - low) / (high - low) * (end - start), 1)
+
+    power = 10.0 ** math.floor(math.log10((high - low) / 5))
+    step = next(power * by for by in (1, 2, 5, 10) if power * by * 5 >= high - low)
+    step = max(1.0, step) if whole else step
+    ticks = [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    return place, [(place(tick), f"{tick:,.0f}" if whole else f"{tick:.4g}") for tick in ticks]
+
+
+def _averaged(values: Sequence[float]) -> list[float]:
+    """The means of at most `POINTS` parts of the values."""
+    return [float(part.mean()) for part in np.array_split(np.asarray(values, float), min(POINTS, len(values)))]
 
 
 def charts_of_predictions(predictions: Predictions) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Pictures of figures, images and predictions.
 
-Charts for reports, ladders and `lr-find` are SVG, drawn by matplotlib, which takes 0.4 s to import. Images in a grid
-and a confusion matrix are PNG, drawn in milliseconds.
+Charts of predictions, sweeps, ladders and `lr-find` are SVG, drawn by matplotlib, which takes 0.4 s to import. Images
+in a grid and a confusion matrix are PNG, drawn in milliseconds.
 """
 
 import base64
@@ -20,9 +20,9 @@ from lockstep.core.errors import escaped
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import VALUES
 
-POINTS = 400  # of a curve: more are averaged
 LINE_HEIGHT = 0.05  # of a label, as a share of an axis
 COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
+BEST = "#d95f02"  # marks the best job of a sweep
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
     "text.parse_math": False,
@@ -40,7 +40,6 @@ PAGE = 480  # pixels across a grid of small images; TensorBoard shows 300 withou
 NAMED = 20  # the most classes whose names and counts are in a confusion matrix
 CELL, LONGEST = 24, 80  # pixels of a cell with a count, and the most of a name
 _MEASURE = ImageDraw.Draw(Image.new("1", (1, 1)))  # measures texts
-Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 
 
 def drawn(draw: Callable[[Any], None], width: float = 4.4, height: float = 2.6) -> str:
@@ -71,28 +70,11 @@ def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **o
         figure.savefig(file, **options)
 
 
-def curves(lines: Sequence[Curve]) -> str:
-    def draw(axes: Any) -> None:
-        for label, colour, x, y in lines:
-            axes.plot(_averaged(x), _averaged(y), color=colour, marker="." * (len(y) < 30), label=cut(label, 40))
-        axes.set_xlabel("step")
-        if len(lines) > 1:
-            axes.legend(frameon=False)
-
-    return drawn(draw)
-
-
-def _averaged(values: Sequence[float]) -> list[float]:
-    """The means of at most `POINTS` parts of the values."""
-    parts = np.array_split(np.asarray(values, float), min(POINTS, len(values)))
-    return [float(part.mean()) for part in parts]
-
-
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Points with their labels. A label that would be over an earlier one is left out."""
+    """Points with their labels, the first one marked. A label that would be over an earlier one is left out."""
 
     def draw(axes: Any) -> None:
-        axes.scatter(x, y, color=COLOURS[0])
+        axes.scatter(x, y, color=[BEST] + [COLOURS[0]] * (len(x) - 1))
         spans = [(max(values) - min(values)) * LINE_HEIGHT or 1.0 for values in (x, y)]
         labelled: set[tuple[int, ...]] = set()  # the fields of a grid that have a label
         for *point, label in zip(x, y, labels, strict=True):
@@ -141,8 +123,9 @@ def precision_over_recall(predictions: Predictions) -> str:
 def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colours: Sequence[float]) -> str:
     """Parallel coordinates: a line for each row over the columns, the darker the greater its figure of `colours`.
 
-    A column of numbers is a scale, logarithmic if they span more than 50 times; of texts, each has its own height.
-    A label that would be over a higher one is left out.
+    The greatest is marked. A column of numbers is a scale, logarithmic if they span four times or more and are not
+    those of the last column, the score; of texts, each has its own height. A label that would be over a higher one is
+    left out.
     """
     values = [
         sorted({*column}, key=lambda value: (isinstance(value, str), value)) for column in zip(*rows, strict=True)
@@ -152,7 +135,8 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
         of = values[column]
         if any(isinstance(other, str) for other in of):
             return of.index(value) / max(1, len(of) - 1)
-        low, at, high = (math.log(x) if of[0] > 0 and of[-1] > 50 * of[0] else x for x in (of[0], value, of[-1]))
+        logarithmic = column < len(columns) - 1 and of[0] > 0 and of[-1] >= 4 * of[0]
+        low, at, high = (math.log(x) if logarithmic else x for x in (of[0], value, of[-1]))
         return (at - low) / ((high - low) or 1)
 
     def draw(axes: Any) -> None:
@@ -160,7 +144,8 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
         for row, colour in sorted(zip(rows, colours, strict=True), key=lambda pair: pair[1]):
             share = (colour - least) / span
             heights = [height(column, value) for column, value in enumerate(row)]
-            axes.plot(heights, color=(0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share))
+            shade = (0.75 - 0.65 * share, 0.8 - 0.5 * share, 0.9 - 0.3 * share)
+            axes.plot(heights, color=BEST if share == 1 else shade)
         for column, of in enumerate(values):
             axes.axvline(column, color="black", linewidth=0.8)
             lowest = math.inf

@@ -5,6 +5,7 @@ Every file of the folder may be missing, of another version, or damaged. Then th
 
 import base64
 import functools
+import hashlib
 import math
 import re
 import time
@@ -20,7 +21,7 @@ from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import LOSS, TOP1, Monitor, chosen_on_itself, figure_parts, figure_word
+from lockstep.core.monitor import LOSS, TOP1, Monitor, chosen_on_itself, figure_parts, figure_text, figure_word
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -32,6 +33,7 @@ from lockstep.telemetry.progress import format_duration, format_timestamp
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
+CONFUSED = 10  # confusions in the list
 # What the page calls the figures of `summary.json` about the hardware: those of a GPU and of the CPU.
 HARDWARE = {
     "util": "utilisation, %",
@@ -80,7 +82,14 @@ def is_due(when: str, seconds: float) -> bool:
 
 def rendered(page: str, **facts: Any) -> str:
     """A page with these facts. Every text in them is escaped."""
-    return str(_pages().get_template(page).render(facts))
+    return str(_pages().get_template(page).render(facts, script=_script()))
+
+
+@functools.cache
+def _script() -> dict[str, str]:
+    """The one script that a page may run, which sorts tables, with the hash by which the page's policy names it."""
+    text = (Path(__file__).parent / "pages" / "sort.js").read_text()
+    return {"text": text, "hash": base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}
 
 
 @functools.cache
@@ -109,9 +118,10 @@ def facts_of(run: Run) -> dict[str, Any]:
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
         "hardware": lambda: [*_hardware(facts, environment)],
         "scores": lambda: _scores(run),
+        "headline": lambda: _headline(run),
         "curves": lambda: [*charts(figures, learning_titles(run))],
         "usage": lambda: [*charts(figures, USAGE), *charts(run.gpu, USAGE)],
-        "predictions": lambda: _predictions(predictions) if predictions else {},
+        "predictions": lambda: _predictions(run, predictions) if predictions else {},
         "differences": lambda: [*_differences(run.composed, run.choices)],
         "environment": lambda: [
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
@@ -156,8 +166,30 @@ def _scores(run: Run) -> dict[str, Any]:
     return {"rows": rows[:SHOWN], "test": bool(test), "note": note} if rows else {}
 
 
+def _headline(run: Run) -> str:
+    """What the run was, in one line: `94.08 % top-1 on 355 images, digitnet, digits, epoch 2 of 2, 0:01`."""
+    facts, predictions = run.summary, run.predictions
+    best = figure_text(run.monitor.name, facts["best"]) if is_number(facts.get("best")) else ""
+    images = sum(predictions.examples) if predictions and predictions.targets == CLASSES else 0
+    epochs = run.composed.get("epochs") if run.composed.get("steps") is None else None
+    done, steps = facts.get("step"), facts.get("steps")
+    epoch = f"epoch {done * epochs / steps:.3g} of {epochs}" if done and steps and is_number(epochs) else ""
+    seconds = facts.get("seconds")
+    parts = [best + f" on {images:,} images" * bool(best and images), *_subject(run), epoch]
+    return ", ".join(filter(None, [*parts, format_duration(seconds) if seconds else ""]))
+
+
+def _subject(run: Run) -> list[str]:
+    """The model and the data set, by their options, and the folder of the images if there is one."""
+    dataset = run.composed.get("dataset") or {}
+    folder = Path(str(dataset.get("path") or "")).name
+    return [run.choices.get("model", ""), " ".join(filter(None, (run.choices.get("dataset", ""), folder)))]
+
+
 def _summary(run: Run) -> Iterator[tuple[str, str]]:
     facts, figures = run.summary, run.figures
+    model, data = _subject(run)
+    config: dict[str, Any] = run.read(run.run_dir.config, safe_read.read_yaml, {})
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     monitor = run.monitor
     metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in monitor.tags]
@@ -168,6 +200,10 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
     started, seconds, spent = facts.get("started"), facts.get("seconds"), facts.get("spent", {})
     rows = {
         "state": str(run.state),
+        "model": model,
+        "data": data,
+        "batch": number(config.get("batch"), ","),
+        "learning rate": number((config.get("optimizer") or {}).get("lr"), ".4g"),
         "ended early": facts.get("stopped_early"),
         f"best {words[monitor.name]}": figure(monitor.name, facts.get("best"))
         + number(facts.get("best_step"), ",", before=" at step "),
@@ -177,6 +213,8 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",
+        "speed": number(facts.get("img_per_s"), ",.0f", " images/s")
+        + number(facts.get("data_wait_pct"), ".2g", " % of the time waiting for data", before=", "),
         "broken images left out": number(facts.get("skipped") or None, ","),
         "energy": number(spent.get("kwh"), ".3g", " kWh"),
         "energy of an image": number(spent.get("joules_per_image"), ".3g", " J"),
@@ -190,12 +228,11 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "processes", str(environment.get("world_size", "not known"))
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
-    names = {"img_per_s": "images per second"}  # the wait for data is a part of the time
-    names |= {f"{part.lower()}_{key}": f"{part} {name}" for part in ("GPU", "CPU") for key, name in HARDWARE.items()}
+    names = {f"{part.lower()}_{key}": f"{part} {name}" for part in ("GPU", "CPU") for key, name in HARDWARE.items()}
     yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if is_number(facts.get(key)))
 
 
-def _predictions(predictions: Predictions) -> dict[str, Any]:
+def _predictions(run: Run, predictions: Predictions) -> dict[str, Any]:
     """What the page shows of predictions, with the names of the classes in the place of their labels."""
     names, rows = predictions.names, []
     precisions: Sequence[float | None] = predictions.average_precision
@@ -211,10 +248,11 @@ def _predictions(predictions: Predictions) -> dict[str, Any]:
     matrix = np.array(predictions.confusion)
     few = len(names) <= pictures.NAMED and len(matrix) > 0
     shares = (matrix / np.maximum(matrix.sum(1, keepdims=True), 1)).clip(0, 1) ** 0.5 if few else []
+    classes = predictions.targets == CLASSES
     return {
         "step": f"{predictions.step:,}",
         "columns": ["images", "precision", "recall", "F1", *["average precision"] * bool(precisions)],
-        "kind": "class" if predictions.targets == CLASSES else "label",
+        "kind": "class" if classes else "label",
         "classes": rows,
         "number": len(names),
         "matrix": [
@@ -222,15 +260,34 @@ def _predictions(predictions: Predictions) -> dict[str, Any]:
             for name, *row in zip(names, predictions.confusion, shares, strict=False)
         ],
         "picture": base64.b64encode(pictures.heat(predictions)).decode() if len(matrix) and not few else "",
+        "confused": [*_confused(names, matrix)] if len(matrix) else [],
         "charts": [*charts_of_predictions(predictions)],
         "names": names,
         "worst": [
             {**example, "is": predictions.in_words(example["label"])}
             | {"said": predictions.in_words(example["predicted"])}
             | {"share": number(example["probability"], ".0%", ")", " (")}
+            | {"file": _address(run, str(example["sample"]))}
             for example in predictions.worst
+            if not classes or example["label"] != example["predicted"]
         ],
     }
+
+
+def _confused(names: Sequence[str], matrix: np.ndarray) -> Iterator[str]:
+    """The largest confusions in words, such as `9 as 8: 5 of 36`."""
+    wrong = matrix * (1 - np.eye(len(matrix), dtype=matrix.dtype))
+    for place in np.argsort(-wrong, axis=None, kind="stable")[:CONFUSED]:
+        true, said = divmod(int(place), len(matrix))
+        if wrong[true, said] > 0:
+            yield f"{names[true]} as {names[said]}: {wrong[true, said]:,} of {matrix[true].sum():,}"
+
+
+def _address(run: Run, sample: str) -> str:
+    """The address of the file of an example; empty for one that is not a file here."""
+    folder = (run.composed.get("dataset") or {}).get("path")
+    path = Path(str(folder), sample).absolute() if folder else None
+    return path.as_uri() if path is not None and path.is_file() else ""
 
 
 def _findings(facts: Mapping[str, Any]) -> Iterator[dict[str, str]]:
