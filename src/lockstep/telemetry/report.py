@@ -88,7 +88,7 @@ def rendered(page: str, **facts: Any) -> str:
 @functools.cache
 def _script() -> dict[str, str]:
     """The one script that a page may run, which sorts tables, with the hash by which the page's policy names it."""
-    text = (Path(__file__).parent / "pages" / "sort.js").read_text()
+    text = str(_pages().get_template("sort.js").render())
     return {"text": text, "hash": base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}
 
 
