@@ -204,13 +204,14 @@ def help_of_groups(groups: Mapping[str, list[Option]]) -> str:
 
 
 def help_of_keys(keys: Iterable[Key]) -> str:
-    """The keys of the job with their defaults, as `--help` shows them: one entry for each block."""
+    """The keys of the job with their defaults, as `--help` shows them: one entry for each block of several keys."""
     blocks: dict[str, list[str]] = {}
     for key in keys:
         block, _, name = key.name.rpartition(".")
         has_value = key.default != "null" and "${" not in key.default
         blocks.setdefault(f"{block}." * bool(block), []).append(f"{name}={key.default}" if has_value else name)
-    return "".join(help_entry(block, words) for block, words in blocks.items())
+    top = blocks.pop("") + [f"{block}{words[0]}" for block, words in blocks.items() if len(words) == 1]
+    return help_entry("", top) + "".join(help_entry(block, words) for block, words in blocks.items() if words[1:])
 
 
 def help_entry(name: str, words: Iterable[str]) -> str:

@@ -30,6 +30,11 @@ def test_help_fits_a_screen(shown: Done) -> None:
     assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("key", ["optimizer.lr", "dataset.path", "dataset.input_size", "model.pretrained"])
+def test_help_names_the_keys_that_most_people_set(key: str, shown: Done) -> None:
+    assert key in shown.out.split()
+
+
 def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(shown: Done) -> None:
     narrow = command(sys.executable, "train.py", "--help", COLUMNS="80")
     assert max(map(len, narrow.out.splitlines())) <= 80
