@@ -226,7 +226,7 @@ def test_a_command_of_the_documents_works(documented: Command, checkout: Path, t
         write_project(checkout)
     if "latest" in documented.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
-    if documented.text.startswith("lockstep demo "):
+    if documented.text.startswith(("lockstep demo ", "lockstep watch ")):
         assert_shows(documented.text, checkout)
         return
     done = typed(shortened(documented), checkout)
@@ -259,13 +259,13 @@ def assert_serves(text: str, folder: Path) -> None:
 
 
 def assert_shows(text: str, folder: Path) -> None:
-    """The page of a model is where the command says, at a free port."""
+    """The page of a model or a run is where the command says, at a free port."""
     server = forks().start(*shlex.split(text), "--port", "0", cwd=folder)
     try:
         page = urllib.request.urlopen(server.stdout.readline().split()[0].decode(), timeout=60).read()
     finally:
         server.close()
-    assert b"What is on this photo?" in page
+    assert (b"What is on this photo?" if " demo " in text else b"<h2>Summary</h2>") in page
 
 
 @pytest.mark.slow

@@ -53,6 +53,10 @@ def _check_command(words: list[str], commands: list[str]) -> None:
     raise InputError(f"there is no command {first!r}.{hint}")
 
 
+def _port(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one [8000]")
+
+
 def _rest(command: argparse.ArgumentParser, name: str, metavar: str, description: str) -> None:
     """The arguments of a command of which there can be any number, before and after its options."""
     command.add_argument(name, nargs="*", metavar=metavar, help=description)
@@ -122,7 +126,7 @@ def _of_models(commands: Any) -> None:
     export.add_argument("--out", metavar="PATH", help="file or folder to write [next to the weights]")
     demo = commands.add_parser("demo", help="serve a local page that classifies dropped photos")
     _run(demo)
-    demo.add_argument("--port", type=int, default=8000, help="port to listen on; 0 chooses a free one [8000]")
+    _port(demo)
 
 
 def _of_runs(commands: Any) -> None:
@@ -154,8 +158,12 @@ def _of_runs(commands: Any) -> None:
     sort = "key or column of --csv to sort by [score, best first]"
     compare.add_argument("--sort", metavar="COLUMN", help=sort)
     _forms(compare, "csv", "json")
-    report = commands.add_parser("report", help="write report.html, a page about a run or a sweep, into its folder")
-    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep")
+    report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
+    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep with its changed jobs")
+    watch = commands.add_parser("watch", help="show the report of a run or a sweep in the browser while it trains")
+    folders = "a run, `latest`, a sweep, or a folder, whose newest one is shown [outputs]"
+    watch.add_argument("path", nargs="?", default="outputs", metavar="RUN|SWEEP|FOLDER", help=folders)
+    _port(watch)
     clean = commands.add_parser(
         "clean",
         help="show, and with --yes remove, checkpoints that are not needed",

@@ -1,41 +1,25 @@
-"""`lockstep demo`: a local web page, on which the user drops a photo and sees the model's prediction.
-
-The server is uvicorn. It listens on the loopback address only, and answers only requests that address it by that
-name. So a page of another site in the same browser can neither call it nor read its answers.
-"""
+"""`lockstep demo`: a local web page, on which the user drops a photo and sees the model's prediction."""
 
 import asyncio
-import errno
 import json
-import secrets
-import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import uvicorn
-
-from lockstep.core import log
-from lockstep.core.errors import InputError, escaped
+from lockstep.cli.local_server import HTML, JSON, LocalServer, Receive, Refused
 from lockstep.core.model_card import LABELS, SIGMOID, VALUES
 from lockstep.core.safe_read import MB
 from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
-from lockstep.runtime.signals import listen
 
-ADDRESS = "127.0.0.1"
 PAGE = Path(__file__).parent / "demo.html"
-NONCE = "NONCE"  # the mark of the page's own script and style; each answer replaces it by the nonce of its header
-IMAGE, JSON, HTML = "application/octet-stream", "application/json", "text/html; charset=utf-8"
+IMAGE = "application/octet-stream"
 LARGEST = 32 * MB  # the most bytes of a photo
 SHOWN = 5  # the most classes in an answer
 POLICY = (
     "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
     "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
 )
-Message = dict[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 def demo(path: str, *, port: int, device: str | None) -> None:
@@ -46,51 +30,18 @@ def demo(path: str, *, port: int, device: str | None) -> None:
     """
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
-    server = DemoServer(predictor, port)
-    listen(server.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
-    with server.socket:
-        log.show(f"{server.url} shows the {predictor.card.targets} of a photo; Ctrl-C ends it")
-        log.console.file.flush()
-        server.run([server.socket])
+    DemoServer(predictor, port).serve_until_signal(f"shows the {predictor.card.targets} of a photo")
 
 
-class Refused(Exception):
-    """A request that the server refuses. Its arguments are the status and a sentence."""
+class DemoServer(LocalServer):
+    """The server of the page for one model."""
 
-
-class DemoServer(uvicorn.Server):
-    """The server of the page for one model.
-
-    Args:
-        port: the port to listen on; 0 is any free port.
-
-    Raises:
-        InputError: the port is taken.
-    """
+    policy = POLICY
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
         self.model = asyncio.Lock()  # a model computes with all threads
-        try:
-            if not 0 <= port <= 65_535:
-                raise OSError(errno.EDOM, "ports end at 65535")
-            self.socket = socket.create_server((ADDRESS, port), backlog=1024)
-        except OSError as error:
-            reason = f"no server can listen there ({error.strerror})"
-            raise InputError(f"--port is {port}, but {reason}: --port 0") from error
-        self.port = self.socket.getsockname()[1]
-        plain: dict[str, Any] = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off"}
-        # The terminal shows only the address of the page, and a defect of this program.
-        quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
-        super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
-
-    @property
-    def url(self) -> str:
-        return f"http://{ADDRESS}:{self.port}/"
-
-    @property
-    def hosts(self) -> frozenset[str]:
-        return frozenset({f"{ADDRESS}:{self.port}", f"localhost:{self.port}"})
+        super().__init__(port)
 
     def about(self) -> dict[str, Any]:
         card = self.predictor.card
@@ -123,34 +74,7 @@ class DemoServer(uvicorn.Server):
             "predicted": predicted,
         }
 
-    async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        status: HTTPStatus = HTTPStatus.OK
-        try:
-            if headers.get("host") not in self.hosts:
-                raise Refused(HTTPStatus.FORBIDDEN, f"this page is at {self.url} only")
-            kind, text = await self._respond(f"{scope['method']} {scope['path']}", headers, receive)
-        except Refused as error:
-            status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
-        except InputError as error:
-            status, kind, text = HTTPStatus.BAD_REQUEST, JSON, json.dumps({"error": escaped(str(error))})
-        nonce = secrets.token_urlsafe(16)
-        content = (text.replace(NONCE, nonce) if kind == HTML else text).encode()
-        fields = {
-            "Content-Type": kind,
-            "Content-Length": str(len(content)),
-            "Content-Security-Policy": POLICY.format(nonce=nonce),
-            "Cache-Control": "no-store",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-            "X-Content-Type-Options": "nosniff",
-        }
-        encoded = [(name.encode(), value.encode()) for name, value in fields.items()]
-        await send({"type": "http.response.start", "status": int(status), "headers": encoded})
-        await send({"type": "http.response.body", "body": content})
-
-    async def _respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
-        """The type and the text of the answer to `METHOD PATH`."""
+    async def respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
         match request:
             case "GET /":
                 return HTML, self.page

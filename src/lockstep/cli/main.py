@@ -14,7 +14,7 @@ SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the
 # Each has a function of its name, which takes its options as arguments, in a module of its name or in one of these.
 COMMANDS = (
     *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
-    *("runs", "compare", "report", "clean"),
+    *("runs", "compare", "report", "watch", "clean"),
 )
 MODULES = {"show": "data", "pack": "data", "report": "runs", "clean": "runs"}
 
@@ -61,8 +61,8 @@ def run_command() -> None:
     with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors(), unusable_paths():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
-        if options.command == "demo":
-            check_installed("uvicorn", "lockstep demo", extra="demo")
+        if options.command in ("demo", "watch"):
+            check_installed("uvicorn", f"lockstep {options.command}", extra="demo")
         if options.command != "new":
             configure_native_threads()  # the others import torch
         function = options.command.replace("-", "_")

@@ -30,8 +30,13 @@ def write_sweep_report(ledger: Ledger) -> Path:
         StorageError: the page cannot be written.
     """
     path = RunDir(ledger.folder).report
-    write_atomic(path, rendered("sweep.html", **_facts(ledger)))
+    write_atomic(path, sweep_page(ledger))
     return path
+
+
+def sweep_page(ledger: Ledger, *, refresh: int | None = None) -> str:
+    """The page of a sweep, as `run_page`. Raises InputError for a damaged ledger."""
+    return rendered("sweep.html", refresh=refresh, **_facts(ledger))
 
 
 def _facts(ledger: Ledger) -> dict[str, Any]:

@@ -61,8 +61,13 @@ def write_report(run: Run) -> Path:
     Raises:
         StorageError: it cannot be written.
     """
-    write_atomic(run.run_dir.report, rendered("run.html", **facts_of(run)))
+    write_atomic(run.run_dir.report, run_page(run))
     return run.run_dir.report
+
+
+def run_page(run: Run, *, refresh: int | None = None) -> str:
+    """The page of a run. A browser loads it again every `refresh` seconds."""
+    return rendered("run.html", refresh=refresh, **facts_of(run))
 
 
 def is_current(run_dir: RunDir, record: Path) -> bool:

@@ -1,0 +1,94 @@
+"""`lockstep watch`: a page that follows a run or a sweep, for this machine alone."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from helpers import train_here
+from lockstep.cli.watch import WatchServer
+from lockstep.core.errors import InputError
+from lockstep.core.run import State
+from lockstep.core.run_dir import RunDir
+from lockstep.sweep.ledger import Identity, Ledger
+from processes import wait_for
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    words = ("steps=2", "train.eval_every=1", "model=linear", "telemetry.report=never")
+    return train_here(tmp_path_factory.mktemp("watched") / "run", *words)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[WatchServer]:
+    server = WatchServer(folder, 0)
+    thread = threading.Thread(target=server.run, args=([server.socket],))
+    thread.start()
+    wait_for(lambda: server.started)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        thread.join()
+        server.socket.close()
+
+
+def answer(server: WatchServer, path: str = "/", method: str = "GET", host: str | None = None) -> tuple[int, str]:
+    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)) as connection:
+        connection.request(method, path, headers={"Host": host} if host else {})
+        response = connection.getresponse()
+        return response.status, response.read().decode()
+
+
+def test_the_page_of_a_run_renews_itself_until_the_run_has_ended(trained: RunDir, tmp_path: Path) -> None:
+    run = RunDir(Path(shutil.copytree(trained.path, tmp_path / "run")))
+    whole = run.metrics.read_text()
+    run.metrics.write_text(whole.splitlines(keepends=True)[0])
+    done = json.loads(run.summary.read_text())
+    with serving(tmp_path) as server:
+        run.summary.write_text(json.dumps({**done, "status": "waiting", "step": 1}))
+        status, page = answer(server)
+        assert (status, 'http-equiv="refresh"' in page, "<svg" in page) == (200, True, False)
+        run.metrics.write_text(whole)
+        run.summary.write_text(json.dumps(done))
+        status, page = answer(server)
+        assert (status, 'http-equiv="refresh"' in page, "<svg" in page) == (200, False, True)
+    assert not run.report.exists(), "nothing is written"
+
+
+def test_the_page_of_a_sweep_leads_to_the_pages_of_its_jobs(trained: RunDir, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "outputs" / "sweep")
+    ledger.create(Identity(base={}, swept=("seed",), words=("seed=1,2",)))
+    first, _ = ledger.enter([((f"seed={seed}",), f"seed={seed}") for seed in (1, 2)])
+    shutil.copytree(trained.path, ledger.folder / first.folder)
+    ledger.end(ledger.start(first), State.done, objective=50.0)
+    with serving(tmp_path / "outputs") as server:
+        _, page = answer(server)
+        assert 'http-equiv="refresh"' in page, "a job waits"
+        links = re.findall('href="(.*?)"', page)
+        assert len(links) == 2
+        assert "Linear" in answer(server, f"/{links[0]}")[1]
+        assert answer(server, f"/{links[0]}report.html")[0] == 200
+
+
+def test_only_this_machine_reads_pages_and_only_pages(trained: RunDir) -> None:
+    with serving(trained.path) as server:
+        assert answer(server)[0] == 200
+        assert answer(server, host="lockstep.example")[0] == 403
+        assert answer(server, method="POST")[0] == 405
+        for path in ("/config.yaml", "/../run/", "/%2e%2e/", "//", "/report"):
+            assert answer(server, path)[0] == 404, path
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no run in it"):
+        WatchServer(tmp_path, 0)
