@@ -158,10 +158,10 @@ def _of_runs(commands: Any) -> None:
     sort = "key or column of --csv to sort by [score, best first]"
     compare.add_argument("--sort", metavar="COLUMN", help=sort)
     _forms(compare, "csv", "json")
-    report = commands.add_parser("report", help="write a run or a sweep as one page: report.html in its folder")
-    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep with its changed jobs")
-    watch = commands.add_parser("watch", help="show the report of a run or a sweep in the browser while it trains")
-    folders = "a run, `latest`, a sweep, or a folder, whose newest one is shown [outputs]"
+    report = commands.add_parser("report", help="write report.html, a page about a run or a sweep, into its folder")
+    report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep")
+    watch = commands.add_parser("watch", help="serve the report of a run or a sweep locally while it trains")
+    folders = "a run, `latest`, a sweep, or a folder to show the newest of [outputs]"
     watch.add_argument("path", nargs="?", default="outputs", metavar="RUN|SWEEP|FOLDER", help=folders)
     _port(watch)
     clean = commands.add_parser(

@@ -29,10 +29,10 @@ def watch(path: str, *, port: int) -> None:
 
 def newest(root: Path) -> Path:
     """The run or sweep itself, or the newest one in a folder; a job of a sweep is a part of it."""
-    found = [folder for folder in run_folders(root) if folder == root or not Ledger(folder.parent).exists]
-    if not found:
+    folders = [folder for folder in run_folders(root) if folder == root or not Ledger(folder.parent).exists]
+    if not folders:
         raise InputError(f"{root} has no run in it; name a run, a sweep, or a folder of them: lockstep watch outputs")
-    return root if root in found else max(found, key=lambda folder: folder.stat().st_mtime)
+    return root if root in folders else max(folders, key=lambda folder: folder.stat().st_mtime)
 
 
 class WatchServer(LocalServer):
