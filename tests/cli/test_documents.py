@@ -167,6 +167,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
     is_a_script: (
         *(f"python docs/course/{path.name}" for path in (ROOT / "docs" / "course").glob("pitfall_*.py")),
         *("python docs/photos.py", "python docs/digits.py", "python docs/course/figures.py"),
+        "python docs/photos.py bands 5",
     ),
     # The environment is not installed here; test_course.py types the second, and test_slurm.py the third.
     bool: (
@@ -182,8 +183,8 @@ ELSEWHERE = {text: check for check, texts in CHECKS.items() for text in texts}
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with everything of this one but its outputs and data, and some photos and digits."""
     folder = tmp_path_factory.mktemp("checkout")
-    for script in ("photos.py", "digits.py"):
-        done = forked(str(ROOT / "docs" / script), cwd=folder)
+    for script, *arguments in (("photos.py",), ("photos.py", "bands", "5"), ("digits.py",)):
+        done = forked(str(ROOT / "docs" / script), *arguments, cwd=folder)
         assert done.code == 0, done.err
     (folder / "flowers").symlink_to(folder / "photos" / "train")
     for name in ("train.py", "conf", "src", "pyproject.toml"):

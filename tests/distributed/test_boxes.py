@@ -10,7 +10,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from helpers import Case, gang, train_here
+from helpers import Case, gang, losses, train_here
 
 pytestmark = pytest.mark.slow
 
@@ -42,3 +42,29 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
     loader = yaml.safe_load((tmp_path / "two" / "config.yaml").read_text())["loader"]
     assert loader.pop("workers") >= 1  # as many as the rates of this moment ask for
     assert loader == {"_target_": "lockstep.data.loading.Streaming", "prefetch": 2}
+
+
+@pytest.mark.numerics
+def test_images_of_five_channels_have_the_losses_of_one_rank_on_two_and_after_a_resume(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 40, 30, 5), dtype=np.uint8)
+    for split in ("train", "val"):
+        for number, image in enumerate(pixels):
+            (folder := tmp_path / split / "ab"[number % 2]).mkdir(parents=True, exist_ok=True)
+            np.save(folder / f"{number:02}.npy", image[: 40 - number])
+    job = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.channels=5", "dataset.decode_size=16")
+    job = (*job, "dataset.crop_from=file", "augment=standard", "augment.blur=0.3", "train.mixup=0.4", "batch=6")
+    job = (
+        *job,
+        "model=test_resnet",
+        "precision=fp64",
+        "optimizer=sgd",
+        "steps=4",
+        "loader=streaming",
+        "strategy=ddp",
+    )
+    alone = losses(train_here(tmp_path / "alone", *job, "launcher.ranks=1"))
+    gang(tmp_path / "gang", 2, [Case(tmp_path / "two", job)])
+    train_here(tmp_path / "resumed", *job, "launcher.ranks=1", stop_at=2)
+    assert losses(train_here(tmp_path / "resumed", *job, "launcher.ranks=1")) == alone
+    assert len(alone) == 4
+    assert losses(tmp_path / "two") == pytest.approx(alone, rel=1e-12)

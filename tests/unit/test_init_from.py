@@ -193,6 +193,24 @@ def test_the_weights_of_other_programs_are_taken(tmp_path: Path, prefix: str, ne
     assert all(torch.equal(tensor, right[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("channels", [1, 5])
+def test_weights_of_colours_are_adapted_to_other_channels_as_timm_does_it(tmp_path: Path, channels: int) -> None:
+    file, name = tmp_path / "model.safetensors", "test_resnet.r160_in1k"
+    save_file(timm.create_model(name, num_classes=5).state_dict(), file)
+    expected = timm.create_model(
+        name,
+        pretrained=True,
+        num_classes=5,
+        in_chans=channels,
+        pretrained_cfg_overlay={"file": str(file), "num_classes": 5},
+    )
+    model = Timm(name=name).build(5, (channels, 32, 32))
+    note = load_start(model, file)
+    assert note == f"conv1.0.weight of {file} is adapted from 3 to {channels} channels"
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(tensor, expected.state_dict()[key]), key
+
+
 def test_averaged_weights_of_torch_are_taken(tmp_path: Path) -> None:
     trained = timm.create_model("test_resnet", num_classes=3)
     torch.save(torch.optim.swa_utils.AveragedModel(trained).state_dict(), tmp_path / "average.pth")

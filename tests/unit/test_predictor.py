@@ -395,10 +395,10 @@ def test_the_run_of_weights_is_that_of_their_checkpoint(digits: RunDir, tmp_path
 def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
     trained = TrainedInput(size=8, crop=1.0, mean=(0.2, 0.4, 0.6), std=(1.0, 2.0, 3.0), interpolation="bilinear")
     assert trained.normalisation(3) == ((0.2, 0.4, 0.6), (1.0, 2.0, 3.0))
-    grey = trained.normalisation(1)
-    assert grey is not None
-    assert [*grey[0], *grey[1]] == pytest.approx([0.4, 2.0])
-    assert trained.normalisation(4) is None
+    for channels in (1, 4):
+        assert np.array(trained.normalisation(channels)) == pytest.approx(
+            np.array([[0.4] * channels, [2] * channels])
+        )
 
 
 def test_the_longer_side_of_an_image_counts(digits: RunDir) -> None:

@@ -13,6 +13,7 @@ import timm
 import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
+from timm.models import adapt_input_conv
 
 import lockstep
 from helpers import records, train_here
@@ -57,6 +58,8 @@ def test_weights_in_the_cache_of_the_hub_need_no_network(cache: Path) -> None:
     assert torch.equal(model["layer4.1.conv2.weight"], weights["layer4.1.conv2.weight"])
     assert torch.equal(model["conv1.weight"], weights["conv1.weight"].sum(1, keepdim=True))
     assert model["fc.weight"].shape == (7, 512)
+    bands = option.build(7, (5, 32, 32)).state_dict()["conv1.weight"]
+    assert torch.equal(bands, adapt_input_conv(5, weights["conv1.weight"]))
 
 
 @pytest.mark.parametrize(("offline", "says"), [(True, "HF_HUB_OFFLINE is set"), (False, "127.0.0.1: ")])

@@ -113,13 +113,16 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
 
     Where `classes`, the names by label, are not those of the weights, the head gets the rows of the weights by name;
-    a class without one keeps its new row. A head without such rows stays new. Returns a sentence about a head that is
-    not taken as it is, or an empty text.
+    a class without one keeps its new row. A head without such rows stays new. The first convolution of a timm model
+    is adapted from RGB to other channels, as timm does it. Returns a sentence about what is not taken as it is, or
+    an empty text.
 
     Raises:
         InputError: the file does not exist, or tensors outside the head do not fit.
     """
     file, head = weights_file(path), head_parameters(model)
+    from timm.models import adapt_input_conv
+
     own, card = model.state_dict(), find_card(file)
     shapes, read = _saved(file)
     saved = _by_own_names(shapes, own)
@@ -129,18 +132,37 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     labels = [label for label, name in enumerate(here) if name in rows]
     fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
     new_head = head if not fits or (moved and not labels) else ()
-    _check_shapes(model, saved, file, START, leave_out=head if moved else new_head)
+    stems = [name for name in _stems(model) if _is_rgb_of(saved.get(name, ()), own[name].shape)]
+    _check_shapes(model, saved, file, START, leave_out=[*(head if moved else new_head), *stems])
     tensors = {name: tensor for name, tensor in _by_own_names(read(), own).items() if name not in new_head}
     for name in head if moved and not new_head else ():
         old, tensors[name] = tensors[name], own[name].clone()
         tensors[name][labels] = old[[rows[here[label]] for label in labels]].to(tensors[name])
+    for name in stems:
+        tensors[name] = adapt_input_conv(own[name].shape[1], tensors[name])
     model.load_state_dict(tensors, strict=not new_head)
+    words = [f"{name} of {path} is adapted from 3 to {own[name].shape[1]} channels" for name in stems]
     if new_head:
-        return f"the head of {path} does not fit these classes: {', '.join(head)} start from random weights"
-    if moved:
+        words.append(f"the head of {path} does not fit these classes: {', '.join(head)} start from random weights")
+    elif moved:
         new, gone = sorted({*here} - {*there}), sorted({*there} - {*here})
-        return f"the head of {path} is taken by the names of its classes; new: {shown(new)}, left out: {shown(gone)}"
-    return f"{path} does not name its classes; their order is taken to be {shown(here)}" if here and not card else ""
+        words.append(
+            f"the head of {path} is taken by the names of its classes; new: {shown(new)}, left out: {shown(gone)}"
+        )
+    elif here and not card:
+        words.append(f"{path} does not name its classes; their order is taken to be {shown(here)}")
+    return "; ".join(words)
+
+
+def _stems(model: nn.Module) -> tuple[str, ...]:
+    """The names of the weights of a timm model's first convolutions."""
+    first = (getattr(model, "pretrained_cfg", None) or {}).get("first_conv") or ()
+    return tuple(f"{name}.weight" for name in ((first,) if isinstance(first, str) else first))
+
+
+def _is_rgb_of(saved: tuple[int, ...], own: torch.Size) -> bool:
+    """Whether weights are those of a convolution of RGB, and `own` is its shape for other channels."""
+    return len(saved) == 4 and saved == (own[0], 3, *own[2:]) != own
 
 
 def load_exported(model: nn.Module, file: Path) -> None:

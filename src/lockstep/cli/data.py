@@ -24,6 +24,7 @@ from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_of
 from lockstep.runtime.host import cores
+from lockstep.telemetry.pictures import as_image, channels_shown
 from lockstep.telemetry.progress import progress
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
@@ -54,7 +55,8 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     drawn = io.BytesIO()
     picture(cells, classes, job.task.targets).save(drawn, "png")
     write_atomic(file, drawn.getvalue())
-    log.show(f"wrote {file}: {len(cells)} images in epochs 1 to {epochs}, augmentation: {job.augment}")
+    note = channels_shown(job.dataset.image_shape[0])
+    log.show(f"wrote {file}: {len(cells)} images{note} in epochs 1 to {epochs}, augmentation: {job.augment}")
 
 
 def cells_of(job: ResolvedJob, images: int, epochs: int) -> list[list[Cell | None]]:
@@ -95,8 +97,7 @@ def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str], targ
         for number, row in enumerate(cells):
             if (cell := row[column]) is not None:
                 left, top = GAP + across * column, LINE + GAP + down * number
-                pixels = cell[0] if len(cell[0]) == 3 else cell[0][:1].expand(3, -1, -1)
-                image = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+                image = as_image(cell[0].numpy())
                 sheet.paste(image.resize((zoom * width, zoom * height), Image.Resampling.NEAREST), (left, top))
                 texts = [text[: int(across / CHARACTER)] for text in caption(cell[1], classes, targets)]
                 draw.multiline_text((left, top + zoom * height), "\n".join(texts), "black", font)

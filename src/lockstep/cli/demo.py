@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.cli.local_server import HTML, JSON, LocalServer, Receive, Refused
 from lockstep.core.model_card import LABELS, SIGMOID, VALUES
 from lockstep.core.safe_read import MB
+from lockstep.data.datasets.folder import suffixes_of
 from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
 
 PAGE = Path(__file__).parent / "demo.html"
@@ -51,6 +52,7 @@ class DemoServer(LocalServer):
             "classes": card.classes,
             "targets": card.targets,
             "input": "x".join(map(str, card.input_shape)),
+            "files": ",".join(sorted(suffixes_of(card.input_shape[0]))),
             "score": card.score,
             "independent": card.probabilities == SIGMOID,
             "step": card.step,

@@ -205,6 +205,6 @@ def check_data(predictor: Predictor, source: Source) -> Tensor:
         if (expected := getattr(card, name)) != size:
             raise InputError(
                 f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
-                "of the training: dataset.decode_size, dataset.input_size, dataset.crop"
+                "of the training: dataset.channels, dataset.decode_size, dataset.input_size, dataset.crop"
             )
     return torch.tensor([labels[name] for name in names])

@@ -83,7 +83,8 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
 def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Tensor, str]:
     """The images to compare on, and words about their origin if they are random."""
     if named:
-        return predictor.stored([path for name in named for path in files_in(Path(name))][:COMPARED]), ""
+        channels = predictor.card.image_shape[0]
+        return predictor.stored([path for name in named for path in files_in(Path(name), channels)][:COMPARED]), ""
     if (run := run_of(file)) is None:
         return _random_images(predictor.card), " of random pixels, because a file of weights has no images,"
     try:

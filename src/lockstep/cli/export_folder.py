@@ -76,7 +76,6 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
 
 def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
     """The model card in Markdown, with the fields that the hub of Hugging Face reads at its top."""
-    _, height, width = card.input_shape
     words = [] if run is None else ["lockstep", "train", *read_overrides(run.overrides)]
     scores = [f"- {figure_text(figure, value)}" for figure, value in card.scores.items()]
     code = [
@@ -92,7 +91,8 @@ def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
         f"step {card.step:,}{', averaged weights' * card.averaged}.",
         "",
         *(["On the evaluation split:", "", *scores, ""] if scores else []),
-        f"Images: {height}x{width}, the central {card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
+        f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), the central "
+        f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
         *([f"The scores are of {card.eval_views} views; this model takes one."] if card.eval_views > 1 else []),
         "",

@@ -63,7 +63,7 @@ def predict(
     if threshold is not None and not 0 <= threshold <= 1:
         raise InputError(f"--threshold is {threshold:g}, expected a probability: --threshold 0.5")
     problems: list[str] = []
-    paths = list(_images(files, problems))
+    paths = list(_images(files, problems, predictor.card.image_shape[0]))
     with progress("predicting", len(paths)) as advance:
         if targets == VALUES:
             values = _results(predictor, paths, problems, advance, predictor.values)
@@ -90,11 +90,11 @@ def predict(
         raise InputError(*problems)
 
 
-def _images(files: Sequence[str], problems: list[str]) -> Iterator[Path]:
+def _images(files: Sequence[str], problems: list[str], channels: int) -> Iterator[Path]:
     """The files to read: the named files, and all images in the named folders."""
     for name in files:
         try:
-            yield from files_in(Path(name))
+            yield from files_in(Path(name), channels)
         except InputError as error:
             problems.append(str(error))
 

@@ -225,13 +225,11 @@ class TrainedInput:
             stored=max(card.image_shape[1:]),
         )
 
-    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
-        """Mean and standard deviation for images with `channels` channels; None if they cannot be derived.
+    def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and standard deviation for images with `channels` channels, see `per_channel`."""
+        return per_channel(self.mean, channels), per_channel(self.std, channels)
 
-        A grey image gets the average over the channels.
-        """
-        if len(self.mean) == channels:
-            return self.mean, self.std
-        if channels == 1:
-            return (sum(self.mean) / len(self.mean),), (sum(self.std) / len(self.std),)
-        return None
+
+def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """The values if there is one for each channel, otherwise their average for each, as for grey images."""
+    return values if len(values) == channels else (sum(values) / len(values),) * channels

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import INTERPOLATION, Shape
-from lockstep.data.datasets.decode import Box, ImageFile, decoding_failure
-from lockstep.data.datasets.folder import SUFFIXES, image_files
+from lockstep.data.datasets.bands import GREY, RGB
+from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
+from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
 
 # An image: a file by its path, the bytes of one, a Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8
 # tensor (C, H, W).
 ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
-RGB = 3
 
 
 def stored_images(
@@ -50,13 +50,11 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
         tensor = _tensor(image)
         if tuple(tensor.shape) == shape:
             return tensor
-        image = _pillow(tensor)
+        image = _pillow(tensor) if shape[0] in (GREY, RGB) else _npy(tensor)
     name = str(image) if isinstance(image, (str, Path)) else "the image"
-    if shape[0] not in (1, RGB):
-        raise InputError(f"{name} is grey or RGB, but the model takes images of {shape[0]} channels; give it tensors")
     try:
-        file = ImageFile.read(Path(image)) if isinstance(image, (str, Path)) else ImageFile.of(_bytes(image))
-        return _resize_and_crop(file, shape, interpolation)
+        data = contents(Path(image)) if isinstance(image, (str, Path)) else _bytes(image)
+        return _resize_and_crop(ImageFile.of(data, shape[0]), shape, interpolation)
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
@@ -64,45 +62,41 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
 
 
-def files_in(path: Path) -> list[Path]:
+def files_in(path: Path, channels: int = RGB) -> list[Path]:
     """The image files below a folder, sorted; those of a pattern that a shell has not expanded; else only this path.
+
+    Of a folder, these are the files that can hold an image of so many channels.
 
     Raises:
         InputError: it is a folder without images, or a pattern without files.
     """
     if not path.exists() and glob.has_magic(str(path)):
         if names := sorted(glob.glob(str(path))):  # noqa: PTH207, the pattern may begin at the root
-            return [file for name in names for file in files_in(Path(name))]
+            return [file for name in names for file in files_in(Path(name), channels)]
         raise InputError(f"no file has a name like {path}")
     if not path.is_dir():
         return [path]
-    images = sorted(path / image for image in image_files(path, Counter()))
+    suffixes = suffixes_of(channels)
+    images = sorted(path / image for image in image_files(path, Counter(), suffixes))
     if not images:
-        raise InputError(f"{path} has no images in it ({', '.join(sorted(SUFFIXES))})")
+        raise InputError(f"{path} has no images in it ({', '.join(sorted(suffixes))})")
     return images
 
 
 def _resize_and_crop(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
-    channels, height, width = shape
+    _, height, width = shape
     if height == width:
         pixels = file.square(height, interpolation)
     else:
         box = _central_box(file.height, file.width, height / width)
         pixels = file.box(box, (height, width), interpolation)
-    rgb = torch.from_numpy(np.ascontiguousarray(pixels))
-    return rgb if channels == RGB else _grey(rgb)
+    return torch.from_numpy(np.ascontiguousarray(pixels))
 
 
 def _central_box(height: int, width: int, ratio: float) -> Box:
     """The largest central box whose height is `ratio` of its width, but for rounding."""
     box_height, box_width = min(height, max(1, round(width * ratio))), min(width, max(1, round(height / ratio)))
     return ((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
-
-
-def _grey(rgb: Tensor) -> Tensor:
-    """The luminance of ITU-R 601, in Pillow's integer arithmetic: a grey pixel keeps its value."""
-    red, green, blue = rgb.int()
-    return ((red * 19595 + green * 38470 + blue * 7471 + 2**15) >> 16).to(torch.uint8)[None]
 
 
 def _tensor(image: NDArray[np.uint8] | Tensor) -> Tensor:
@@ -122,6 +116,11 @@ def _pillow(image: Tensor) -> Image.Image:
     if len(image) not in (1, RGB):
         raise InputError(f"an image has {len(image)} channels, expected 1 or {RGB}")
     return Image.fromarray(image[0].numpy() if len(image) == 1 else image.movedim(0, -1).contiguous().numpy())
+
+
+def _npy(image: Tensor) -> bytes:
+    np.save(file := BytesIO(), image.movedim(0, -1).numpy())
+    return file.getvalue()
 
 
 def _bytes(image: bytes | Image.Image) -> bytes:

@@ -231,8 +231,7 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
 def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> InputBlock:
     """How pixels are normalised and resized: as set by the user, else as for the weights, else as for the data."""
     channels = dataset.input_shape[0]
-    known = trained.normalisation(channels) if trained is not None else None
-    mean, std = known or (dataset.mean, dataset.std)
+    mean, std = (dataset.mean, dataset.std) if trained is None else trained.normalisation(channels)
     interpolation = block.interpolation
     if interpolation == "auto":
         interpolation = trained.interpolation if trained is not None else INTERPOLATION

@@ -169,7 +169,7 @@ def cut(value: str | float, most: int = 18) -> str:
 
 def sheet(images: Sequence[np.ndarray] | np.ndarray, captions: Sequence[str] = (), columns: int = 4) -> bytes:
     """Images uint8 (C, H, W) in rows as PNG, each enlarged if it is small, with the lines of its caption below."""
-    tiles = [_as_image(image) for image in images]
+    tiles = [as_image(image) for image in images]
     factor = max(1, PAGE // columns // max(tiles[0].size))
     width, height = (side * factor for side in tiles[0].size)
     step = height + 4 + 2 * LINE * bool(captions)
@@ -230,11 +230,17 @@ def scattered(predictions: Predictions, value: int) -> bytes:
 
 def in_base64(image: np.ndarray) -> str:
     """An image uint8 (C, H, W) as PNG in base64."""
-    return base64.b64encode(_png(_as_image(image))).decode()
+    return base64.b64encode(_png(as_image(image))).decode()
 
 
-def _as_image(image: np.ndarray) -> Image.Image:
+def as_image(image: np.ndarray) -> Image.Image:
+    """The picture of an image uint8 (C, H, W): its first three channels, or the first one in grey."""
     return Image.fromarray(image[:3].transpose(1, 2, 0).copy() if len(image) >= 3 else image[0])
+
+
+def channels_shown(channels: int) -> str:
+    """Words after "images" that say which of so many channels their pictures show; empty for all."""
+    return "" if channels in (1, 3) else f" (the first {'three ' * (channels > 3)}of {channels} channels)"
 
 
 def _name(names: Sequence[str], label: int) -> str:

@@ -127,6 +127,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "curves": lambda: [*charts(figures, learning_titles(run))],
         "usage": lambda: [*charts(figures, USAGE), *charts(run.gpu, USAGE)],
         "predictions": lambda: _predictions(run, predictions) if predictions else {},
+        "channels": lambda: pictures.channels_shown((run.composed.get("dataset") or {}).get("channels", 3)),
         "differences": lambda: [*_differences(run.composed, run.choices)],
         "environment": lambda: [
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})

@@ -1,8 +1,9 @@
-"""Decodes image files to upright 8-bit RGB, and no more pixels than are needed.
+"""Decodes image files to upright 8-bit RGB, grey or other channels, and no more pixels than are needed.
 
 simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, torchvision decodes PNG and WebP without
-transparency, and Pillow everything else (`lockstep.data.datasets.photos`). The first bytes of a file decide its
-format, not its name. Sizes and boxes are those of the upright image.
+transparency, and Pillow all other photos (`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB.
+Images of other numbers of channels are arrays and TIFF files (`lockstep.data.datasets.bands`). The first bytes of a
+file decide its format, not its name. Sizes and boxes are those of the upright image.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from lockstep.core.model_card import INTERPOLATION
-from lockstep.data.datasets import photos
+from lockstep.data.datasets import bands, photos
+from lockstep.data.datasets.bands import GREY, RGB
 from lockstep.data.datasets.listing import Member
 
-Pixels = NDArray[np.uint8]  # (height, width, 3), from a decoder
-Stored = NDArray[np.uint8]  # (3, height, width), as stored
+Pixels = NDArray[np.uint8]  # (height, width, channels), from a decoder
+Stored = NDArray[np.uint8]  # (channels, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 Decoder = Callable[[bytes], Pixels]
 # Stored rows and columns, how they are decoded, EXIF orientation, and the pixels that the decoder goes through.
@@ -55,7 +57,8 @@ _IMPORTING = threading.Lock()
 class ImageFile(NamedTuple):
     """The bytes of an image file, the size of the upright image, and how it is decoded.
 
-    `decoder` decodes the file; None is simplejpeg. `orientation` is the EXIF orientation of the stored pixels.
+    `decoder` decodes the file; None is simplejpeg. `orientation` is the EXIF orientation of the stored pixels, and
+    `channels` is how many channels the image is to have.
     """
 
     data: bytes
@@ -63,29 +66,34 @@ class ImageFile(NamedTuple):
     width: int
     decoder: Decoder | None
     orientation: int = photos.UPRIGHT
+    channels: int = RGB
 
     @classmethod
-    def read(cls, place: Path | Member) -> ImageFile:
+    def read(cls, place: Path | Member, channels: int = RGB) -> ImageFile:
         """Read the file at `place`, without decoding it.
 
         Raises:
             OSError: it cannot be read.
-            ValueError: its format is not supported, or its header declares too many pixels.
+            ValueError: its format is not supported, or its header declares too many pixels or other channels.
         """
-        return cls.of(contents(place))
+        return cls.of(contents(place), channels)
 
     @classmethod
-    def of(cls, data: bytes) -> ImageFile:
+    def of(cls, data: bytes, channels: int = RGB) -> ImageFile:
         """Like `read`, for the content of a file."""
-        rows, columns, decoder, orientation, pixels = _turbo_header(data) or _pillow_header(data)
+        if channels in (GREY, RGB):
+            rows, columns, decoder, orientation, pixels = _turbo_header(data) or _pillow_header(data)
+        else:
+            rows, columns, decoder, orientation = bands.opened(data, channels)
+            pixels = -(-rows * columns * channels // RGB)  # as many bytes as those of a photo
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
-        file = cls(data, height, width, decoder, orientation)
+        file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, height * width)
         _check_size(file, pixels, f", but decoding it takes as long as {pixels}")
         return file
 
     def square(self, size: int, interpolation: str = INTERPOLATION) -> Stored:
-        """The centre of the image after resizing its shorter side to `size`: (3, size, size).
+        """The centre of the image after resizing its shorter side to `size`: (channels, size, size).
 
         Raises:
             Exception: any exception of the decoder, for a damaged file.
@@ -102,7 +110,7 @@ class ImageFile(NamedTuple):
         return resized[:, top : top + size, left : left + size]
 
     def box(self, box: Box, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Stored:
-        """A box of the whole image, resized: (3, *size). Raises like `square`."""
+        """A box of the whole image, resized: (channels, *size). Raises like `square`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width))
         # The box in pixels of the decoded image, which may be smaller; rounded outwards.
@@ -116,8 +124,11 @@ class ImageFile(NamedTuple):
         """The whole upright image. Also returns the scale, in eighths: a JPEG is decoded at the smallest one that
         keeps at least `share` of each side.
         """
-        if self.decoder is not None:
-            return photos.upright(self.decoder(self.data), self.orientation), 8
+        pixels, eighths = self._scaled_jpeg(share) if self.decoder is None else (self.decoder(self.data), 8)
+        pixels = photos.upright(pixels, self.orientation)
+        return (photos.grey(pixels) if self.channels == GREY else pixels), eighths
+
+    def _scaled_jpeg(self, share: float) -> tuple[Pixels, int]:
         turned = self.orientation in photos.TURNED
         rows, columns = (self.width, self.height) if turned else (self.height, self.width)
         # simplejpeg takes a minimum size, which does not determine the scale if both sides are tiny.
@@ -125,11 +136,10 @@ class ImageFile(NamedTuple):
         eighths = next(scale for scale in EIGHTHS if scale >= 8 * share) if scaled else 8
         height, width = (-(-side * eighths // 8) if scaled else 0 for side in (rows, columns))
         try:
-            pixels = simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width)
+            return simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width), eighths
         except ValueError:
             # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-            pixels, eighths = _by_torchvision(self.data), 8
-        return photos.upright(pixels, self.orientation), eighths
+            return _by_torchvision(self.data), 8
 
 
 def contents(place: Path | Member) -> bytes:

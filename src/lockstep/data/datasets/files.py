@@ -14,8 +14,10 @@ from torch import Tensor
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.fields import PATTERN, choice, ranged, ruled
-from lockstep.core.model_card import INTERPOLATION, TrainedInput
+from lockstep.core.model_card import INTERPOLATION, MOST_CHANNELS, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
+from lockstep.data.datasets import bands
+from lockstep.data.datasets.bands import GREY, RGB
 from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
@@ -27,6 +29,7 @@ SIZES = ("decode_size", "input_size", "crop")
 # pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
 LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 # The fields that say how files are read, not which.
 DECODING = frozenset({*SIZES, "crop_from", "skip"})
@@ -90,11 +93,11 @@ class Crop:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded to RGB and a square of `size` pixels: the shorter side resized, the centre kept.
+    """Image files, each decoded to a square of `size` pixels: the shorter side resized, the centre kept.
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
-    images that a run leaves out, `interpolation` how images are resized.
+    images that a run leaves out, `interpolation` how images are resized, `channels` how many an image has.
     """
 
     paths: Files | Sequence[Path | Member]
@@ -103,6 +106,7 @@ class FileSplit:
     skip: int = 0
     crop: Crop | None = None
     interpolation: str = INTERPOLATION
+    channels: int = RGB
 
     images: ClassVar[None] = None
 
@@ -112,8 +116,8 @@ class FileSplit:
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
         size = (self.size, self.size) if self.crop is None else self.crop.size
         numbers, indices = indices, [index % len(self) for index in indices]
-        decoded = np.empty((len(indices), 3, *size), dtype=np.uint8)
-        files = [self._attempt(index, ImageFile.read, self.paths[index]) for index in indices]
+        decoded = np.empty((len(indices), self.channels, *size), dtype=np.uint8)
+        files = [self._attempt(index, ImageFile.read, self.paths[index], self.channels) for index in indices]
         if self.crop is None:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
                 decoded[number] = self._attempt(index, file.square, self.size, self.interpolation)
@@ -183,14 +187,12 @@ class FileSource(PhotoSource, CutSource):
     of the augmentation are cut from the whole images while they are read.
     """
 
+    channels: int = ranged(RGB, least=1, most=MOST_CHANNELS)
     decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
     crop_from: str = choice("square", "square", "file")
     skip: int = ranged(0, least=0, most=1_000_000_000)
     test_share: float | None = ranged(None, above=0.0, below=1)
     group_pattern: str | None = ruled(None, PATTERN)
-
-    mean: ClassVar[tuple[float, ...]] = (0.485, 0.456, 0.406)  # ImageNet's
-    std: ClassVar[tuple[float, ...]] = (0.229, 0.224, 0.225)
 
     part: ClassVar[str]  # what a split is there; `train_PART`, `val_PART` and `test_PART` name them
 
@@ -240,7 +242,15 @@ class FileSource(PhotoSource, CutSource):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         side = USUAL_STORED if self.decode_size == AUTO else int(self.decode_size)
-        return (3, side, side)
+        return (self.channels, side, side)
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        return per_channel(IMAGENET_MEAN, self.channels)
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        return per_channel(IMAGENET_STD, self.channels)
 
     @property
     def usual_augment(self) -> str:
@@ -265,6 +275,8 @@ class FileSource(PhotoSource, CutSource):
             splits = {key.partition("_")[0]: files for key, files in self.list_files().items()}
             if self.group_pattern is not None:
                 splits = {name: files.grouped(self.group_pattern) for name, files in splits.items()}
+            if self.channels not in (GREY, RGB):
+                bands.check_readable([name for files in splits.values() for name in files.names.tolist()])
             check_groups(splits)
             if self.test_share is not None:
                 examples = self._examples(splits["train"])
@@ -298,7 +310,7 @@ class FileSource(PhotoSource, CutSource):
         ]
 
     def _split(self, files: Files) -> FileSplit:
-        return FileSplit(files, files.labels, self.image_shape[1], self.skip)
+        return FileSplit(files, files.labels, self.image_shape[1], self.skip, channels=self.channels)
 
 
 def crops_files(source: object) -> bool:

@@ -19,7 +19,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
-from lockstep.data.datasets import photos
+from lockstep.data.datasets import bands, photos
+from lockstep.data.datasets.bands import GREY, RGB
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
 
@@ -61,7 +62,7 @@ class Folder(FileSource):
                     f"dataset.{key}: there is no folder {folder}; name another with dataset.{key}={other}, or hold "
                     f"out a share of {train} with dataset.{key.partition('_')[0]}_share=0.1"
                 )
-        return {key: list_split(folder, train) for key, folder in splits.items()}
+        return {key: list_split(folder, train, suffixes_of(self.channels)) for key, folder in splits.items()}
 
     def _places(self, name: str) -> set[str]:
         return {str(folder)} if (folder := Path(self.path, name)).exists() else set()
@@ -74,28 +75,37 @@ class ImageNet(Folder):
     crop_from: str = choice("file", "square", "file")
 
 
-def list_split(folder: Path, train: Path) -> Files:
-    """The files of the split in `folder`, with the classes of the split in `train`.
+def suffixes_of(channels: int) -> frozenset[str]:
+    """The suffixes of the files that can hold an image of so many channels."""
+    return SUFFIXES if channels in (GREY, RGB) else bands.SUFFIXES
+
+
+def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -> Files:
+    """The files with these suffixes of the split in `folder`, with the classes of the split in `train`.
 
     Raises:
         InputError: `folder` is not a split, or has a class that `train` does not have.
     """
     class_folders, other_kinds = scan_split(folder)
     names = dict.fromkeys(scan_split(train)[0], as_names([]))
-    left_out, suffixes = Counter(other_kinds), Counter[str]()
+    left_out, numbers = Counter(other_kinds), Counter[str]()
     for name, spellings in class_folders.items():
         if name not in names:
             first = folder / spellings[0]
             other = next((other for other in names if other.casefold() == name.casefold()), None)
             remedy = "remove it, or add it there" if other is None else f"rename it to {other}, as it is there"
             raise InputError(f"dataset.path: {first} is a class that {train} does not have; {remedy}")
-        images = [f"{of}/{image}" for of in spellings for image in sorted(image_files(folder / of, left_out))]
+        images = [
+            f"{of}/{image}" for of in spellings for image in sorted(image_files(folder / of, left_out, suffixes))
+        ]
         if not images:
-            raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({', '.join(sorted(SUFFIXES))})")
-        suffixes.update(map(kind_of, images))
+            hint = "; .npy files are read with dataset.channels=N, if N is neither 1 nor 3" * (left_out[".npy"] > 0)
+            expected = ", ".join(sorted(suffixes))
+            raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({expected}){hint}")
+        numbers.update(map(kind_of, images))
         names[name] = as_names(images)
     for kind in (photos.AVIF, photos.HEIC):
-        if (number := sum(suffixes[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
+        if (number := sum(numbers[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
             raise InputError(
                 f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
                 f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
@@ -176,8 +186,8 @@ def _expected(folder: Path) -> str:
     return f"{expected}; name another with dataset.path=FOLDER{classes}"
 
 
-def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
-    """The image files below `folder`, as paths relative to it. Counts all other files in `left_out`, by kind."""
+def image_files(folder: Path, left_out: Counter[str], suffixes: frozenset[str] = SUFFIXES) -> Iterator[str]:
+    """The files with `suffixes` below `folder`, as paths relative to it. Counts all others in `left_out`, by kind."""
     pending = [("", frozenset(map(_identity, folder.absolute().parents)))]
     while pending:
         relative, ancestors = pending.pop()
@@ -189,7 +199,7 @@ def image_files(folder: Path, left_out: Counter[str]) -> Iterator[str]:
             kind = kind_of(entry.name)
             if kind != HIDDEN and entry.is_dir():
                 pending.append((f"{relative}{entry.name}/", ancestors))
-            elif kind not in SUFFIXES:
+            elif kind not in suffixes:
                 left_out[kind] += 1
             else:
                 yield relative + entry.name

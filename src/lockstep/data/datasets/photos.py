@@ -94,7 +94,8 @@ def opened_by_pillow(data: bytes) -> Any:
     try:
         return Image.open(BytesIO(data), formats=formats)
     except UnidentifiedImageError:
-        raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}") from None
+        hint = "; a TIFF of several bands is read with dataset.channels=N" * data.startswith((b"II", b"MM"))
+        raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}{hint}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"its header says too much: {str(error).partition(', could')[0]}") from None
 
@@ -140,7 +141,7 @@ def orientation_of_jpeg(data: bytes) -> int:
 
 
 def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """The stored `pixels` (rows, columns, 3) the right way up: (height, width, 3)."""
+    """The stored `pixels` (rows, columns, channels) the right way up: (height, width, channels)."""
     if orientation == UPRIGHT:
         return pixels
     if orientation in TURNED:
@@ -150,6 +151,13 @@ def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     if orientation in ROWS_BACK:
         pixels = pixels[::-1]
     return np.ascontiguousarray(pixels)
+
+
+def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Pillow's "L" of RGB, (height, width, 1): the luminance of ITU-R 601. A grey pixel keeps its value."""
+    from PIL import Image
+
+    return np.array(Image.fromarray(pixels).convert("L"))[:, :, None]
 
 
 def to_rgb(image: Any) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import MB, opened, parsed_json
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
-from lockstep.data.datasets.folder import HIDDEN, SUFFIXES, kind_of, left_out_note
+from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.targets import SEPARATOR, as_targets, names_of, split_text, target_of
 
@@ -122,14 +122,14 @@ class WebDataset(FileSource):
                     key, suffix = _key_and_suffix(name)
                     if any(kind_of(part) == HIDDEN for part in name.split("/") if part != "."):
                         left_out[HIDDEN] += 1
-                    elif f".{suffix.rpartition('.')[2]}" in SUFFIXES:
+                    elif suffix == self.label.lower().removeprefix("."):
+                        file.seek(offset)
+                        labels[key] = self._target(file.read(min(size, LABEL_BYTES + 1)), f"{shard}:{name}")
+                    elif f".{suffix.rpartition('.')[2]}" in suffixes_of(self.channels):
                         sample = images.setdefault(key, {})
                         if suffix in sample:
                             raise InputError(f"dataset: {shard} has two images {key}.{suffix}, expected one")
                         sample[suffix] = TarMember(shard, name, key, offset, size)
-                    elif suffix == self.label.lower().removeprefix("."):
-                        file.seek(offset)
-                        labels[key] = self._target(file.read(min(size, LABEL_BYTES + 1)), f"{shard}:{name}")
                     else:
                         left_out[f".{suffix}"] += 1
             except ValueError as error:

@@ -250,13 +250,22 @@ class ThreeAugment(Policy):
 
 def check_channels(augment: object, channels: int) -> None:
     """Refuse an augmentation that images of this number of channels cannot have."""
+    have = f"the images have {channels} channel{'s' * (channels != 1)}"
+    other = channels not in (1, 3)  # neither Pillow nor torchvision has operations on colours for them
+    if other and isinstance(augment, (_Operations, Policy)):
+        raise InputError(
+            f"augment: the operations of {type(augment).__name__} are defined for grey and RGB, but {have}; use "
+            "augment=standard or augment=crop_flip"
+        )
     if not isinstance(augment, RandomResizedCrop):
         return
-    have = f"the images have {channels} channel{'s' * (channels != 1)}"
     if channels != 3 and isinstance(augment, ThreeAugment):
         raise InputError(f"augment=three_augment needs red, green and blue, but {have}; use augment=trivialaugment")
     if channels != 3 and augment.grey:
         raise InputError(f"augment.grey={augment.grey:g} needs red, green and blue, but {have}: augment.grey=0")
+    for name in ("jitter", "solarize"):
+        if other and (share := getattr(augment, name)):
+            raise InputError(f"augment.{name}={share:g} is defined for grey and RGB, but {have}: augment.{name}=0")
     if isinstance(augment, _Moving) and len(augment.fill) not in (1, channels):
         raise InputError(
             f"augment.fill is {augment.fill}, but {have}; give one value for all channels or one for each: "
