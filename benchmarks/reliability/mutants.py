@@ -110,8 +110,8 @@ telemetry/hardware_watch.py: the energy of an image is that of the last part of 
 training/dry_run.py: each rank takes the number of micro-batches that it needs itself [dry_run]
 - return max(needed)
 + return needed[world.rank]
-training/train_state.py: the decay of the average is not warmed up [optim]
-- decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+training/averages.py: the decay of the average is not warmed up [optim]
+- decay = min(self.decay, (1 + update) / (10 + update)) if self.warmup else self.decay
 + decay = self.decay
 training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
 - cores = evidence.cores / evidence.world.local_size
@@ -142,7 +142,7 @@ strategy/cutting.py: of cuts that balance equally the last one is taken [stages]
 - return list(min(ways)[1])
 + return list(min(reversed(ways), key=lambda way: way[0])[1])
 training/trainer.py: the model that is not averaged counts in the metrics and predictions too [trainer]
-- self.loader, observers if ema is None else ())
+- self.loader, observers if averaged is None else ())
 + self.loader, observers)
 training/trainer.py: a checkpoint that is overdue by the clock is not saved [trainer]
 - if improved or overdue or ends or self.plan.due

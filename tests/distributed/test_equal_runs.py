@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from helpers import FAKE, NARROW, Case, Gang, losses, records, train_here, weights
 
@@ -102,6 +103,9 @@ TWO["tuned"] = (
 )
 AGAIN = (*COMMON, *NORMED, "model.grad_checkpointing=true")
 TWO["again-fsdp"] = (*AGAIN, "strategy=fsdp")
+# Five blocks of images for the statistics of batch norm: of two ranks, one has a block fewer.
+MEAN = (*COMMON, *NORMED, "train.ema=null", "train.swa_from=2", "train.swa_every=1", "train.eval_batch=36")
+TWO |= {f"mean-{strategy}": (*MEAN, f"strategy={strategy}") for strategy in ("ddp", "fsdp", "pipeline")}
 TWO["bn-replicas"] = (*COMMON, *NORMED, "strategy=fsdp", "strategy.replicas=2")
 # With an empty shard.
 STAGED = ("strategy=pipeline", "strategy.cuts=[3,9]")
@@ -125,6 +129,7 @@ REFERENCES = {
     "attention": (*COMMON, *ATTENTION),
     "bn": (*COMMON, *NORMED),
     "again": AGAIN,
+    "mean": MEAN,
     **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
     **{name: (*BASE, *words) for name, words in FROZEN.items()},
 }
@@ -215,6 +220,16 @@ def test_what_is_frozen_is_so_on_any_number_of_ranks(
     expected, actual = weights(runs[1][name]), weights(runs[ranks][f"{name}-{strategy}"])
     for key, tensor in expected.items():
         torch.testing.assert_close(actual[key], tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
+def test_a_plain_mean_and_its_statistics_do_not_depend_on_the_ranks(runs: dict[int, Runs], strategy: str) -> None:
+    alone, several = runs[1]["mean"], runs[2][f"mean-{strategy}"]
+    expected, actual = (load_file(run / "checkpoints/step-00000004/ema.safetensors") for run in (alone, several))
+    for key, tensor in expected.items():
+        torch.testing.assert_close(actual[key], tensor, rtol=1e-9, atol=1e-9)
+    (reference,), (ours,) = ([line["loss/val_ema"] for line in records(run)[-1:]] for run in (alone, several))
+    assert ours == pytest.approx(reference, rel=1e-12)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

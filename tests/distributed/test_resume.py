@@ -75,6 +75,17 @@ def test_a_run_all_in_bfloat16_resumes_to_the_bit(tmp_path: Path) -> None:
     assert all(torch.equal(actual[name], reference[name]) for name in reference)
 
 
+# Before the mean begins; behind an update without an evaluation; and in the blocks of its statistics.
+@pytest.mark.parametrize("stop", [{"stop_at": 2}, {"stop_at": 4}, {"stop_in": 7}])
+def test_a_plain_mean_of_weights_resumes_to_the_bit(tmp_path: Path, stop: dict[str, int]) -> None:
+    job = (*NORMED, "train.swa_from=3", "train.swa_every=1", "train.eval_every=5", "steps=6", "train.eval_batch=40")
+    whole = train_here(tmp_path / "whole", *job).path
+    run = train_here(tmp_path / "run", *job, **stop).path
+    train_here(run, *job)
+    assert everything(run) == everything(whole)
+    assert untimed(run) == untimed(whole)
+
+
 def untimed(run: Path) -> list[dict[str, object]]:
     """What a run has logged, without what depends on the clock."""
     return [

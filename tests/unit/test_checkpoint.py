@@ -39,7 +39,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.optim.optimizers import SGD, AdamW, Timm
-from lockstep.training.train_state import EMA
+from lockstep.training.averages import EMA
 
 FILES = ("manifest.json", "facts.json", "state.pt", "model.safetensors", "ema.safetensors")
 IDENTITY = {"model": "Net()", "batch": 64, "seed": 3, "monitor": "top1"}
@@ -77,7 +77,9 @@ def parts(seed: int = 0, optimizer: Any = None) -> Parts:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0 ** (seed + 3), "_growth_tracker": seed + 5})
-    return Parts(model, (optimizer or AdamW()).build(model), EMA(model, 0.9), scaler)
+    ema = EMA(model, 0.9)
+    ema.update_parameters(model)
+    return Parts(model, (optimizer or AdamW()).build(model), ema, scaler)
 
 
 def same(one: Any, other: Any) -> bool:

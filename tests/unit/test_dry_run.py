@@ -20,7 +20,7 @@ from lockstep.core.world import World
 from lockstep.models import zoo
 from lockstep.optim import AdamW
 from lockstep.runtime.host import GB
-from lockstep.training import dry_run, train_state
+from lockstep.training import averages, dry_run
 from lockstep.training.dry_run import choose_micro_batches, dry_run_step, fits, oom_advice, training_rate
 from thread_ranks import ThreadRanks
 
@@ -54,7 +54,7 @@ def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyP
         return building
 
     monkeypatch.setattr(AdamW, "build", kept(AdamW.build))
-    monkeypatch.setattr(train_state, "EMA", kept(train_state.EMA))
+    monkeypatch.setattr(averages, "EMA", kept(averages.EMA))
     dry_run_step(resolved("train.ema=0.9"), World.solo(), 2)()
     average, optimizer = parts
     assert all(optimizer.state[parameter] for group in optimizer.param_groups for parameter in group["params"])

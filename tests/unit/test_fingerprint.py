@@ -38,6 +38,7 @@ def test_how_a_job_is_run_is_not_what_it_is() -> None:
         ("seed=1", "seed"),
         ("optimizer=sgd", "optimizer"),
         ("train.ema=0.99", "average"),
+        ("train.swa_from=50%", "average"),
         ("train.sampling=balanced", "sampling"),
         ("train.repeats=2", "sampling"),
         ("loss=focal", "loss"),

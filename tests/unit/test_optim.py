@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, clip_gradients, set_learning_rate
-from lockstep.training.train_state import EMA
+from lockstep.training.averages import EMA
 
 pytestmark = pytest.mark.numerics
 

@@ -218,14 +218,15 @@ def restore(
 ) -> dict[str, Any]:
     """Load a checkpoint into the parts of a run; returns its progress. Raises InputError if it does not fit."""
     try:
-        if ema is not None and loaded.ema is None:
+        if ema is not None and "ema_updates" not in loaded.state:
             raise ValueError("it has no averaged weights; use train.ema=null")
         restore_optimizer(optimizer, model, loaded.state["optimizer"])
         load_whole(model, loaded.model)
         _restore_scaler(scaler, loaded.state["scaler"])
-        if ema is not None and loaded.ema is not None:
-            load_whole(ema.module, loaded.ema)
+        if ema is not None:
             ema.n_averaged.fill_(loaded.state["ema_updates"])
+            if loaded.ema is not None:
+                load_whole(ema.module, loaded.ema)
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(
             f"resume: {loaded.path} does not fit this model ({error}); resume with the values that the run had, or "

@@ -153,8 +153,9 @@ class Checkpointer:
         tensors = {MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
-            tensors[EMA] = ema.module.state_dict()
             state["ema_updates"] = int(ema.n_averaged)
+            if ema.n_averaged:
+                tensors[EMA] = ema.module.state_dict()
         tensors, state = gathered(tensors, keep=self.writes), gathered(state, keep=self.writes)
         if not self.writes:
             return
@@ -164,7 +165,7 @@ class Checkpointer:
             copies = {name: tensor.clone() for name, tensor in self.unexported.tensors.items()}
             self.unexported = replace(self.unexported, tensors=copies)
         tensors, state = self.copies.of([tensors, state])
-        scored = EMA if ema is not None else MODEL
+        scored = EMA if EMA in tensors else MODEL
         weights = {
             file: Weights(own, self._metadata(progress, averaged=file == EMA, scored=file == scored))
             for file, own in tensors.items()

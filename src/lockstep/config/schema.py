@@ -60,6 +60,9 @@ class TrainBlock:
     ema: float | None = ranged(None, above=0.0, below=1)
     ema_warmup: bool = True
     ema_every: int = ranged(1, least=1, most=1_000_000_000)
+    swa_from: int | str | None = duration(None)
+    swa_every: int | str = duration("1ep")
+    swa_images: int = ranged(10_000, least=1, most=LONGEST)
     sampling: str = choice("shuffled", "shuffled", "balanced")
     repeats: int = ranged(1, least=1, most=1_000_000)
     freeze: list[str] = ruled([], TEXT)
@@ -71,6 +74,11 @@ class TrainBlock:
     eval_views: int = choice(1, 1, 2, 6)
     cudnn_benchmark: bool = False
     cuda_graph: bool = False
+
+    @property
+    def averages(self) -> bool:
+        """Whether an average of the weights is evaluated too."""
+        return self.ema is not None or self.swa_from is not None
 
     @property
     def passes(self) -> int:

@@ -78,6 +78,8 @@ KEYS: Mapping[str, str] = {
     "train.repeats=3": "repeated_aug ra_sampler",
     "train.ema_warmup=true": "model_ema_warmup",
     "train.ema_every={}": "model_ema_steps ema_steps",
+    "train.swa_from=75%": "swa use_swa stochastic_weight_avg",
+    "train.swa_from={}ep": "swa_start swa_epoch_start",
     "train.patience=5": "early_stopping early_stop",
     "train.patience={}": "patience early_stopping_patience",
     "schedule=step schedule.gamma={}": "decay_rate lr_gamma lr_decay_rate",

@@ -32,6 +32,7 @@ from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job, check_memory, check_monitor
 from lockstep.runtime import environment
+from lockstep.training.averages import check_average
 from lockstep.training.patience import Patience
 from lockstep.training.resolved_job import ResolvedJob, fingerprint, plan_of, train_longer
 
@@ -133,6 +134,7 @@ def check_plan(job: ResolvedJob) -> Plan:
     check_memory(job, plan)
     check_schedule(job.schedule, plan)
     check_monitor(job)
+    check_average(job.train, plan)
     Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
     return plan
 

@@ -243,7 +243,7 @@ def _time(job: ResolvedJob, world: World) -> Finding:
         read, once = 0.0, image * (len(data.train) + len(data.val))
     update = computed + read if on_cpu else max(computed, read)
     evaluation = crowd * job.train.eval_views * _seconds_of_evaluated_image(parts) * len(data.val) / ranks
-    evaluation *= 1 if job.train.ema is None else 2
+    evaluation *= 1 + job.train.averages
     seconds = once + steps.total_steps * update + math.ceil(steps.total_steps / steps.eval_every) * evaluation
     text = f"the run takes about {format_duration(seconds)}: {1000 * update:,.1f} ms a step, "
     text += f"{evaluation:,.1f} s an evaluation"

@@ -64,6 +64,9 @@ def check_effects(job: ResolvedJob) -> None:
     mixes = [alpha for alpha in (job.train.mixup, job.train.cutmix) if alpha]
     unused = {
         "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
+        "train.swa_from is null, so nothing is averaged": (
+            ("swa_every", "swa_images") * (job.train.swa_from is None)
+        ),
         "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
         "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
         "train.mixup and train.cutmix are not both on": ("mix_switch",) * (len(mixes) < 2),
@@ -86,10 +89,14 @@ def check_effects(job: ResolvedJob) -> None:
             f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "
             "train.patience=5, or train.min_delta=0"
         )
-    if job.precision.storage is torch.bfloat16 and job.train.ema is not None:
+    if job.train.ema is not None and job.train.swa_from is not None:
+        raise InputError("train.ema and train.swa_from both average the weights; leave out one")
+    if job.precision.storage is torch.bfloat16 and job.train.averages:
+        name = "ema" if job.train.ema is not None else "swa_from"
         raise InputError(
-            f"train.ema is {job.train.ema}, but under precision=bf16_pure an average is in bfloat16 too, where a "
-            "number moves by 1/256 of itself or not at all; use precision=bf16, or leave out train.ema"
+            f"train.{name} is {getattr(job.train, name)}, but under precision=bf16_pure an average is in bfloat16 "
+            "too, where a number moves by 1/256 of itself or not at all; use precision=bf16, or leave out "
+            f"train.{name}"
         )
     if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
         least, most = job.launcher.node_range

@@ -68,6 +68,7 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
         "train.repeats": job.train.repeats,
         "train.clip_norm": job.train.clip_norm or 0.0,
         "train.ema": job.train.ema or 0.0,
+        "train.swa_from": str(job.train.swa_from or ""),
         "seed": job.seed,
         "ranks": world.size,
     }
@@ -159,7 +160,7 @@ def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, flo
     """The bytes of a checkpoint's weights and of its state (None if unknown), and the most that all of them take."""
     tensors = model.state_dict().values()
     weights = sum(tensor.nbytes for tensor in tensors)
-    saved = weights * (1 if job.train.ema is None else 2)
+    saved = weights * (1 + job.train.averages)
     state = state_bytes(job.optimizer, model)
     headers = HEADERS + (2 * len(tensors) + job.dataset.classes) * HEADERS_EACH
     total = most_bytes(
@@ -277,7 +278,8 @@ def say_ending(
 ) -> None:
     """Show how the run went, where its time went, and what to type next."""
     progress, name = trainer.progress, trainer.monitor.name
-    average = " of the averaged weights" if job.train.ema is not None else ""
+    state = trainer.state
+    average = " of the averaged weights" if state.ema is not None and progress.best_step >= state.ema.start else ""
     best = "none"
     if progress.best is not None:
         best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step}"
@@ -298,6 +300,7 @@ def say_ending(
     raw, gain = trainer.raw_score, trainer.monitor.gain
     if progress.score is not None and raw is not None and (gain(raw) or 0.0) > (gain(progress.score) or 0.0):
         remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"
+        remedy = "a later train.swa_from" if job.train.swa_from is not None else remedy
         raw_text = figure_text(name, raw)
         scores = f"{figure_text(name, progress.score)} at the last step, and the raw weights {raw_text}"
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)

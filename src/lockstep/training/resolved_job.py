@@ -176,7 +176,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "loss": type(job.loss).__name__,
         "task": describe_task(job),
         "monitor": job.monitor,
-        "average": job.train.ema is not None,
+        "average": "mean" if job.train.swa_from is not None else job.train.ema is not None,
         "repro": describe(job.strategy) if job.strategy.fixed_order else "exact",
     }
 

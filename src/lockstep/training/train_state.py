@@ -13,7 +13,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.reading import LoadedCheckpoint, check_fingerprint, load_newest
@@ -21,7 +20,7 @@ from lockstep.checkpoint.weights import load_start
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.model import infinite_buffers, own_parts
+from lockstep.core.model import infinite_buffers
 from lockstep.core.model_card import CLASSES
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir, relative
@@ -33,6 +32,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import ForwardDraws, key_draws
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
+from lockstep.training.averages import EMA, build_average
 from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 from lockstep.training.recompute import recompute_blocks
@@ -42,41 +42,6 @@ from lockstep.training.resolved_job import ResolvedJob
 # in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
 SHAPES = 32
 TRIED = 3  # examples that the loss is tried on
-
-
-class EMA(AveragedModel):
-    """An exponential moving average of a model's parameters and buffers; the first update copies them.
-
-    The average is kept in `copy`, which is cut over the ranks like `model`, or else in a deep copy of `model`. With
-    `warmup`, the decay of update n is at most (1 + n) / (10 + n), as in TensorFlow, so that the first weights fade.
-
-    Only the update differs from torch's class: one kernel averages all floats, and one copies all counters. torch's
-    class collects the tensors again at each step. It also copies its counter to the device, which waits for the
-    device. And it averages buffers that are infinite, such as the bounds of a clamp that limits nothing, to NaN; here
-    they are copied.
-    """
-
-    def __init__(self, model: nn.Module, decay: float, copy: nn.Module | None = None, warmup: bool = False) -> None:
-        super().__init__(model if copy is None else nn.Identity(), use_buffers=True)
-        if copy is not None:
-            self.module = copy
-        self.decay, self.warmup = decay, warmup
-        averages, sources = (own_parts((*module.parameters(), *module.buffers())) for module in (self.module, model))
-        self.averaged: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self.copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for average, source in zip(averages, sources, strict=True):
-            is_averaged = source.is_floating_point() and not source.isinf().any()
-            for tensors, tensor in zip(self.averaged if is_averaged else self.copied, (average, source), strict=True):
-                tensors.append(tensor)
-
-    @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        step = int(self.n_averaged) + 1
-        decay = min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
-        torch._foreach_lerp_(*self.averaged, 1 - decay if step > 1 else 1.0)
-        if self.copied[0]:  # torch refuses empty lists
-            torch._foreach_copy_(*self.copied)
-        self.n_averaged += 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +55,7 @@ class TrainState:
         draws: the random numbers of its forward passes, whose keys are inputs of the replica.
         freezing: the layers that are frozen, and in which steps.
         scaler: the scaler of the loss; disabled if the number format needs none.
-        ema: the average of the weights, if the job keeps one.
+        ema: the average of the weights, if the job keeps one; it may begin later.
         notes: sentences about random layers whose numbers depend on the ranks.
         flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
         peak: operations per second of all devices of the job; 0 if it is not known.
@@ -103,10 +68,15 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     freezing: Freezing = field(default_factory=Freezing)
-    ema: AveragedModel | None = None
+    ema: EMA | None = None
     notes: list[str] = field(default_factory=list)
     flops: float = 0.0
     peak: float = 0.0
+
+    @property
+    def averaged(self) -> nn.Module | None:
+        """The model with the averaged weights; None if there is no average, or none yet."""
+        return self.ema.module if self.ema is not None and self.ema.n_averaged else None
 
     @property
     def parameters(self) -> int:
@@ -192,7 +162,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     draws = key_draws(model, blank[:1], job.seed)
     if until is None:
         freeze_for_good(model, frozen)
-    average = copy.deepcopy(model) if job.train.ema is not None else None
+    average = copy.deepcopy(model) if job.train.averages else None
     if job.model.grad_checkpointing:
         recompute_blocks(model)
     inputs = draws.blank_inputs(blank)
@@ -201,9 +171,9 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     replica = strategy.wrap(for_empty_micro_batches(draws.keyed(model), inputs, plan, world), world, plan, inputs)
     strategy.shard(model, world, precision, blank)
     ema = None
-    if average is not None and job.train.ema is not None:
+    if average is not None:
         strategy.shard(average, world, precision, blank)
-        ema = EMA(model, job.train.ema, average, warmup=job.train.ema_warmup)
+        ema = build_average(job.train, plan, model, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)  # of the parts of a rank, too
     freezing.freeze_for(step=1)

@@ -67,7 +67,7 @@ class TrainStep:
         state, logs = self.state, self.plan.due("log", shard.step)
         self.set_learning_rate(shard.step)
         grad_norm = self.update(shard, measures_norm=logs)
-        if state.ema is not None and (shard.step - 1) % self.job.train.ema_every == 0:
+        if state.ema is not None and state.ema.due(shard.step):
             state.ema.update_parameters(state.model)
         return {"optim/lr": state.optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm} if logs else {}
 

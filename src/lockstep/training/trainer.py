@@ -26,6 +26,7 @@ from lockstep.training.agreement import (
     checksums,
     compare_weights,
 )
+from lockstep.training.averages import SWA, renew_statistics
 from lockstep.training.evaluate import evaluate
 from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
@@ -138,12 +139,13 @@ class Trainer:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("evaluation"):
-            ema = self.state.ema
+            averaged = self.state.averaged
             observers = (self.scores, self.predictions)
-            raw = figures = self._evaluate(self.state.model, self.loader, observers if ema is None else ())
+            raw = figures = self._evaluate(self.state.model, self.loader, observers if averaged is None else ())
             scalars = tagged(raw)
-            if ema is not None:
-                figures = self._evaluate(ema.module, self.loader, observers)
+            if averaged is not None:
+                self._renew_statistics(step)
+                figures = self._evaluate(averaged, self.loader, observers)
                 scalars |= tagged(figures, averaged=True)
             further = self.world.broadcast(self.scores.compute())
             scalars |= tagged(further)
@@ -189,6 +191,22 @@ class Trainer:
                 world=self.world,
                 views=self.step.job.train.eval_views,
                 observers=observers,
+                between=self.between_blocks,
+            )
+
+    def _renew_statistics(self, step: int) -> None:
+        average, job, epoch = self.state.ema, self.step.job, self.plan.epoch(step)
+        if not isinstance(average, SWA):
+            return
+        with self.stop.interrupting(self.world.size == 1):
+            renew_statistics(
+                average,
+                self.state.freezing.frozen_norms(step),
+                self.loader,
+                epoch,
+                job.train.swa_images,
+                transforms=self.transforms,
+                precision=job.precision,
                 between=self.between_blocks,
             )
 

@@ -188,11 +188,27 @@ class Loader(EvalLoader):
                     images, _ = next(iter(self.train_feed([self._request([piece])])))
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
-    def _steps(self, after: int, world: World, **options: Any) -> Iterator[ShardIndices]:
+    def blocks_of_epoch(self, epoch: int, number: int) -> Iterator[BatchGroup]:
+        """This rank's share of the first `number` blocks of `eval_batch` examples of an epoch, without mix partners.
+
+        Each rank has as many. So the last ones may be blocks from the beginning again.
+        """
+        as_one = replace(self.plan, batch=self.plan.examples, total_steps=epoch + 1)
+        order = next(self._steps(epoch, World.solo(), plan=as_one)).indices
+        rounds = -(-number // self.world.size)
+        turns = ((round * self.world.size + self.world.rank) % number for round in range(rounds))
+        parts = [order[turn * self.eval_batch : (turn + 1) * self.eval_batch] for turn in turns]
+        steps = [ShardIndices(0, epoch, part, len(part)) for part in parts]
+        for step, (images, broken) in zip(
+            steps, self.train_feed(self._request([step]) for step in steps), strict=True
+        ):
+            self._mark_broken(broken, self.train_labels)
+            yield self._group([step], images, rank=0, ranks=1, mix_partners=False)
+
+    def _steps(self, after: int, world: World, plan: Plan | None = None, **options: Any) -> Iterator[ShardIndices]:
         """The shards of a rank of `world` for every step after step `after`."""
-        return shard_indices(
-            self.plan, self.seed, rank=world.rank, ranks=world.size, after=after, order_of=self.order_of, **options
-        )
+        options |= {"rank": world.rank, "ranks": world.size, "order_of": self.order_of}
+        return shard_indices(plan or self.plan, self.seed, after=after, **options)
 
     def _request(self, steps: list[ShardIndices]) -> ReadRequest:
         indices = torch.cat([step.indices for step in steps])

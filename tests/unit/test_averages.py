@@ -1,0 +1,79 @@
+"""Stochastic weight averaging: the mean is torch's, of the weights that it should be of, with torch's statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
+
+from helpers import records, refusal, train_here
+from lockstep.core.world import World
+from lockstep.training.averages import SWA
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.BatchNorm2d(5)
+    return nn.Sequential(*layers)
+
+
+def averaged(model: nn.Module) -> tuple[SWA, AveragedModel]:
+    """Ours and torch's average of three sets of weights of `model`."""
+    ours, theirs = SWA(model), AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.data.uniform_(0.5, 2)
+        ours.update_parameters(model)
+        theirs.update_parameters(model)
+    return ours, theirs
+
+
+def test_the_plain_mean_is_that_of_torch_to_the_bit() -> None:
+    ours, theirs = averaged(network())
+    # In float32: torch's own weight of an update is in float32, also for weights in float64.
+    pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def test_the_statistics_of_averaged_weights_are_those_of_torch() -> None:
+    ours, theirs = (average.double() for average in averaged(network()))
+    blocks = [torch.randn(8, 3, 6, 6, dtype=torch.float64) for _ in range(5)]
+    update_bn(blocks, theirs.module)
+    ours.renew_statistics((), [*blocks, torch.zeros_like(blocks[0])], 5, nn.Module.__call__, World.solo())
+    for name, tensor in theirs.module.state_dict().items():
+        torch.testing.assert_close(ours.module.state_dict()[name], tensor, rtol=1e-12, atol=0)
+
+
+def test_a_frozen_batch_norm_keeps_its_statistics() -> None:
+    model = network()
+    ours, _ = averaged(model)
+    before = {name: buffer.clone() for name, buffer in ours.module.named_buffers()}
+    ours.renew_statistics((model[1],), [torch.randn(8, 3, 6, 6)], 1, nn.Module.__call__, World.solo())
+    same = [name for name, buffer in ours.module.named_buffers() if torch.equal(buffer, before[name])]
+    assert same == [name for name in before if name.startswith("1.")]
+
+
+FAKE = ("dataset=fake", "dataset.examples=50", "dataset.size=16", "dataset.classes=4", "model=test_resnet")
+JOB = (*FAKE, "precision=fp64", "batch=20", "epochs=4", "optimizer=sgd", "optimizer.lr=0.05", "augment=none")
+
+
+def test_a_run_averages_its_last_share_and_evaluates_the_average(tmp_path: Path) -> None:
+    words = ("train.swa_from=6", "train.swa_every=2", "steps=11", "checkpoint.every=1", "checkpoint.keep=20")
+    run = train_here(tmp_path / "run", *JOB, *words, "train.eval_batch=16")
+    folders = {step: run.checkpoints / f"step-{step:08d}" for step in range(1, 12)}
+    assert [step for step, folder in folders.items() if (folder / "ema.safetensors").exists()] == [*range(6, 12)]
+    sets = [load_file(folders[step] / "model.safetensors") for step in (6, 8, 10, 11)]
+    average = load_file(folders[11] / "ema.safetensors")
+    for name in (name for name in average if name.endswith(("weight", "bias"))):
+        mean = torch.stack([weights[name] for weights in sets]).mean(0)
+        torch.testing.assert_close(average[name], mean, rtol=1e-12, atol=1e-15)
+    assert average["bn1.num_batches_tracked"] == 3  # whole blocks of 16 of the 50 images
+    assert [line["step"] for line in records(run) if "loss/val_ema" in line] == [6, 9, 11]
+
+
+def test_an_average_that_never_begins_is_refused(tmp_path: Path) -> None:
+    says = "train.swa_from is 21ep, step 483, but the run has 460 steps, so nothing is averaged"
+    assert says in refusal(tmp_path / "outputs", "train.swa_from=21ep")
