@@ -104,6 +104,7 @@ model.compile_mode=max_autotune -> model.compile_mode is max_autotune, but model
 train.cuda_graph=true strategy=ddp launcher.ranks=2 -> under strategy=ddp a step is more than the work of one d
 train.cuda_graph=true repro=strict -> train.cuda_graph is true, but under strategy=strict a step is
 train.cuda_graph=true optimizer=timm -> optimizer=timm computes with its learning rate in Python
+train.cuda_graph=true optimizer.lookahead=6 -> optimizer.lookahead adds to some steps alone, and a replay
 train.cuda_graph=true model.compile=true model.compile_mode=reduce_overhead -> model.compile_mode=reduce_overhead reco
 precision=bf16_pure train.ema=0.9 -> use precision=bf16, or leave out train.ema
 loader=streaming loader.workers=0 loader.prefetch=9 -> loader.prefetch is 9, but loader.workers is 0

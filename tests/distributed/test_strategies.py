@@ -29,6 +29,7 @@ COMMON = (
     "precision=fp64",
     NARROW,
     "model.dropout=0.3",
+    "optimizer.lookahead=2",
 )
 RESUMED = ("fsdp", "zero", "accelerate", "pipeline")
 # The strategy under which a stopped run goes on: on three ranks, or on one.
@@ -85,7 +86,7 @@ def state(run: Path) -> dict[str, Tensor]:
     loaded = reading.load(newest)
     assert loaded.ema is not None
     of_optimizer = {
-        f"{name}.{key}": value
+        f"{name}.{key}": torch.as_tensor(value)
         for name, entries in loaded.state["optimizer"]["state"].items()
         for key, value in entries.items()
     }

@@ -120,6 +120,8 @@ def test_an_unknown_name_is_refused_with_the_names_close_to_it() -> None:
         (lambda: AdamW(eps=-1.0).build(network()), "optimizer=adamw cannot be built"),
         (lambda: Timm(options={"no_such": 1}).build(network()), "optimizer=timm cannot be built"),
         (lambda: Timm(opt="adahessian"), "needs second derivatives"),
+        (lambda: Timm(opt="lookahead_lamb"), "use optimizer.opt=lamb optimizer.lookahead=6"),
+        (lambda: SGD(lookahead_alpha=0.8), "optimizer.lookahead_alpha is 0.8, but optimizer.lookahead is null"),
     ],
 )
 def test_an_impossible_value_is_the_users_mistake(make: Any, says: str) -> None:

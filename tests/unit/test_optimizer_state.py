@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from timm.optim import get_optimizer_info, list_optimizers
+from timm.optim import Lookahead, get_optimizer_info, list_optimizers
 from torch import nn
 
 from lockstep.checkpoint.state import optimizer_state, restore_optimizer
@@ -71,10 +72,38 @@ def options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("opt", TIMM.values())
 def test_every_optimizer_of_timm_goes_on_as_if_it_had_not_stopped(opt: str) -> None:
     with torch.compiler.set_stance("force_eager"):  # one optimizer compiles its step, which takes seconds
-        whole = Trained(Timm(opt=opt, lr=0.01)).train(3)
-        resumed = Trained(Timm(opt=opt, lr=0.01)).resumed(whole.saved(), whole)
+        option = Timm(opt=opt, lr=0.01, weight_decay=0.1)  # in two groups, each with its own counter
+        whole = Trained(option).train(3)
+        resumed = Trained(option).resumed(whole.saved(), whole)
         for expected, actual in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
             assert torch.equal(expected, actual)
+
+
+AHEAD = [
+    option(lookahead=3, lookahead_alpha=0.4, lr=0.1, weight_decay=0.1) for option in (SGD, Adam, AdamW, Muon, Timm)
+]
+
+
+@pytest.mark.parametrize("optimizer", AHEAD, ids=repr)
+def test_look_ahead_is_that_of_timm_to_the_bit(optimizer: Any) -> None:
+    ours, theirs = Trained(optimizer), Trained(replace(optimizer, lookahead=None, lookahead_alpha=0.5))
+    base, initial = theirs.optimizer, theirs.weights()
+    theirs.optimizer = Lookahead(base, alpha=0.4, k=3)
+    for runs in (ours, theirs):
+        runs.train(1)
+    for parameter, slow in zip(theirs.model.parameters(), initial, strict=True):
+        base.state[parameter]["lookahead_slow_buff"] = slow  # as in the paper
+    for expected, actual in zip(theirs.train(7).weights(), ours.train(7).weights(), strict=True):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])
+@pytest.mark.parametrize("optimizer", AHEAD, ids=repr)
+def test_look_ahead_resumes_to_the_bit_from_any_step(optimizer: Any, stop: int) -> None:
+    whole = Trained(optimizer).train(stop)
+    resumed = Trained(optimizer).resumed(whole.saved(), whole)
+    for expected, actual in zip(whole.train(4).weights(), resumed.train(4).weights(), strict=True):
+        assert torch.equal(expected, actual)
 
 
 @pytest.mark.parametrize(

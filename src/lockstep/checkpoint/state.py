@@ -6,6 +6,7 @@ over all parameters does not check shapes, and would read beyond the end of a sm
 """
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -143,8 +144,9 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     groups_before = {name: group for group in saved["param_groups"] for name in group["params"]}
     numbered = optimizer.state_dict()
     for group in numbered["param_groups"]:
-        group |= {
-            key: _check_value(key, counters[key], groups_before[names[group["params"][0]]][key]) for key in counters
+        group |= {  # each group has its own counter, to which some optimizers add in place
+            key: _check_value(key, deepcopy(counters[key]), groups_before[names[group["params"][0]]][key])
+            for key in counters
         }
     optimizer.load_state_dict({**numbered, **{key: saved[key] for key in numbered.keys() - STATE_AND_GROUPS}})
     parameters = dict(zip(names, _parameters(optimizer), strict=True))

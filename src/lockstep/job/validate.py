@@ -263,6 +263,10 @@ def _check_graph(job: ResolvedJob) -> None:
             "recorded one; use optimizer=sgd, adam, adamw or muon",
         ),
         (
+            getattr(job.optimizer, "lookahead", None) is not None,
+            "optimizer.lookahead adds to some steps alone, and a replay is the same in each; leave out one of them",
+        ),
+        (
             bool(job.task.figures),
             f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task",
         ),

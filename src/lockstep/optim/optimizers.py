@@ -14,6 +14,7 @@ from lockstep.core.fields import TEXT, mapping, ranged, ruled
 from lockstep.core.model import UpdateScope, head_parameters, is_sharded, norm_over_stages, whole
 from lockstep.core.protocols import Optimizer
 from lockstep.optim.fused import fused
+from lockstep.optim.lookahead import with_lookahead
 
 ParamGroups = list[dict[str, Any]]
 # The factor of `optimizer.lr=auto` for a model that starts from trained weights (Kolesnikov et al. 2020, "Big
@@ -50,7 +51,16 @@ class OptimizerOption(Optimizer):
     weight_decay: float = ranged(0.0, least=0, most=1e6)
     decay_all: bool = False
     layer_decay: float | None = ranged(None, above=0.0, most=1)
+    lookahead: int | None = ranged(None, least=1, most=1_000_000)
+    lookahead_alpha: float = ranged(0.5, above=0.0, most=1)
     scope: ClassVar[UpdateScope] = UpdateScope.model
+
+    def __post_init__(self) -> None:
+        if self.lookahead is None and self.lookahead_alpha != OptimizerOption.lookahead_alpha:
+            raise InputError(
+                f"optimizer.lookahead_alpha is {self.lookahead_alpha}, but optimizer.lookahead is null, so there are "
+                "no slow weights; add optimizer.lookahead=6, or leave it out"
+            )
 
     @property
     def usual(self) -> UsualRate:
@@ -117,9 +127,12 @@ class OptimizerOption(Optimizer):
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""
         try:
-            return self.make(self.groups(model))
+            optimizer = self.make(self.groups(model))
         except (TypeError, ValueError, AssertionError) as error:
             raise InputError(f"optimizer={type(self).__name__.lower()} cannot be built: {error}") from error
+        return (
+            optimizer if self.lookahead is None else with_lookahead(optimizer, self.lookahead, self.lookahead_alpha)
+        )
 
     @abstractmethod
     def make(self, groups: ParamGroups) -> torch.optim.Optimizer:
@@ -140,6 +153,7 @@ class SGD(OptimizerOption):
         return OF_SGD
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.nesterov and self.momentum == 0:
             raise InputError(
                 "optimizer.nesterov is true, but optimizer.momentum is 0.0, expected one above 0; "
@@ -170,6 +184,7 @@ class Adam(OptimizerOption):
     original: ClassVar[Any] = torch.optim.Adam
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if len(self.betas) != 2:
             raise InputError(f"optimizer.betas is {self.betas}, expected two numbers: optimizer.betas=[0.9,0.999]")
 
@@ -199,6 +214,12 @@ class Timm(OptimizerOption):
     def __post_init__(self) -> None:
         from timm.optim import get_optimizer_info, list_optimizers
 
+        super().__post_init__()
+        if self.opt.startswith("lookahead_"):
+            raise InputError(
+                f"optimizer.opt is {self.opt}, but look-ahead is a key of every optimizer; use "
+                f"optimizer.opt={self.opt.removeprefix('lookahead_')} optimizer.lookahead=6"
+            )
         names = [str(name) for name in list_optimizers()]
         if self.opt not in names:
             raise InputError(
