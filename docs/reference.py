@@ -76,7 +76,7 @@ def generated(root: Path) -> dict[Path, str]:
     rows = ([f"`{group}`", names(options)] for group, options in groups.items())
     readme_text = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
     help_text = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
-    help_text = splice(config, help_text, "(batch is over all ranks):\n", "\n", help_of_keys(job))
+    help_text = splice(config, help_text, "...; of the job:\n", "\n", help_of_keys(job))
     return {reference: text, readme: readme_text, config: help_text}
 
 
