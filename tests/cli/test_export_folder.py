@@ -20,6 +20,7 @@ JOBS = {
     "normed": ("model=test_resnet", *COLOUR, "train.ema=0.9"),
     "grey": ("model=test_resnet", "dataset.size=16"),
     "attention": ("model=test_vit", "dataset.channels=3", "dataset.size=64"),
+    "oblong": ("model=test_vit", "dataset.channels=3", "dataset.size=[32,64]"),
     "labels": ("model=test_convnext", *COLOUR, "task=multilabel"),
     "options": ("model=test_resnet", *COLOUR, "+model.options.stem_width=16"),
     "cifar": ("model=resnet34", "model.stem=cifar", *COLOUR),
@@ -39,7 +40,7 @@ def exported(place: Path, *words: str) -> Done:
     return forked("lockstep", "export", *words, cwd=place)
 
 
-@pytest.mark.parametrize("name", ["normed", "grey", "attention", "labels", "options"])
+@pytest.mark.parametrize("name", ["normed", "grey", "attention", "oblong", "labels", "options"])
 def test_timm_builds_the_model_with_its_logits_names_and_images(runs: Path, name: str) -> None:
     done = exported(runs, f"outputs/{name}", "--to", "timm", "--out", name)
     assert done.code == 0, done.err

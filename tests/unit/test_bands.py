@@ -69,7 +69,7 @@ def test_every_channel_is_read_and_resized_as_torchvision_resizes_it_alone(kind:
     assert np.array_equal(file.box((0, 0, 30, 22), (30, 22)), channels)
     alone = [T.resize(channel[None, 4:24, 1:21], [9, 13], antialias=True)[0] for channel in channels]
     assert np.array_equal(file.box((4, 1, 20, 20), (9, 13)), torch.stack(alone))
-    assert np.array_equal(file.square(22), channels[:, 4:26])
+    assert np.array_equal(file.fitted((22, 22)), channels[:, 4:26])
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "TIFF", "BMP"])
@@ -78,7 +78,7 @@ def test_grey_is_pillows_conversion_of_the_decoded_photo(kind: str) -> None:
     noise.save(file := io.BytesIO(), kind)
     with Image.open(file) as image:
         expected = np.asarray(image.convert("L"))
-    assert np.array_equal(ImageFile.of(file.getvalue(), 1).square(64)[0], expected)
+    assert np.array_equal(ImageFile.of(file.getvalue(), 1).fitted((64, 64))[0], expected)
 
 
 def compressed_bomb() -> bytes:

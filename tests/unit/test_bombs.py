@@ -177,7 +177,7 @@ def read_here(folder: Path) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     answers = {}
     for path in (folder / "images").iterdir():
-        answers[f"{path.name}/path"] = sentence(lambda: FileSplit([path], torch.tensor([0]), 8).fetch([0]))  # noqa: B023
+        answers[f"{path.name}/path"] = sentence(lambda: FileSplit([path], torch.tensor([0]), (8, 8)).fetch([0]))  # noqa: B023
         if path.stat().st_size < MEMORY:
             answers[f"{path.name}/bytes"] = sentence(lambda: stored_image(path.read_bytes(), (3, 8, 8)))  # noqa: B023
     for name in OPENED:

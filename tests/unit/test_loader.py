@@ -186,7 +186,9 @@ def test_the_ranks_of_a_machine_decode_a_share_each_and_know_all_images_and_all_
         )
     for number in (7, 290):
         (tmp_path / "train" / "a" / f"{number:03}.png").write_bytes(b"no image")
-    split = FileSplit(sorted((tmp_path / "train" / "a").iterdir()), torch.zeros(300, dtype=torch.int64), 4, skip=2)
+    split = FileSplit(
+        sorted((tmp_path / "train" / "a").iterdir()), torch.zeros(300, dtype=torch.int64), (4, 4), skip=2
+    )
     expected, broken = read_images(split, list(range(300)))
 
     def decoded(here: World) -> tuple[bool, list[int], str]:

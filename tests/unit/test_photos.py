@@ -33,7 +33,7 @@ ORIENTATION = 0x0112
 
 def read(path: Path) -> Tensor:
     """The pixels of a file, read by a split."""
-    return FileSplit([path], torch.tensor([0]), SIZE).fetch([0])[0]
+    return FileSplit([path], torch.tensor([0]), (SIZE, SIZE)).fetch([0])[0]
 
 
 def by_pillow(path: Path) -> Tensor:
@@ -344,7 +344,7 @@ def test_the_note_of_a_jpeg_is_found_behind_other_notes_and_a_damaged_one_is_non
         (tmp_path / "a.jpg").write_bytes(plain[:2] + note + plain[2:])
         file = ImageFile.read(tmp_path / "a.jpg")
         assert (file.height, file.width) == ((48, 32) if turned else (32, 48))
-        file.square(8)
+        file.fitted((8, 8))
 
 
 @pytest.mark.parametrize("kind", [photos.AVIF, photos.HEIC])
@@ -389,8 +389,8 @@ def test_an_image_is_cut_to_the_ratio_of_the_stored_ones_and_not_to_its_inverse(
     assert tall.size == (24, 12)
     stored = stored_image(tall, (3, 4, 12))
     assert stored.shape == (3, 4, 12)
-    assert stored[1].float().mean() > 250
-    assert stored[0].float().mean() < 5
+    assert stored[1].float().mean() > 235  # the filter mixes the colours at the edges of the stripe
+    assert stored[0].float().mean() < 20
 
 
 def test_a_photo_is_upright_as_its_camera_says() -> None:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import lockstep
 from helpers import NARROW, records, train_here
 from lockstep.checkpoint.weights import read_card
+from lockstep.cli.evaluate import split_for
 from lockstep.cli.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.core.model import best_classes
@@ -100,14 +101,28 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
 
 
 @pytest.mark.numerics
-def test_files_are_preprocessed_as_the_evaluation_does(of_photos: RunDir) -> None:
-    predictor = lockstep.load(of_photos.path, device="cpu")
-    split = load_job(of_photos.config).dataset.eval()
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ("dataset.decode_size=24 dataset.input_size=16 dataset.crop=0.9", (16, 16)),
+        ("dataset.input_size=[20,12]", (20, 12)),
+        ("dataset.input_size=[12,20] dataset.fit=pad", (12, 20)),
+        ("dataset.decode_size=[16,24] dataset.fit=squash", (16, 24)),
+    ],
+)
+def test_files_are_preprocessed_as_the_evaluation_does(tmp_path: Path, sizes: str, shape: tuple[int, int]) -> None:
+    data = photos(tmp_path / "photos").split()[:2]
+    run = train_here(tmp_path / "run", *data, *sizes.split(), NARROW, "steps=2", "batch=8", "augment=none")
+    predictor = lockstep.load(run.path, device="cpu")
+    split = load_job(run.config).dataset.eval()
     assert isinstance(split, FileSplit)
-    assert torch.equal(predictor.stored(list(split.paths)), split.fetch(list(range(len(split)))))
-    assert predictor.preprocess(split.paths[0]).shape == (1, 3, 16, 16)
-    assert own_scores(predictor, of_photos)[1] == of_photos.read_summary()["best"]
+    stored = split.fetch(list(range(len(split))))
+    assert torch.equal(predictor.stored(list(split.paths)), stored)
+    assert predictor.preprocess(split.paths[0]).shape == (1, 3, *shape)
+    assert own_scores(predictor, run)[1] == run.read_summary()["best"]
     assert predictor.names == ("cat", "dog")
+    named, _ = split_for(predictor, None, data, "val")
+    assert torch.equal(named.examples.fetch(list(range(len(split)))), stored)
 
 
 def test_a_path_its_bytes_a_pillow_image_and_an_array_are_the_same_image(of_photos: RunDir) -> None:
@@ -401,8 +416,8 @@ def test_a_grey_image_gets_the_mean_of_all_colours() -> None:
         )
 
 
-def test_the_longer_side_of_an_image_counts(digits: RunDir) -> None:
+def test_a_card_has_the_height_and_width_of_images(digits: RunDir) -> None:
     card = vars(read_card(digits.weights))
     wide = ModelCard(**{**card, "input_shape": (1, 8, 12), "image_shape": (1, 16, 10)})
     trained = TrainedInput.of_card(wide)
-    assert (trained.size, trained.stored) == (12, 16)
+    assert (trained.size, trained.stored) == ((8, 12), (16, 10))

@@ -5,26 +5,31 @@ from __future__ import annotations
 import pickle
 import struct
 import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
 from torch import Tensor
+from torchvision.transforms.v2 import CenterCrop, Compose, Resize
 from torchvision.transforms.v2 import functional as T
 
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import decode
-from lockstep.data.datasets.files import Crop, FileSplit
+from lockstep.data.datasets.files import Crop, FileSplit, with_input
 from lockstep.data.datasets.targets import check_labels
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8)
+COLOUR = (124, 116, 104)  # the mean of ImageNet
 
 
 def decoded(path: Path, size: int = 20) -> Tensor:
     """The file's pixels, read by a split."""
-    return FileSplit([path], torch.tensor([0]), size).fetch([0])[0]
+    return FileSplit([path], torch.tensor([0]), (size, size)).fetch([0])[0]
 
 
 def centre(image: Image.Image) -> Tensor:
@@ -32,13 +37,26 @@ def centre(image: Image.Image) -> Tensor:
     return T.center_crop(T.pil_to_tensor(image.convert("RGB")), [20, 20])
 
 
-def test_the_shorter_side_is_resized_and_the_centre_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "fit", "transform"),
+    [
+        ((8, 8), "crop", Compose([Resize(8), CenterCrop(8)])),
+        ((8, 10), "crop", Compose([Resize(8), CenterCrop((8, 10))])),
+        ((9, 25), "crop", Compose([ResizeKeepRatio((9, 25)), CenterCrop((9, 25))])),
+        ((9, 9), "pad", Compose([ResizeKeepRatio(9, longest=1.0), CenterCropOrPad(9, fill=COLOUR)])),
+        ((40, 41), "pad", Compose([ResizeKeepRatio((40, 41), longest=1.0), CenterCropOrPad((40, 41), fill=COLOUR)])),
+        ((8, 9), "squash", Resize((8, 9))),
+        ((40, 20), "squash", Resize((40, 20))),
+    ],
+)
+def test_a_file_is_fitted_as_torchvision_and_timm_do_it(
+    tmp_path: Path, size: tuple[int, int], fit: str, transform: Callable[[Any], Any]
+) -> None:
     path = tmp_path / "image.png"
     Image.fromarray(PIXELS).save(path)
-    whole = T.resize(T.pil_to_tensor(Image.fromarray(PIXELS)), [8], antialias=True)
-    assert whole.shape == (3, 8, 12)
-    difference = decoded(path, size=8).int() - T.center_crop(whole, [8, 8]).int()
+    split = with_input(FileSplit([path], torch.tensor([0]), size, fit=fit), "bilinear", (0.485, 0.456, 0.406))
     # With vector instructions torch resizes bytes, on other CPUs floats, whose rounding depends on the crop.
+    difference = split.fetch([0])[0].int() - T.pil_to_tensor(transform(Image.fromarray(PIXELS))).int()
     assert difference.abs().max() <= 1
 
 
@@ -48,7 +66,9 @@ def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path
     whole = T.pil_to_tensor(Image.fromarray(PIXELS))
     for interpolation in ("bilinear", "bicubic"):
         mode = T.InterpolationMode(interpolation)
-        split = FileSplit([tmp_path / "image.png"], torch.tensor([0]), 30, crop=crop, interpolation=interpolation)
+        split = FileSplit(
+            [tmp_path / "image.png"], torch.tensor([0]), (30, 30), crop=crop, interpolation=interpolation
+        )
         if crop is None:
             expected = T.center_crop(T.resize(whole, [30, 45], mode, antialias=True), [30, 30])
         else:
@@ -64,7 +84,7 @@ def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, s
     content = {"cut": good.read_bytes()[:300], "empty": b"", "other bytes": b"no image " * 9}
     if damage in content:
         bad.write_bytes(content[damage])
-    split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), 20)
+    split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), (20, 20))
     split.fetch([0])
     with pytest.raises(InputError) as caught:
         split.fetch([0, 2])
@@ -94,9 +114,9 @@ def bomb(path: Path, side: int = 50_000) -> Path:
 
 def test_a_strip_that_resizing_would_make_huge_is_refused(tmp_path: Path) -> None:
     Image.new("RGB", (1, 60_000)).save(tmp_path / "strip.png")
-    assert FileSplit([tmp_path / "strip.png"], torch.tensor([0]), 4).fetch([0]).shape == (1, 3, 4, 4)
+    assert FileSplit([tmp_path / "strip.png"], torch.tensor([0]), (4, 4)).fetch([0]).shape == (1, 3, 4, 4)
     with pytest.raises(InputError, match="its header says 1x60000, expected at most"):
-        FileSplit([tmp_path / "strip.png"], torch.tensor([0]), 224).fetch([0])
+        FileSplit([tmp_path / "strip.png"], torch.tensor([0]), (224, 224)).fetch([0])
 
 
 @pytest.mark.parametrize("suffix", ["png", "gif", "jpg", "bmp"])

@@ -51,7 +51,7 @@ def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() 
     assert len(families) > 12
     for name in families.values():
         option = Torchvision(name=name)
-        assert sketch(option, 7, (3, option.trained_input().size, option.trained_input().size))
+        assert sketch(option, 7, (3, *option.trained_input().size))
 
 
 HEADS = [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("densenet121", "classifier")]
@@ -78,7 +78,7 @@ def test_published_weights_fill_all_but_the_head(
 def test_images_are_those_of_the_weights() -> None:
     trained = Torchvision(name="efficientnet_v2_s").trained_input()
     usual = models.EfficientNet_V2_S_Weights.DEFAULT.transforms()
-    assert (trained.size, trained.crop) == (usual.crop_size[0], usual.crop_size[0] / usual.resize_size[0])
+    assert (trained.size, trained.crop) == (2 * tuple(usual.crop_size), usual.crop_size[0] / usual.resize_size[0])
     assert (trained.mean, trained.std) == (tuple(usual.mean), tuple(usual.std))
     assert trained.interpolation == usual.interpolation.value
 
@@ -91,6 +91,7 @@ def test_images_are_those_of_the_weights() -> None:
         (["model=torchvision.resnet18", "dataset.channels=1"], "takes images of 3 channels"),
         (["model=torchvision.resnet18", "+model.options.weights=DEFAULT"], "model.options.weights"),
         (["model=torchvision.vit_b_16", "dataset.size=30"], "use dataset.input_size=224"),
+        (["model=torchvision.vit_b_16", "dataset.size=[224,112]"], "use dataset.input_size=224"),
     ],
 )
 def test_what_does_not_fit_is_refused(words: list[str], sentence: str, tmp_path: Path) -> None:

@@ -15,10 +15,20 @@ from lockstep.job.validate import check_job
 PHOTOS = (*FAKE, "dataset.channels=3", "dataset.size=32", "dataset.examples=40", "batch=20", "model=test_resnet")
 
 
-@pytest.mark.parametrize("augment", ["standard", "none", "shift", "randaugment_imagenet"])
-def test_training_images_are_those_of_a_job_with_this_size_for_both(augment: str) -> None:
-    words = ["dataset=digits", f"augment={augment}", "train.cutout=4", "train.mixup=0.2", "batch=20"]
-    apart, small = (lockstep.compose([*words, size]) for size in ("train.size=6", "dataset.input_size=6"))
+@pytest.mark.parametrize(
+    ("augment", "size"),
+    [
+        ("standard", "6"),
+        ("none", "[6,4]"),
+        ("shift", "[4,6]"),
+        ("randaugment_imagenet", "[6,10]"),
+        ("trivialaugment augment.crop=resized", "[6,4]"),
+    ],
+)
+def test_training_images_are_those_of_a_job_with_this_size_for_both(augment: str, size: str) -> None:
+    words = ["dataset=digits", *f"augment={augment}".split(), "train.cutout=4", "train.cutmix=1", "train.mixup=0.2"]
+    words += ["batch=20", "train.erase=1", "model=digitnet"]
+    apart, small = (lockstep.compose([*words, f"{key}={size}"]) for key in ("train.size", "dataset.input_size"))
     assert torch.equal(next(apart.batches())[1], next(small.batches())[1])
     assert next(apart.evaluation())[0].shape[1:] == (1, 8, 8)
 
@@ -32,8 +42,8 @@ def test_a_run_trains_small_and_evaluates_large(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["train.size=32"], "train.size is 32, which is the size of the evaluation too"),
-        (["train.size=24", "model=linear"], "this model takes images of 32x32 alone"),
+        (["train.size=[32,32]"], "train.size is 32, which is the size of the evaluation too"),
+        (["train.size=[24,32]", "model=linear"], "this model takes images of 32x32 alone"),
         (["train.size=24", "model=test_vit"], "this model takes images of 32x32 alone"),
     ],
 )

@@ -10,8 +10,10 @@ from helpers import ROOT, resolved, run_dir
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.data import datasets
-from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, TrivialAugment
+from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.training.resolved_job import ResolvedJob, load_job
+
+RESIZED, WHOLE = RandomResizedCrop(crop="resized"), RandomResizedCrop(crop="none")
 
 
 @pytest.mark.parametrize(
@@ -22,14 +24,17 @@ from lockstep.training.resolved_job import ResolvedJob, load_job
         ("dataset=fashion_mnist", CropFlip()),
         ("dataset=cifar10 dataset.input_size=224", CropFlip()),
         ("dataset=fake", NoAugment()),
-        ("dataset=folder dataset.path=photos", RandomResizedCrop()),
+        ("dataset=folder dataset.path=photos", RESIZED),
         ("dataset=folder dataset.path=photos dataset.decode_size=32", CropFlip()),
-        ("dataset=folder dataset.path=photos dataset.decode_size=32 dataset.crop_from=file", RandomResizedCrop()),
-        ("dataset=imagenet", RandomResizedCrop()),
+        ("dataset=folder dataset.path=photos dataset.decode_size=32 dataset.crop_from=file", RESIZED),
+        ("dataset=imagenet", RESIZED),
         ("dataset=folder dataset.path=photos augment=none", NoAugment()),
         ("dataset=folder dataset.path=photos augment=trivialaugment", TrivialAugment(crop="resized")),
         ("dataset=cifar10 augment=trivialaugment", TrivialAugment(crop="pad")),
         ("dataset=cifar10 augment=augmix augment.crop=resized", AugMix(crop="resized")),
+        ("dataset=folder dataset.path=photos dataset.fit=pad", WHOLE),
+        ("dataset=folder dataset.path=photos dataset.fit=squash augment=trivialaugment", TrivialAugment(crop="none")),
+        ("dataset=imagenet dataset.fit=pad augment=three_augment augment.crop=resized", ThreeAugment(crop="resized")),
         ("dataset=folder dataset.path=photos augment=shift", CropFlip(pad=1, flip=0.0)),
     ],
 )
@@ -96,10 +101,20 @@ def test_the_usual_rate_fits_the_optimizer_and_the_batch(words: str, rate: float
         ("model=vit_base_patch16_384 model.pretrained=true", (384, None, 1.0)),
         ("model=vit_base_patch16_384 model.pretrained=true dataset.input_size=224", (256, 224, 1.0)),
         ("model=vit_base_patch16_384", (256, 224, 0.875)),
+        # timm's `Resize` to the size / 0.875, and its centre.
+        ("dataset.input_size=[384,128]", ([439, 146], [384, 128], 0.875)),
+        ("dataset.input_size=[384,128] dataset.crop=1", ([384, 128], [384, 128], 1.0)),
+        ("dataset.input_size=[384,128] dataset.decode_size=[400,150]", ([400, 150], [384, 128], 1.0)),
+        ("dataset.input_size=[64,64]", (73, [64, 64], 0.875)),
+        ("dataset.fit=pad", (224, None, 1.0)),
+        ("dataset.fit=squash dataset.input_size=[32,320]", ([32, 320], [32, 320], 1.0)),
+        ("dataset.fit=pad dataset.decode_size=256", (256, None, 1.0)),
+        ("dataset.fit=pad model=resnet50.a1_in1k model.pretrained=true", (224, None, 1.0)),
+        ("dataset.input_size=[384,128] model=resnet50.a1_in1k model.pretrained=true", ([404, 135], [384, 128], 0.95)),
     ],
 )
 def test_photos_have_the_sizes_of_the_weights_or_the_usual_ones(
-    words: str, sizes: tuple[int, int | None, float]
+    words: str, sizes: tuple[int | list[int], int | list[int] | None, float]
 ) -> None:
     data = resolved("dataset=folder", "dataset.path=photos", *words.split()).dataset
     assert (data.decode_size, data.input_size, data.crop) == sizes  # type: ignore[attr-defined]

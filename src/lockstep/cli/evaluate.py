@@ -31,7 +31,7 @@ from lockstep.core.monitor import figure_word
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
-from lockstep.data.datasets.files import FileSource, interpolated, with_sizes
+from lockstep.data.datasets.files import FileSource, with_input, with_sizes
 from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.job.resolve import with_targets
@@ -142,7 +142,7 @@ def split_for(
     if chosen is None:
         named = f"it with dataset.test_{source.part}=NAME" if isinstance(source, FileSource) else "data that has one"
         raise InputError(f"--split is test, but the data has no test split; name {named}")
-    examples = interpolated(chosen, card.interpolation)
+    examples = with_input(chosen, card.interpolation, card.mean)
     labels, config = numbers[examples.labels] if targets == CLASSES else examples.labels, dict[str, Any]()
     if run is not None:
         config = components.load(run.config)
@@ -200,11 +200,10 @@ def check_data(predictor: Predictor, source: Source) -> Tensor:
             f"dataset: it has {source.classes:,} classes, which are not the {card.classes:,} of the model{unknown}; "
             "name data of these classes, or of some of them"
         )
-    here = {"image_shape": source.image_shape, "input_shape": source.input_shape, "eval_crop": source.eval_crop}
-    for name, size in here.items():
-        if (expected := getattr(card, name)) != size:
+    for name in ("image_shape", "input_shape", "eval_crop", "fit"):
+        if (expected := getattr(card, name)) != (size := getattr(source, name)):
             raise InputError(
                 f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
-                "of the training: dataset.channels, dataset.decode_size, dataset.input_size, dataset.crop"
+                "of the training: dataset.channels, decode_size, input_size, crop and fit"
             )
     return torch.tensor([labels[name] for name in names])

@@ -10,7 +10,7 @@ import torch
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.model_card import ModelCard
+from lockstep.core.model_card import CROP, PAD, SQUASH, ModelCard
 from lockstep.core.monitor import figure_text
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -44,7 +44,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
         "std": card.std,
         "interpolation": card.interpolation,
         "crop_pct": card.eval_crop,
-        "crop_mode": "center",
+        "crop_mode": {CROP: "center", PAD: "border", SQUASH: "squash"}[card.fit],
     }
     arguments = dict(card.model.get("options") or {})
     if shape[0] != 3:
@@ -91,7 +91,7 @@ def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
         f"step {card.step:,}{', averaged weights' * card.averaged}.",
         "",
         *(["On the evaluation split:", "", *scores, ""] if scores else []),
-        f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), the central "
+        f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width; {card.fit}), the central "
         f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
         *([f"The scores are of {card.eval_views} views; this model takes one."] if card.eval_views > 1 else []),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.fields import LONGEST, TEXT, choice, duration, pathname, ranged, ruled
+from lockstep.core.fields import LONGEST, TEXT, choice, duration, pathname, pixels, ranged, ruled, sides
 from lockstep.core.model_card import INTERPOLATIONS
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class TrainBlock:
     """`train.*`: how a step uses its global batch, and how the model is evaluated."""
 
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
-    size: int | None = ranged(None, least=1, most=16_384)
+    size: Any = pixels(None, None)
     mixup: float = ranged(0.0, least=0, most=1000)
     cutmix: float = ranged(0.0, least=0, most=1000)
     mix_by: str = choice("example", "example", "batch")
@@ -190,8 +190,8 @@ class Job:
     @property
     def train_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of an image that the model gets in training."""
-        channels, size = self.dataset.input_shape[0], self.train.size
-        return self.dataset.input_shape if size is None else (channels, size, size)
+        shape, size = self.dataset.input_shape, self.train.size
+        return shape if size is None else (shape[0], *sides(size))
 
     @property
     def starts_trained(self) -> bool:

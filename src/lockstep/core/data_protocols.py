@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.core.errors import BrokenImage
 from lockstep.core.fields import Component
-from lockstep.core.model_card import CLASSES
+from lockstep.core.model_card import CLASSES, CROP
 from lockstep.core.plan import share
 from lockstep.core.rng import SampleRNG
 from lockstep.core.world import World
@@ -137,6 +137,11 @@ class Source(Component, Protocol):
     def input_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of an image that the model gets."""
         return self.image_shape
+
+    @property
+    def fit(self) -> str:
+        """How a file became a stored image, one of `model_card.FITS`."""
+        return CROP
 
     @property
     def eval_crop(self) -> float:

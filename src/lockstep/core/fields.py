@@ -9,7 +9,7 @@ class checks a range by hand. A subclass that only changes a default keeps the r
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -26,6 +26,7 @@ OPTION_VALUES = 1000  # in a mapping for a constructor of a library
 LONGEST = 10**9
 # The longest time, in seconds. The timeout of a socket is in milliseconds and has 31 bits, which end at 596 hours.
 LONGEST_S = 500 * 3600.0
+LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
@@ -39,12 +40,13 @@ class Component(Protocol):
 
 @dataclass(frozen=True)
 class Check:
-    """A condition on a value that is not null; in a list, on each item."""
+    """A condition on a value that is not null; in a list, on each item. With `lists`, on null and a whole list."""
 
     expected: str  # says which values fit
     fits: Callable[[Any], bool]
     short: str = ""  # says it in a few words, which docs/configuration.md explains
     values: tuple[Any, ...] = ()  # all that fit, if they are a few
+    lists: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +61,7 @@ class Number:
     whole: bool = False
     short: ClassVar[str] = ""
     values: ClassVar[tuple[Any, ...]] = ()
+    lists: ClassVar[bool] = False
 
     @property
     def expected(self) -> str:
@@ -111,6 +114,40 @@ def ranged(
     whole, low_open, high_open = isinstance(sample, int), above is not None, below is not None
     rule = Number(low=low, high=high, low_open=low_open, high_open=high_open, words=words, whole=whole)
     return ruled(default, rule)
+
+
+def pixels(default: Any, *words: Any) -> Any:
+    """A field for a size in pixels: the side of a square or [height, width] (see `sides`), or one of `words`.
+
+    Its type is Any, because OmegaConf has no unions with lists.
+    """
+    return ruled(default, _pixels(*words))
+
+
+def _pixels(*words: Any) -> Check:
+    side = Number(low=1, high=LARGEST_SIDE, whole=True)
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, list):
+            return len(value) == 2 and all(map(side.fits, value))
+        return value in words or side.fits(value)
+
+    expected, short = (
+        " or ".join([*("null" if word is None else word for word in words), of_side, "[height,width]"])
+        for of_side in (side.expected, "int ≥ 1")
+    )
+    return Check(expected, fits, short, lists=True)
+
+
+def sides(size: int | Sequence[int]) -> tuple[int, int]:
+    """The (height, width) of a size in pixels."""
+    height, width = (size, size) if isinstance(size, int) else size
+    return height, width
+
+
+def as_pixels(height: int, width: int) -> int | list[int]:
+    """The value of a field for a size in pixels."""
+    return height if height == width else [height, width]
 
 
 def choice(default: Any, *values: Any) -> Any:
@@ -267,10 +304,12 @@ def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Ite
         value = values.get(field.name)
         if isinstance(value, Mapping) and dataclasses.is_dataclass(field.default_factory):
             yield from problems(field.default_factory, value, f"{prefix}{field.name}.")
-        elif (rule := rule_of(cls, field.name)) is not None and value is not None:
-            items, key = value if isinstance(value, list) else [value], f"{prefix}{field.name}"
+        elif (rule := rule_of(cls, field.name)) is not None and (
+            value is not None or (rule.lists and field.name in values)
+        ):
+            items, key = value if isinstance(value, list) and not rule.lists else [value], f"{prefix}{field.name}"
             if not all(map(rule.fits, items)):
-                expected = f"{'each ' * isinstance(value, list)}{rule.expected}"
+                expected = f"{'each ' * (items is value)}{rule.expected}"
                 yield f"{key} is {shown(value)}, expected {expected}{_remedy(key, field, rule, value)}"
 
 

@@ -23,6 +23,9 @@ LIMIT = 16 * MB  # characters of the text, nearly all of which are names of clas
 # How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]
+# How a file becomes a stored image: its centre, all of it with a frame, or all of it with another aspect ratio.
+FITS = ("crop", "pad", "squash")
+CROP, PAD, SQUASH = FITS
 # How logits become probabilities. With softmax the classes exclude each other, and their probabilities add up to 1;
 # with sigmoid each class is judged by itself; the outputs of a regression are the values themselves.
 PROBABILITIES = ("softmax", "sigmoid", "values")
@@ -97,6 +100,7 @@ class ModelCard:
         scores: the figures of their evaluation that have a value, by name; empty if they were not evaluated.
         averaged: whether the weights are a moving average.
         interpolation: how images are resized.
+        fit: how a file becomes a stored image, one of `FITS`.
         probabilities: how logits become probabilities, `softmax` or `sigmoid`, as in the loss of the training.
             `values` are no probabilities.
         targets: what the outputs are: `classes`, `labels` or `values`.
@@ -121,6 +125,7 @@ class ModelCard:
     scores: Mapping[str, float] = ruled({}, _SCORES)
     averaged: bool = ruled(False, Check("true or false", lambda value: isinstance(value, bool)))
     interpolation: str = choice(INTERPOLATION, *INTERPOLATIONS)
+    fit: str = choice(CROP, *FITS)
     probabilities: str = choice(SOFTMAX, *PROBABILITIES)
     targets: str = choice(CLASSES, *TARGETS)
     monitor: str = ruled("top1", TEXT)
@@ -175,6 +180,7 @@ class ModelCard:
 
     @classmethod
     def _from_values(cls, values: dict[str, Any]) -> ModelCard:
+        values = {"fit": CROP, **values}  # older files lack it
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"
@@ -203,26 +209,28 @@ class ModelCard:
 class TrainedInput:
     """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
 
-    `size` is the side of the model's input, and `stored` that of a stored image, in pixels (None if it is not known).
+    `size` is the (height, width) of the model's input, and `stored` that of a stored image (None if it is not known).
     The other fields are those of a `ModelCard`.
     """
 
-    size: int
+    size: tuple[int, int]
     crop: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str
-    stored: int | None = None
+    stored: tuple[int, int] | None = None
+    fit: str = CROP
 
     @classmethod
     def of_card(cls, card: ModelCard) -> TrainedInput:
         return cls(
-            size=max(card.input_shape[1:]),
+            size=card.input_shape[1:],
             crop=card.eval_crop,
             mean=card.mean,
             std=card.std,
             interpolation=card.interpolation,
-            stored=max(card.image_shape[1:]),
+            stored=card.image_shape[1:],
+            fit=card.fit,
         )
 
     def normalisation(self, channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:

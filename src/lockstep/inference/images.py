@@ -2,7 +2,7 @@
 
 import glob
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
@@ -14,9 +14,9 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.core.errors import InputError
-from lockstep.core.model_card import INTERPOLATION, Shape
+from lockstep.core.model_card import CROP, INTERPOLATION, Shape
 from lockstep.data.datasets.bands import GREY, RGB
-from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
+from lockstep.data.datasets.decode import ImageFile, contents, decoding_failure
 from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
 
@@ -26,12 +26,16 @@ ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
 
 
 def stored_images(
-    images: ImageLike | Iterable[ImageLike], shape: Shape, interpolation: str = INTERPOLATION
+    images: ImageLike | Iterable[ImageLike],
+    shape: Shape,
+    interpolation: str = INTERPOLATION,
+    fit: str = CROP,
+    fill: Sequence[int] = (0,),
 ) -> Tensor:
     """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
 
     A tensor may also be a batch (B, C, H, W). Arrays and tensors of the right shape are not changed. All other images
-    are processed like image files: the shorter side is resized, the centre kept, colours become grey if C is 1.
+    are processed like image files by `ImageFile.fitted`; colours become grey if C is 1.
 
     Raises:
         InputError: one is no image, or the data set has images that no file can hold.
@@ -40,11 +44,13 @@ def stored_images(
         images = list(images)
     if isinstance(images, (str, Path, bytes, Image.Image, np.ndarray, Tensor)):
         images = [images]
-    stored = [stored_image(image, shape, interpolation) for image in images]
+    stored = [stored_image(image, shape, interpolation, fit, fill) for image in images]
     return torch.stack(stored) if stored else torch.empty((0, *shape), dtype=torch.uint8)
 
 
-def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLATION) -> Tensor:
+def stored_image(
+    image: ImageLike, shape: Shape, interpolation: str = INTERPOLATION, fit: str = CROP, fill: Sequence[int] = (0,)
+) -> Tensor:
     """One image as by `stored_images`: uint8 (C, H, W)."""
     if isinstance(image, (np.ndarray, Tensor)):
         tensor = _tensor(image)
@@ -53,8 +59,8 @@ def stored_image(image: ImageLike, shape: Shape, interpolation: str = INTERPOLAT
         image = _pillow(tensor) if shape[0] in (GREY, RGB) else _npy(tensor)
     name = str(image) if isinstance(image, (str, Path)) else "the image"
     try:
-        data = contents(Path(image)) if isinstance(image, (str, Path)) else _bytes(image)
-        return _resize_and_crop(ImageFile.of(data, shape[0]), shape, interpolation)
+        file = ImageFile.of(contents(Path(image)) if isinstance(image, (str, Path)) else _bytes(image), shape[0])
+        return torch.from_numpy(np.ascontiguousarray(file.fitted(shape[1:], interpolation, fit, fill)))
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
@@ -81,22 +87,6 @@ def files_in(path: Path, channels: int = RGB) -> list[Path]:
     if not images:
         raise InputError(f"{path} has no images in it ({', '.join(sorted(suffixes))})")
     return images
-
-
-def _resize_and_crop(file: ImageFile, shape: Shape, interpolation: str) -> Tensor:
-    _, height, width = shape
-    if height == width:
-        pixels = file.square(height, interpolation)
-    else:
-        box = _central_box(file.height, file.width, height / width)
-        pixels = file.box(box, (height, width), interpolation)
-    return torch.from_numpy(np.ascontiguousarray(pixels))
-
-
-def _central_box(height: int, width: int, ratio: float) -> Box:
-    """The largest central box whose height is `ratio` of its width, but for rounding."""
-    box_height, box_width = min(height, max(1, round(width * ratio))), min(width, max(1, round(height / ratio)))
-    return ((height - box_height) // 2, (width - box_width) // 2, box_height, box_width)
 
 
 def _tensor(image: NDArray[np.uint8] | Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, RunDir, relative
+from lockstep.data.datasets.files import colour_of
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
@@ -97,7 +98,8 @@ class Predictor:
 
     def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
-        return stored_images(images, self.card.image_shape, self.card.interpolation)
+        card = self.card
+        return stored_images(images, card.image_shape, card.interpolation, card.fit, colour_of(card.mean))
 
     def cropped(self, stored: Tensor) -> Tensor:
         """The pixels that the model sees of stored images: uint8 (B, C, h, w), cropped to the centre and resized."""

@@ -16,8 +16,8 @@ from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_pl
 from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
 from lockstep.core.monitor import LOSS, USUAL, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
-from lockstep.data.datasets.files import AUTO, with_sizes
-from lockstep.data.transforms import Auto, Policy
+from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
+from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -69,7 +69,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
             micro_batches=_micro_batches(job.train, strategy, world_size),
             eval_batch=_eval_batch(job.train, dataset),
         ),
-        augment=_augment(job.augment, dataset.usual_augment),
+        augment=_augment(job.augment, dataset),
         input=_input(job.input, dataset, trained),
         dataset=dataset,
         task=job.task.absolute(),
@@ -83,10 +83,14 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     return ResolvedJob.of(resolved)
 
 
-def _augment(augment: Augment, usual: str) -> Augment:
-    if isinstance(augment, Policy) and augment.crop == "auto":
-        return replace(augment, crop="resized" if usual == "standard" else "pad")
-    return components.build_option("augment", usual) if isinstance(augment, Auto) else augment
+def _augment(augment: Augment, dataset: Source) -> Augment:
+    usual = dataset.usual_augment
+    if isinstance(augment, Policy) and augment.crop == AUTO and usual != "standard":
+        return replace(augment, crop="pad")
+    augment = components.build_option("augment", usual) if isinstance(augment, Auto) else augment
+    if isinstance(augment, RandomResizedCrop) and augment.crop == AUTO:
+        return replace(augment, crop="none" if keeps_whole(dataset) else "resized")
+    return augment
 
 
 def with_targets(dataset: Source, targets: str) -> Source:

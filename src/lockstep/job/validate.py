@@ -16,6 +16,7 @@ from lockstep.config.options import declared
 from lockstep.config.schema import TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting
+from lockstep.core.fields import as_pixels
 from lockstep.core.figures import check_figures
 from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model import forward_on_meta
@@ -198,10 +199,10 @@ def _check_crop(job: ResolvedJob) -> None:
     check_channels(job.augment, job.dataset.input_shape[0])
     if not crops_files(job.dataset):
         return
-    if getattr(job.augment, "crop", None) == "pad":
+    if (crop := getattr(job.augment, "crop", "resized")) != "resized":
         raise InputError(
-            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and augment.crop is pad; "
-            "use augment.crop=resized or dataset.crop_from=square"
+            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and augment.crop is "
+            f"{crop}; use augment.crop=resized or dataset.crop_from=square"
         )
     if not isinstance(job.augment, RandomResizedCrop):
         raise InputError(
@@ -300,8 +301,8 @@ def _check_train_size(job: ResolvedJob) -> None:
     """Refuse a size in training that the model does not take, or that changes nothing."""
     if job.train.size is None:
         return
-    (_, height, width), size = job.dataset.input_shape, job.train.size
-    if (height, width) == (size, size):
+    (_, height, width), size = job.dataset.input_shape, str(as_pixels(*job.train_shape[1:])).replace(" ", "")
+    if (height, width) == job.train_shape[1:]:
         raise InputError(f"train.size is {size}, which is the size of the evaluation too; leave it out")
     model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     try:

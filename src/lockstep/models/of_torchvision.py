@@ -92,7 +92,7 @@ class Torchvision(Network):
         usual = self._weights.transforms()
         (size,), (resized,), interpolation = usual.crop_size, usual.resize_size, usual.interpolation.value
         return TrainedInput(
-            size=size,
+            size=(size, size),
             crop=min(1.0, size / resized),
             mean=tuple(usual.mean),
             std=tuple(usual.std),

@@ -105,7 +105,7 @@ class Timm(Network):
         if cfg is None or not (cfg.hf_hub_id or cfg.url):
             return None
         return TrainedInput(
-            size=max(cfg.input_size[1:]),
+            size=tuple(cfg.input_size[1:]),
             crop=min(1.0, cfg.crop_pct or 1.0),
             mean=tuple(cfg.mean),
             std=tuple(cfg.std),

@@ -23,7 +23,7 @@ CONFIDENCE = 0.95
 Row = Mapping[str, Any]
 
 # Keys of data sets that change how an image looks, and not which images there are.
-OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "size")
+OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "fit", "size")
 
 # What may differ between two runs, the likeliest cause of another score first.
 CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")

@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.data.datasets.files import Crop, FileSplit, crops_files, interpolated
+from lockstep.data.datasets.files import Crop, FileSplit, crops_files, with_input
 from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.reading import sample
 from lockstep.data.loading.sampler import balanced_order, repeated_order
@@ -131,9 +131,9 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
     if world.local_rank == 0:
         job.dataset.prepare()
     world.barrier()
-    source, interpolation = job.dataset, job.input.interpolation
-    train, val = (interpolated(split, interpolation) for split in (source.train(), source.eval()))
-    test = None if (split := source.test()) is None else interpolated(split, interpolation)
+    source, own = job.dataset, (job.input.interpolation, job.input.mean)
+    train, val = (with_input(split, *own) for split in (source.train(), source.eval()))
+    test = None if (split := source.test()) is None else with_input(split, *own)
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
         assert isinstance(job.augment, RandomResizedCrop)

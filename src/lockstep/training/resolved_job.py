@@ -19,7 +19,7 @@ from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import LONGEST, PATH, Component, default_of, rule_of
-from lockstep.core.model_card import ModelCard
+from lockstep.core.model_card import CROP, ModelCard
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.protocols import Launcher, Optimizer
 from lockstep.core.world import World
@@ -157,6 +157,7 @@ def larger_batch(batch: int, examples: int) -> str | None:
 
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
+    fit = job.dataset.fit
     return {
         "model": describe(job.model, COMPUTE_FIELDS),
         "dataset": type(job.dataset).__name__,
@@ -167,7 +168,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "input_shape": list(job.dataset.input_shape),
         "normalisation": [list(job.input.mean or ()), list(job.input.std or ())],
         "interpolation": job.input.interpolation,
-        "crop_from": "file" if crops_files(job.dataset) else "square",
+        "crop_from": ("file" if crops_files(job.dataset) else "square") + f", fit={fit}" * (fit != CROP),
         "examples": examples,
         "batch": job.batch,
         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
@@ -221,6 +222,7 @@ def card_of(job: ResolvedJob) -> ModelCard:
         mean=tuple(job.input.mean),
         std=tuple(job.input.std),
         interpolation=job.input.interpolation,
+        fit=data.fit,
         probabilities=probabilities_of(job.task, job.loss),
         targets=job.task.targets,
         monitor=job.monitor,

@@ -7,9 +7,9 @@ import hashlib
 import importlib.util
 import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
@@ -20,10 +20,10 @@ from torch.nn import functional as F
 from lockstep.config.options import option
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, pathname, ranged
+from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
-from lockstep.data.datasets.files import AUTO, LARGEST_SIDE, ArraySplit
+from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import check_labels
 
@@ -35,7 +35,7 @@ class ArraySource(CutSource):
     If the evaluation split is cut from the published training split, the published evaluation split is for the test.
     """
 
-    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    input_size: Any = pixels(AUTO, AUTO, None)
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
@@ -44,26 +44,29 @@ class ArraySource(CutSource):
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        channels = self.image_shape[0]
-        if isinstance(self.input_size, int):
-            return (channels, self.input_size, self.input_size)
-        return self.image_shape
+        usual = self.input_size in (AUTO, None)
+        return self.image_shape if usual else (self.image_shape[0], *sides(self.input_size))
+
+    @property
+    def stored(self) -> Self:
+        """The data set with the usual size of its input, on which its stored images do not depend."""
+        return replace(self, input_size=AUTO)
 
     @abstractmethod
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         """The uint8 images (N, C, H, W) and int64 labels (N,) of the training or the evaluation split."""
 
     def train(self) -> ArraySplit:
-        return _arrays(self, "train")
+        return _arrays(self.stored, "train")
 
     def eval(self) -> ArraySplit:
-        return _arrays(self, "val")
+        return _arrays(self.stored, "val")
 
     def test(self) -> ArraySplit | None:
-        return _arrays(self, "test") if self.is_cut else None
+        return _arrays(self.stored, "test") if self.is_cut else None
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        return {name: _hashes(self, name) for name in SPLIT_NAMES if name != "test" or self.is_cut}
+        return {name: _hashes(self.stored, name) for name in SPLIT_NAMES if name != "test" or self.is_cut}
 
 
 @functools.cache
@@ -137,7 +140,7 @@ class Fake(Source):
     examples: int = ranged(1024, least=1, most=1_000_000_000)
     classes: int = ranged(1000, least=1, most=1_000_000)
     channels: int = ranged(3, least=1, most=1024)
-    size: int = ranged(224, least=1, most=LARGEST_SIDE)
+    size: Any = pixels(224)
     targets: str = choice("auto", "auto", *TARGETS)
 
     @property
@@ -150,17 +153,17 @@ class Fake(Source):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        return (self.channels, self.size, self.size)
+        return (self.channels, *sides(self.size))
 
     @property
     def generated_bytes(self) -> int:
         return (self.examples + self.examples // 4) * math.prod(self.image_shape)
 
     def train(self) -> ArraySplit:
-        return _random(self, self.examples, seed=1)
+        return _random(self.image_shape, self.classes, self.targets, self.examples, seed=1)
 
     def eval(self) -> ArraySplit:
-        return _random(self, max(1, self.examples // 4), seed=2)
+        return _random(self.image_shape, self.classes, self.targets, max(1, self.examples // 4), seed=2)
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
         """Empty: the number and the shape of the examples determine them, and are compared elsewhere."""
@@ -168,14 +171,14 @@ class Fake(Source):
 
 
 @functools.cache
-def _random(source: Fake, n: int, seed: int) -> ArraySplit:
+def _random(image_shape: tuple[int, int, int], classes: int, targets: str, n: int, seed: int) -> ArraySplit:
     generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(256, (n, *source.image_shape), dtype=torch.uint8, generator=generator)
-    shape = (n, source.classes)
+    images = torch.randint(256, (n, *image_shape), dtype=torch.uint8, generator=generator)
+    shape = (n, classes)
     labels = {
         LABELS: lambda: torch.rand(shape, generator=generator).lt(0.3).float(),
         VALUES: lambda: torch.randn(shape, generator=generator),
-    }.get(source.targets, lambda: torch.randint(source.classes, (n,), generator=generator))
+    }.get(targets, lambda: torch.randint(classes, (n,), generator=generator))
     return ArraySplit(images, labels())
 
 

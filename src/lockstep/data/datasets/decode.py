@@ -12,7 +12,7 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
-from lockstep.core.model_card import INTERPOLATION
+from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
 from lockstep.data.datasets import bands, photos
 from lockstep.data.datasets.bands import GREY, RGB
 from lockstep.data.datasets.listing import Member
@@ -92,25 +92,54 @@ class ImageFile(NamedTuple):
         _check_size(file, pixels, f", but decoding it takes as long as {pixels}")
         return file
 
-    def square(self, size: int, interpolation: str = INTERPOLATION) -> Stored:
-        """The centre of the image after resizing its shorter side to `size`: (channels, size, size).
+    def fitted(
+        self, size: tuple[int, int], interpolation: str = INTERPOLATION, fit: str = CROP, fill: Sequence[int] = (0,)
+    ) -> Stored:
+        """The image as a data set stores it: (channels, *size).
+
+        Args:
+            size: height and width.
+            interpolation: how it is resized.
+            fit: `crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
+                frame to the largest one that fits into it, `squash` changes the aspect ratio.
+            fill: the colour of the frame, one value, or one for each channel.
 
         Raises:
             Exception: any exception of the decoder, for a damaged file.
         """
-        short, long = min(self.height, self.width), max(self.height, self.width)
+        height, width = self._whole(size, fit)
         # An image that is one pixel wide would become a huge one.
-        _check_size(self, long * size * size // short, f", also with its shorter side resized to {size}")
-        pixels, _ = self._decoded(size / short)
-        if pixels.shape[:2] == (size, size):
-            return pixels.transpose(2, 0, 1)
-        height, width = (size * side // short for side in (self.height, self.width))
-        resized = _resized(pixels, (height, width), interpolation)
-        top, left = round((height - size) / 2), round((width - size) / 2)
-        return resized[:, top : top + size, left : left + size]
+        _check_size(self, height * width, f", also resized to {width}x{height}")
+        pixels, _ = self._decoded(max(height / self.height, width / self.width))
+        if pixels.shape[:2] == (height, width):
+            resized = pixels.transpose(2, 0, 1)
+        else:
+            resized = _resized(pixels, (height, width), interpolation)
+        if fit == PAD:
+            framed = np.empty((len(resized), *size), dtype=np.uint8)
+            framed[:] = np.reshape(fill, (-1, 1, 1))
+            top, left = (size[0] - height) // 2, (size[1] - width) // 2
+            framed[:, top : top + height, left : left + width] = resized
+            return framed
+        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
+        return resized[:, top : top + size[0], left : left + size[1]]
+
+    def _whole(self, size: tuple[int, int], fit: str) -> tuple[int, int]:
+        """The height and width of the whole image before `fitted` cuts out its centre or adds a frame.
+
+        Rounded as torchvision's `Resize` for a square, and as timm's `ResizeKeepRatio` otherwise.
+        """
+        if fit == SQUASH:
+            return size
+        ratios = self.height / size[0], self.width / size[1]
+        if fit != PAD and size[0] == size[1]:
+            short = min(self.height, self.width)
+            return self.height * size[0] // short, self.width * size[1] // short
+        ratio = max(ratios) if fit == PAD else min(ratios)
+        return max(1, round(self.height / ratio)), max(1, round(self.width / ratio))
 
     def box(self, box: Box, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Stored:
-        """A box of the whole image, resized: (channels, *size). Raises like `square`."""
+        """A box of the whole image, resized: (channels, *size). Raises like `fitted`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width))
         # The box in pixels of the decoded image, which may be smaller; rounded outwards.

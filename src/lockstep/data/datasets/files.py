@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError
-from lockstep.core.fields import PATTERN, choice, ranged, ruled
-from lockstep.core.model_card import INTERPOLATION, MOST_CHANNELS, TrainedInput, per_channel
+from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
+from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
 from lockstep.data.datasets import bands
 from lockstep.data.datasets.bands import GREY, RGB
@@ -24,11 +24,10 @@ from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes
 
 AUTO = "auto"
-SIZES = ("decode_size", "input_size", "crop")
+SIZES = ("fit", "decode_size", "input_size", "crop")
 # torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
 # pixels are the model's input.
 USUAL_STORED, USUAL_SEEN = 256, 224
-LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
 # The fields that say how files are read, not which.
@@ -93,7 +92,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded to a square of `size` pixels: the shorter side resized, the centre kept.
+    """Image files, each decoded to `size`, height and width, by `ImageFile.fitted` with `fit` and `fill`.
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
@@ -102,11 +101,13 @@ class FileSplit:
 
     paths: Files | Sequence[Path | Member]
     labels: Tensor
-    size: int
+    size: tuple[int, int]
     skip: int = 0
     crop: Crop | None = None
     interpolation: str = INTERPOLATION
     channels: int = RGB
+    fit: str = CROP
+    fill: tuple[int, ...] = (0,)
 
     images: ClassVar[None] = None
 
@@ -114,13 +115,13 @@ class FileSplit:
         return len(self.paths)
 
     def fetch(self, indices: list[int], epoch: int = 0) -> Tensor:
-        size = (self.size, self.size) if self.crop is None else self.crop.size
+        size = self.size if self.crop is None else self.crop.size
         numbers, indices = indices, [index % len(self) for index in indices]
         decoded = np.empty((len(indices), self.channels, *size), dtype=np.uint8)
         files = [self._attempt(index, ImageFile.read, self.paths[index], self.channels) for index in indices]
         if self.crop is None:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
-                decoded[number] = self._attempt(index, file.square, self.size, self.interpolation)
+                decoded[number] = self._attempt(index, file.fitted, size, self.interpolation, self.fit, self.fill)
         else:
             boxes = self.crop.boxes_for(files, numbers, epoch)
             for number, (index, file, box) in enumerate(zip(indices, files, boxes, strict=True)):
@@ -141,9 +142,21 @@ class FileSplit:
             raise BrokenImage(index, str(self.paths[index]), decoding_failure(error)) from error
 
 
-def interpolated(split: Split, interpolation: str) -> Split:
-    """The split with this interpolation, if its images are resized while they are read."""
-    return replace(split, interpolation=interpolation) if isinstance(split, FileSplit) else split
+def with_input(split: Split, interpolation: str, mean: Sequence[float]) -> Split:
+    """The split with this interpolation, and with frames of the mean colour, if its images are read from files."""
+    if not isinstance(split, FileSplit):
+        return split
+    return replace(split, interpolation=interpolation, fill=colour_of(mean))
+
+
+def colour_of(mean: Sequence[float]) -> tuple[int, ...]:
+    """The pixel value of each channel that is nearest to a mean of pixels from 0 to 1."""
+    return tuple(min(max(round(255 * value), 0), 255) for value in mean)
+
+
+def keeps_whole(source: Source) -> bool:
+    """Whether stored images show all of their files."""
+    return source.fit in (PAD, SQUASH)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,15 +167,15 @@ class PhotoSource(Source):
     photographs.
     """
 
-    input_size: int | str | None = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    input_size: Any = pixels(AUTO, AUTO, None)
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
         channels, height, width = self.image_shape
-        if isinstance(self.input_size, int):
-            return (channels, self.input_size, self.input_size)
-        if self.input_size == AUTO and height == width == USUAL_STORED:
+        if self.input_size not in (AUTO, None):
+            return (channels, *sides(self.input_size))
+        if self.input_size == AUTO and height == width == USUAL_STORED and not keeps_whole(self):
             return (channels, USUAL_SEEN, USUAL_SEEN)
         return self.image_shape
 
@@ -182,13 +195,14 @@ class PhotoSource(Source):
 class FileSource(PhotoSource, CutSource):
     """A data set of image files.
 
-    An image is stored (in memory or on its way to the device) as a square: its shorter side is resized to
-    `decode_size`, and the centre is kept. With `crop_from=file` this holds for evaluation only; in training the boxes
-    of the augmentation are cut from the whole images while they are read.
+    An image is stored (in memory or on its way to the device) with `decode_size`, see `ImageFile.fitted`. With
+    `crop_from=file` this holds for evaluation only; in training the boxes of the augmentation are cut from the whole
+    images while they are read.
     """
 
     channels: int = ranged(RGB, least=1, most=MOST_CHANNELS)
-    decode_size: int | str = ranged(AUTO, least=1, most=LARGEST_SIDE, words=(AUTO,))
+    decode_size: Any = pixels(AUTO, AUTO)
+    fit: str = choice(AUTO, AUTO, *FITS)
     crop_from: str = choice("square", "square", "file")
     skip: int = ranged(0, least=0, most=1_000_000_000)
     test_share: float | None = ranged(None, above=0.0, below=1)
@@ -241,8 +255,21 @@ class FileSource(PhotoSource, CutSource):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        side = USUAL_STORED if self.decode_size == AUTO else int(self.decode_size)
-        return (self.channels, side, side)
+        if self.decode_size != AUTO:
+            return (self.channels, *sides(self.decode_size))
+        if not (keeps_whole(self) or isinstance(self.input_size, list)):
+            return (self.channels, USUAL_STORED, USUAL_STORED)
+        seen = USUAL_SEEN if self.input_size in (AUTO, None) else self.input_size
+        height, width = (round(side / self.eval_crop) for side in sides(seen))
+        return (self.channels, height, width)
+
+    @property
+    def eval_crop(self) -> float:
+        if self.crop == AUTO and keeps_whole(self):
+            return 1.0
+        if self.crop == AUTO and self.decode_size == AUTO and isinstance(self.input_size, list):
+            return USUAL_SEEN / USUAL_STORED
+        return super().eval_crop
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -310,7 +337,8 @@ class FileSource(PhotoSource, CutSource):
         ]
 
     def _split(self, files: Files) -> FileSplit:
-        return FileSplit(files, files.labels, self.image_shape[1], self.skip, channels=self.channels)
+        size, fill = self.image_shape[1:], colour_of(self.mean)
+        return FileSplit(files, files.labels, size, self.skip, channels=self.channels, fit=self.fit, fill=fill)
 
 
 def crops_files(source: object) -> bool:
@@ -325,17 +353,30 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
     """
     autos = [name for name in SIZES if getattr(source, name, None) == AUTO]
     sized: Any = source
+    if "fit" in autos:
+        sized = replace(sized, fit=CROP if trained is None else trained.fit)
     if trained is not None:
-        of_weights = {"input_size": trained.size, "crop": trained.crop}
+        crop = 1.0 if keeps_whole(sized) and sized.fit != trained.fit else trained.crop
+        of_weights = {"input_size": as_pixels(*trained.size), "crop": crop}
         sized = replace(sized, **{name: of_weights[name] for name in autos if name in of_weights})
-        if "decode_size" in autos:
-            # Large enough that the evaluated part need not be enlarged.
-            needed = math.ceil((sized.input_size or USUAL_STORED) / sized.crop)
-            sized = replace(sized, decode_size=trained.stored or max(USUAL_STORED, needed))
+        if "decode_size" in autos and (stored := _stored_size(sized, trained, "input_size" in autos)):
+            sized = replace(sized, decode_size=as_pixels(*stored))
     sizes = {
-        "decode_size": sized.image_shape[1],
+        "fit": sized.fit,
+        "decode_size": as_pixels(*sized.image_shape[1:]),
         "crop": sized.eval_crop,
-        # Null where it can be, because stored images may not be square.
-        "input_size": None if sized.input_shape == sized.image_shape else sized.input_shape[1],
+        "input_size": None if sized.input_shape == sized.image_shape else as_pixels(*sized.input_shape[1:]),
     }
     return replace(sized, **{name: sizes[name] for name in autos})
+
+
+def _stored_size(source: Any, trained: TrainedInput, usual_input: bool) -> tuple[int, int] | None:
+    """The size to store images with for weights; None is the one that follows from the size of the input."""
+    is_square = not isinstance(source.input_size, list)
+    if trained.stored and source.fit == trained.fit and (usual_input or is_square):
+        return trained.stored
+    if keeps_whole(source) or not is_square:
+        return None
+    # Large enough that the evaluated part need not be enlarged.
+    side = max(USUAL_STORED, math.ceil((source.input_size or USUAL_STORED) / source.crop))
+    return side, side

@@ -2,12 +2,12 @@
 
 `lockstep pack` makes it from any data set:
 
-    manifest.json                   format, kind and names of the targets, (C, H, W), mean and std; for each split the
-                                    number of examples and the sha256 of its two files
+    manifest.json                   format, kind and names of the targets, (C, H, W), mean, std, fit; for each split
+                                    the number of examples and the sha256 of its two files
     train.images, ...               uint8 (N, C, H, W), no header
     train.labels, ...               int64 (N,); of labels and values float32 (N, K); little-endian
 
-Format 1 has no `targets`: its labels are classes.
+Format 1 has no `targets`: its labels are classes. Without `fit` it is `crop`.
 
 It is written under a temporary name and renamed when all of it is on the disk. A run checks the manifest, the sizes
 of the files and every label. Only `lockstep pack --check` also reads and hashes the pixels, which may be 100 GB.
@@ -36,11 +36,11 @@ from lockstep.config.options import option
 from lockstep.core.data_protocols import ReadResult, Source, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
-from lockstep.core.model_card import CLASSES, TARGETS
+from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
-from lockstep.data.datasets.files import MappedSplit, PhotoSource
+from lockstep.data.datasets.files import MappedSplit, PhotoSource, keeps_whole
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
 
@@ -70,6 +70,10 @@ class Packed(PhotoSource):
     @property
     def image_shape(self) -> tuple[int, int, int]:
         return self.manifest.shape
+
+    @property
+    def fit(self) -> str:
+        return self.manifest.fit
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -103,6 +107,7 @@ class Manifest:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     splits: Mapping[str, Mapping[str, Any]]
+    fit: str = CROP
 
     def tensor_shape(self, split: str, kind: str) -> tuple[int, ...]:
         of_labels = () if self.targets == CLASSES else (len(self.classes),)
@@ -126,9 +131,9 @@ class Manifest:
                 "std": list(std),
                 "splits": {"train": _, "val": _} as splits,
             } if targets in TARGETS and min(channels, height, width) > 0 and len(mean) == len(std) == channels:
-                shape = channels, height, width
-                if splits.keys() <= {*SPLITS} and all(map(_has_facts, splits.values())):
-                    return cls(targets, tuple(map(str, classes)), shape, tuple(mean), tuple(std), splits)
+                shape, names, fit = (channels, height, width), tuple(map(str, classes)), parsed.get("fit", CROP)
+                if splits.keys() <= {*SPLITS} and all(map(_has_facts, splits.values())) and fit in FITS:
+                    return cls(targets, names, shape, tuple(mean), tuple(std), splits, fit)
         raise ValueError(f"{MANIFEST} is not a manifest of `lockstep pack`")
 
 
@@ -241,7 +246,8 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
                 facts[name] = {"count": len(labels), "sha256": hashes}
                 broken += failures.values()
             names = source.class_names or tuple(map(str, range(source.classes)))
-            manifest = Manifest(source.targets, names, source.image_shape, source.mean, source.std, facts)
+            fit = source.fit if keeps_whole(source) else CROP
+            manifest = Manifest(source.targets, names, source.image_shape, source.mean, source.std, facts, fit)
             (folder / MANIFEST).write_text(json.dumps({"format": 2, **vars(manifest)}, indent=2) + "\n")
             sync(folder / MANIFEST)
             sync(folder)

@@ -6,6 +6,7 @@ resumes cannot change it. An augmentation takes uint8 images and returns uint8 o
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import ranged
+from lockstep.core.fields import choice, default_of, ranged
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import steps
@@ -99,6 +100,7 @@ class RandomResizedCrop:
     (`boxes`, then `after_crop`). Changes of colour are Pillow's, to the bit.
     """
 
+    crop: str = choice("auto", "auto", "resized", "none")
     scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
     flip: float = ranged(0.5, least=0, most=1)
@@ -111,9 +113,18 @@ class RandomResizedCrop:
     def __str__(self) -> str:
         changes = {"jitter": self.jitter, "grey": self.grey, "blur": self.blur, "solarize": self.solarize}
         shares = [f"{name} {share:g}" for name, share in changes.items() if share]
-        return listed("random resized crop", _mirrored(self.flip), *shares)
+        return listed("random resized crop" * (self.crop != "none"), _mirrored(self.flip), *shares)
 
     def __post_init__(self) -> None:
+        box, shift = ("scale", "ratio"), ("pad", "reflect")
+        unused = {"none": (*box, *shift), "pad": box, "resized": shift}.get(self.crop, ())
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in unused and value != default_of(field):
+                raise InputError(
+                    f"augment.{field.name} is {value}, but augment.crop={self.crop} does not use it; leave it out "
+                    f"or use augment.crop={'resized' if field.name in box else 'pad'}"
+                )
         for name, bounds, usual in (("scale", self.scale, "[0.08,1]"), ("ratio", self.ratio, "[0.75,1.33]")):
             if len(bounds) != 2 or bounds[0] > bounds[1]:
                 raise InputError(f"augment.{name} is {bounds}, expected two rising numbers: augment.{name}={usual}")
@@ -121,6 +132,8 @@ class RandomResizedCrop:
     def apply(
         self, images: Tensor, draws: SampleRNG, size: tuple[int, int], interpolation: str = INTERPOLATION
     ) -> Tensor:
+        if self.crop == "none":
+            return self.after_crop(images, draws, size)
         sizes = torch.stack([torch.full_like(draws.indices, side) for side in images.shape[-2:]], 1)
         return self.after_crop(resized_crops(images, self.boxes(draws, sizes), size, interpolation), draws, size)
 

@@ -5,14 +5,14 @@ With `resample=nearest` the operations are torchvision's for tensors, otherwise 
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, default_of, ranged
+from lockstep.core.fields import choice, ranged
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import geometry as geo
@@ -65,20 +65,9 @@ class Policy(RandomResizedCrop):
     The data set decides what `crop=auto` is.
     """
 
-    crop: str = choice("auto", "auto", "pad", "resized")
+    crop: str = choice("auto", "auto", "pad", "resized", "none")
     pad: int = ranged(4, least=0, most=1024)
     reflect: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        unused = {"pad": ("scale", "ratio"), "resized": ("pad", "reflect")}.get(self.crop, ())
-        for field in fields(self):
-            value, default = getattr(self, field.name), default_of(field)
-            if field.name in unused and value != default:
-                raise InputError(
-                    f"augment.{field.name} is {value}, but augment.crop={self.crop} does not use it; leave it out "
-                    f"or use augment.crop={'pad' if self.crop == 'resized' else 'resized'}"
-                )
 
     def __str__(self) -> str:
         crop, padded = super().__str__(), f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}"
