@@ -154,8 +154,8 @@ data/loading/shards.py: the batch of an incident is that of the step before [loa
 - self._steps(step - 1, World.solo())
 + self._steps(max(0, step - 2), World.solo())
 data/datasets/decode.py: a photo is decoded at a scale that is enough for its longer side only [decode]
-- self._decoded(size / short)
-+ self._decoded(size / long)
+- self._decoded(max(height / self.height, width / self.width))
++ self._decoded(min(size) / max(self.height, self.width))
 data/transforms/augment.py: a random crop has the inverse aspect ratio [augment]
 - box_height, box_width = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
 + box_width, box_height = (area / aspect).sqrt().round(), (area * aspect).sqrt().round()
