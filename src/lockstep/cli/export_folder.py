@@ -91,7 +91,7 @@ def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
         f"step {card.step:,}{', averaged weights' * card.averaged}.",
         "",
         *(["On the evaluation split:", "", *scores, ""] if scores else []),
-        f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width; {card.fit}), the central "
+        f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), {card.fit}, the central "
         f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
         *([f"The scores are of {card.eval_views} views; this model takes one."] if card.eval_views > 1 else []),
