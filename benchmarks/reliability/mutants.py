@@ -206,7 +206,7 @@ cli/scoring.py: the calibration error is a share, not a percentage [predictor]
 training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
 -             observer.update_without()
 +             pass
-data/loading/shards.py: a broken image of one split hides that of the other [loader]
+data/loading/shards.py: a corrupt image of one split hides that of the other [loader]
 - example = (labels is self.eval_labels, index)
 + example = (True, index)
 training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]

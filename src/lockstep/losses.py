@@ -41,7 +41,7 @@ class _Weighted:
         if self.balanced:
             if self.class_weights is not None:
                 raise InputError(
-                    "loss.balanced=true and loss.class_weights both weigh the classes; leave out one of them"
+                    "loss.balanced=true and loss.class_weights both weigh the classes; remove one of them"
                 )
             counts = torch.bincount(labels[labels >= 0].cpu(), minlength=classes)
             return (counts.sum() / (counts.count_nonzero() * counts.clamp(min=1))).float()

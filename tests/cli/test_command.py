@@ -102,7 +102,7 @@ def test_a_broken_image_is_named_once(tmp_path: Path, pictures: Path, loader: st
     done = train(*PICTURES, f"loader={loader}", *workers, f"launcher={launcher}", ranks, *where)
     message = sentence(done)
     assert message.startswith(f"dataset: image 9, {pictures}/train/b/3.jpg, cannot be decoded (")
-    assert message.endswith("; remove or replace the file, or leave out up to N of them with dataset.skip=N")
+    assert message.endswith("; remove or replace the file, or skip up to N of them with dataset.skip=N")
     # A resident loader reads all images before the run begins; a streaming one meets this image in the run.
     left = [path.name for path in tmp_path.iterdir() if path.name != "latest"]
     assert len(left) == (loader == "streaming")
@@ -176,7 +176,7 @@ def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Pa
             ("-m", "seed=1,2", "hydra.run.dir={}/run"),
             "/run has no effect with -m; name a folder with hydra.sweep.dir=",
         ),
-        (("hydra.output_subdir={}/sub",), "a run folder has its own .hydra, and Hydra writes none; leave it out"),
+        (("hydra.output_subdir={}/sub",), "a run folder has its own .hydra, and Hydra writes none; remove it"),
     ],
 )
 def test_a_folder_that_the_job_would_not_use_is_refused(tmp_path: Path, words: tuple[str, ...], says: str) -> None:

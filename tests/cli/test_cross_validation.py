@@ -154,7 +154,7 @@ def test_each_setting_and_seed_has_its_scores(tmp_path: Path) -> None:
     assert "warning: no figure counts the folds that are missing: 0 (failed)" in done.out
     ledger.end(ledger.record(first.number + 4), State.failed)  # the other fold of this setting
     first_setting = " ".join(word for word in first.overrides if word.startswith(("seed=", "optimizer.lr=")))
-    assert f"warning: {first_setting} is left out: none of its folds is done" in evaluated(folder, tmp_path)[0].out
+    assert f"warning: {first_setting} is skipped: none of its folds is done" in evaluated(folder, tmp_path)[0].out
     for record in ledger.records():
         ledger.end(record, State.failed)
     assert "no fold is done; `lockstep compare " in forked("lockstep", "evaluate", str(folder)).err

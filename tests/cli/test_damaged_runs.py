@@ -43,7 +43,7 @@ def test_a_run_that_lost_its_checkpoints_is_refused_and_as_it_was(run: RunDir, f
     steps = ("steps=8", "model=linear", "checkpoint.every=2") if word == "hydra.run.dir" else ("steps=8",)
     done = train(f"{word}={run.path}", *steps, "device=cpu", f"output_root={run.path.parent}")
     assert (done.code, len(done.err.splitlines())) == (2, 1)
-    assert done.err.startswith(f"lockstep: resume: no checkpoint in {run.checkpoints} is whole")
+    assert done.err.startswith(f"lockstep: resume: no checkpoint in {run.checkpoints} is complete")
     command = done.err.partition("python train.py ")[2]
     assert "steps=4 name=test checkpoint.every=2 model=linear" in command
     assert tree(run.path) == before
@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     assert changed.count("steps=4") == 1, "a key that the resume names again"
     assert "is damaged (state.pt has 0 bytes, expected" in done.out
     assert f"{run.summary} is not the summary of a run; it will be replaced" in done.out
-    assert f"{run.metrics} is damaged: line 2 cannot be read, and is left out" in done.out
+    assert f"{run.metrics} is damaged: line 2 cannot be read, and is skipped" in done.out
     assert json.loads(run.summary.read_text())["status"] == "completed"
     assert find_corruption(newest) == "", "its step was done again"
 

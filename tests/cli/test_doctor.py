@@ -100,7 +100,7 @@ def removed(folder: str) -> Callable[[Path], object]:
     ("plant", "words", "level", "check", "says"),
     [
         (broken, (), "error", "images", "use dataset.skip=1"),
-        (broken, ("dataset.skip=1",), "warning", "images", "dataset.skip=1 leaves them out"),
+        (broken, ("dataset.skip=1",), "warning", "images", "dataset.skip=1 skips them"),
         (in_both_splits, (), "warning", "twice", "val/cat/copy.jpg and "),
         (copied("train/cat/copy.jpg"), (), "warning", "twice", "1 twice in one split, such as "),
         (copied("train/dog/copy.jpg"), (), "warning", "twice", "1 twice with two labels, such as "),
@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_before_it_is_full(photos: Path) -> None:
     assert not problems(of_photos(photos, free=lambda path: 2e7))
     planted = problems(of_photos(photos, "seed=1,2", multirun=True, free=lambda path: 2e7))
     assert [*planted] == ["disk"]
-    assert "has 20 MB free, the runs take up to 21 MB: make room, or use checkpoint.keep=1" in planted["disk"][1]
+    assert "20 MB free, the runs take up to 21 MB: free disk space, or use checkpoint.keep=1" in planted["disk"][1]
 
 
 def test_a_folder_that_cannot_be_written_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:

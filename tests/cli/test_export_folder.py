@@ -74,7 +74,7 @@ def test_the_card_in_markdown_has_scores_data_and_the_command(runs: Path) -> Non
         (("outputs/cifar",), "timm cannot build this model"),
         (("outputs/normed", "--out", "outputs"), "--out is outputs, expected a new folder"),
         (("outputs/normed", "--out", "no/where"), "--out is no/where, expected a new folder"),
-        (("outputs/normed", "--pixels", "float"), "leave out --pixels"),
+        (("outputs/normed", "--pixels", "float"), "remove --pixels"),
     ],
 )
 def test_what_cannot_be_written_is_refused_and_leaves_nothing(

@@ -168,7 +168,7 @@ def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     for name, sentence in {
         "not-a-name": "cannot be the name of a Python package",
         "torch": "there is a package torch",
-        "no/such/mine": "no/such is no folder, expected one in which to create mine",
+        "no/such/mine": "no/such is not a folder, expected one in which to create mine",
     }.items():
         done = forked("lockstep", "new", name, cwd=tmp_path)
         assert (done.code, sentence in done.err) == (2, True), done.err

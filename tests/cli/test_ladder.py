@@ -93,13 +93,13 @@ def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(
         (
             ("resume=latest",),
             {},
-            "resume=latest: each rung sets strategy, launcher, loggers and folder",
+            "resume=latest: each setup sets strategy, launcher, loggers and folder",
         ),
         ((), {"ranks": 1}, "--ranks is 1, expected from 2 to"),
         ((), {"ranks": 10_000}, "--ranks is 10000, expected from 2 to"),
         ((), {"repeats": 0}, "--repeat is 0, expected from 1 to 100"),
-        ((), {"only": "fdsp"}, "--only: there is no rung 'fdsp' here; they are one-device, dataparallel, ddp"),
-        ((), {"scripts": [__file__, __file__]}, "two rungs are called test-ladder; give the file another name"),
+        ((), {"only": "fdsp"}, "--only: there is no setup 'fdsp' here; they are one-device, dataparallel, ddp"),
+        ((), {"scripts": [__file__, __file__]}, "two setups are called test-ladder; give the file another name"),
         ((), {"scripts": ["no/such.py"]}, "no/such.py is missing"),
         ((), {"scripts": ["/"]}, "/ is a folder, expected a plain file"),
         (("launcher@x=1",), {}, "a config group takes the name of one of its options"),
@@ -184,7 +184,7 @@ def test_a_ladder_that_is_stopped_or_refused_leaves_a_true_ledger(
         yield
 
     monkeypatch.setattr(module, "running", stopped)
-    with pytest.raises(Stopped, match="the same line goes on with the rungs that are left"):
+    with pytest.raises(Stopped, match="rerun the command to resume"):
         climb(*job, scripts=[script], only="mine")
     (folder,) = (tmp_path / module.FOLDER).iterdir()
     assert [record.state for record in Ledger(folder).records()] == [State.stopped, State.waiting]

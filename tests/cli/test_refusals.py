@@ -48,9 +48,9 @@ optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you 
 model.foo=1 -> model.foo: there is no such key in the config. model has width, dropout,
 +model.foo=1 -> model.foo is not a key of model=DigitNet; it has channels_last, grad_checkpointing, compile,
 dataset.skip=1 ->  dataset=csv, folder, hf, imagenet, webdataset has it: choose one
-schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or leave it out.
+schedule.milestones=[3] ->  schedule=step has it: add schedule=step, or remove it.
 +foo=1 -> foo: there is no such key in the config.
-~epochs -> epochs: a job cannot do without this key
+~epochs -> epochs: this key is required
 ~model -> model is None, expected one of the group's options: model=NAME
 model=timm -> model.name has no value; give it one with model.name=VALUE
 name=${no.such.key} -> no.such.key
@@ -106,7 +106,7 @@ train.cuda_graph=true repro=strict -> train.cuda_graph is true, but under strate
 train.cuda_graph=true optimizer=timm -> optimizer=timm computes with its learning rate in Python
 train.cuda_graph=true optimizer.lookahead=6 -> optimizer.lookahead adds to some steps alone, and a replay
 train.cuda_graph=true model.compile=true model.compile_mode=reduce_overhead -> model.compile_mode=reduce_overhead reco
-precision=bf16_pure train.ema=0.9 -> use precision=bf16, or leave out train.ema
+precision=bf16_pure train.ema=0.9 -> use precision=bf16, or remove train.ema
 loader=streaming loader.workers=0 loader.prefetch=9 -> loader.prefetch is 9, but loader.workers is 0
 augment=shift augment.pad=0 augment.reflect=true -> augment.reflect is true, but augment.pad is 0, so nothing is padde
 optimizer=timm optimizer.opt=adamw optimizer.momentum=0.5 -> optimizer.momentum is 0.5, but optimizer.opt=adamw has no
@@ -114,7 +114,7 @@ optimizer=sgd optimizer.nesterov=true optimizer.momentum=0 -> optimizer.nesterov
 repro=strict strategy.sync_batchnorm=false -> strategy.sync_batchnorm is false, but under repro=strict
 repro=exact strategy=strict -> strategy=strict belongs to repro=strict, but repro=exact is given
 dataset.root=there -> dataset.root: there is no such key in the config.
-model=resnet18 model.pretrained=true init_from=/nowhere.safetensors -> init_from takes the place of the weights
+model=resnet18 model.pretrained=true init_from=/nowhere.safetensors -> init_from and model.pretrained=true both set
 resume=/nowhere init_from=/nowhere.safetensors -> /nowhere is neither a run folder nor a checkpoint
 """)
 MACHINE = table("""
@@ -122,8 +122,8 @@ device=gpu -> device is 'gpu', expected one of auto, cpu, cuda: device=auto
 device=cpu precision=fp16 -> precision=fp16 needs a CUDA GPU, but device is cpu; use precision=bf16
 device=cpu precision=tf32 -> precision=tf32 needs a CUDA GPU, but device is cpu; use precision=fp32
 device=cpu launcher.backend=nccl -> launcher.backend=nccl needs CUDA GPUs, but device is cpu; use launcher.backend=glo
-device=cpu launcher=inline launcher.ranks=2 -> launcher=inline has one rank, but launcher.ranks asks for 2
-device=cpu launcher=inline strategy=ddp -> launcher=inline has one rank, but strategy=ddp asks for 2
+device=cpu launcher=inline launcher.ranks=2 -> launcher=inline has one rank, but launcher.ranks requests 2
+device=cpu launcher=inline strategy=ddp -> launcher=inline has one rank, but strategy=ddp requests 2
 strategy=single launcher.ranks=2 device=cpu -> launcher.ranks is 2, but this strategy has one rank
 device=cpu strategy=pipeline launcher.ranks=2 model.compile=true -> model.compile is true, but under strategy=pipeline
 """)
@@ -139,7 +139,7 @@ resume=latest -> resume=latest: no run has been started in
 init_from=/nowhere.safetensors -> init_from: there are no weights at /nowhere.safetensors, expected a
 init_from=/etc/passwd -> init_from: there are no weights at /etc/passwd, expected a .safetensors file
 resume=/nowhere -> /nowhere is neither a run folder nor a checkpoint
-data_root=/dev/null -> data_root: /dev/null is no folder; name another with data_root=FOLDER
+data_root=/dev/null -> data_root: /dev/null is not a folder; name another with data_root=FOLDER
 """)
 HOSTILE = table("""
 model._target_=os.system -> model._target_ is 'os.system', expected a class of lockstep.models
@@ -522,7 +522,7 @@ def test_a_folder_with_files_of_others_does_not_become_a_run_folder(tmp_path: Pa
 
 def test_an_output_root_under_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file is no folder; name another with output_root=FOLDER"):
+    with pytest.raises(InputError, match=r"file is not a folder; name another with output_root=FOLDER"):
         prepared(f"output_root={tmp_path / 'file' / 'runs'}")
 
 
@@ -544,7 +544,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", "has finished step 3 of 3, so nothing is left to do; train longer with steps=6"),
         (
             "steps=6 init_from=/there",
-            "resume has the weights of its checkpoint, and init_from names others; leave out",
+            "resume has the weights of its checkpoint, and init_from names others; remove",
         ),
     ],
 )
@@ -633,7 +633,7 @@ def test_a_run_whose_overrides_lost_a_line_is_refused_unless_today_says_what_it_
     if not sentence:
         prepared(f"resume={run.path}", *today)
         return
-    with pytest.raises(InputError, match="no longer gives the config of its run") as caught:
+    with pytest.raises(InputError, match="no longer composes to its config") as caught:
         prepared(f"resume={run.path}", *today)
     assert sentence in str(caught.value)
     assert tree(run.path) == before

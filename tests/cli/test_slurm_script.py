@@ -132,7 +132,7 @@ def test_the_script_is_written_by_a_function_that_takes_no_line_end(field: str, 
         root=Path(text if field == "root" else "runs"),
     )
     for jobs in ([job], [job, job]):
-        with pytest.raises(InputError, match="has a control character; leave it out"):
+        with pytest.raises(InputError, match="has a control character; remove it"):
             preview(jobs)
 
 

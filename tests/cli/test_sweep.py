@@ -212,7 +212,7 @@ def test_a_refused_line_removes_nothing_of_a_sweep_that_another_one_has_just_beg
             "is an interval, which only a search draws from; use hydra/sweeper=op",
         ),
         (("-m", "seed=1,2", "hydra.launcher.jobs=0"), "hydra.launcher.jobs is 0, expected a whole number from 1"),
-        (("sweep.retry=true",), "sweep.* says how a sweep goes on, and this is one job; add -m"),
+        (("sweep.retry=true",), "sweep.* applies only to sweeps; add -m"),
     ],
 )
 def test_what_cannot_go_on_is_refused(tmp_path: Path, words: tuple[str, ...], sentence: str) -> None:
@@ -240,7 +240,7 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_jobs_and_ends_it(
         os.kill(job if name is signal.SIGKILL else process.pid, name)
     code, err = ended(process)
     assert code == 75, err
-    assert "stopped, and saved what ran; the same line goes on" in err
+    assert "stopped; running jobs are saved. Rerun the command to continue" in err
     assert states(tmp_path) == ["failed", "stopped", "waiting"]
     error = ledger(tmp_path).records()[0].error
     assert "was killed (SIGKILL), probably because the machine, or its memory cgroup (container), ran out" in error
@@ -269,8 +269,8 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     line = (f"optimizer.lr={','.join(rates)}", *words, "sweep.halving=2")
     done = sweep(tmp_path, *line)
     assert done.code == 0, done.err
-    assert "2 of 4 jobs go on after 25 % of their steps" in done.out
-    assert "1 of 2 jobs go on after 50 % of their steps" in done.out
+    assert "2 of 4 jobs continue after 25 % of their steps" in done.out
+    assert "1 of 2 jobs continue after 50 % of their steps" in done.out
     assert states(tmp_path) == ["pruned", "done", "pruned", "pruned"]
     folder = ledger(tmp_path).folder
     trained = [len(losses(folder / record.folder)) for record in ledger(tmp_path).records()]
@@ -304,7 +304,7 @@ def test_a_job_that_is_done_before_its_round_ends_is_not_run_again(tmp_path: Pat
         tmp_path, "optimizer.lr=0.0001,0.01", "model=linear", *SHORT, "train.eval_every=1", "sweep.halving=2"
     )
     assert done.code == 0, done.err
-    assert "1 of 2 jobs go on after 50 % of their steps" in done.out
+    assert "1 of 2 jobs continue after 50 % of their steps" in done.out
     assert states(tmp_path)[1] == "done"
 
 

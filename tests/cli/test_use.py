@@ -106,10 +106,10 @@ def test_a_file_of_weights_alone_is_evaluated_on_data_that_is_named(place: Path,
     shutil.copy(place / "outputs" / "pets" / "model.safetensors", tmp_path / "pets.safetensors")
     done = used(tmp_path, "evaluate", "pets.safetensors")
     assert (done.code, done.out) == (2, "")
-    assert "a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER" in done.err
+    assert "a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER" in done.err
     data = ("dataset=folder", f"dataset.path={place / 'photos'}")
     done = used(tmp_path, "evaluate", "pets.safetensors", *data, "dataset.decode_size=256")
-    assert "dataset: its image_shape is (3, 256, 256), but that of the model is (3, 24, 24)" in done.err
+    assert "dataset: its image_shape is (3, 256, 256), but the model expects (3, 24, 24)" in done.err
     done = used(tmp_path, "evaluate", "pets.safetensors", *data)
     assert done.code == 0, done.err
     assert {path.name for path in tmp_path.iterdir()} == {"pets.safetensors", "evaluation.json", "predictions.csv"}

@@ -93,7 +93,7 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
     assert "  micro_batches: 1\n" in config.read_text()
     both = train("batch=auto", "train.micro_batches=2", f"output_root={tmp_path / 'none'}")
     assert both.code == 2
-    assert "batch=auto chooses train.micro_batches, which is 2; leave out one of them" in both.err
+    assert "batch=auto chooses train.micro_batches, which is 2; remove one of them" in both.err
 
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:

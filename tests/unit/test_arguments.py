@@ -37,14 +37,14 @@ def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_sets_its
     words = ["model=linear", *(f"{key}=X" for key in keys), "seed=3"]
     assert without_keys(words, OF_KEYS[command], "it does something") == ["model=linear", "seed=3"]
     (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"it does something, so {' '.join(words[1:-1])} is left out"
+    assert line == f"it does something, so {' '.join(words[1:-1])} is ignored"
     assert without_keys(["model=linear"], OF_KEYS[command], "it does something") == ["model=linear"]
     assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize("keys", [OF_RUNS, OF_TEST, OF_RUNGS])
 def test_a_run_that_is_resumed_is_not_left_out(keys: Collection[str]) -> None:
-    with pytest.raises(InputError, match=r"^resume=latest: it does something; leave it out"):
+    with pytest.raises(InputError, match=r"^resume=latest: it does something; remove it"):
         without_keys(["resume=latest"], keys, "it does something")
 
 
@@ -53,7 +53,7 @@ def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.C
     for run in (OF_JOBS["lr-find"], OF_JOBS["lockstep.compose"]):
         with pytest.raises(InputError, match="no/such"):  # and not of the other words
             run(line)
-    assert "epochs=2 schedule=step is left out" in capsys.readouterr().err
+    assert "epochs=2 schedule=step is ignored" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ONE_PROCESS)

@@ -325,7 +325,7 @@ def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any
     if lost == "pointers":
         assert newest_of_run(run) == run.checkpoints / "step-00000001"
         flip(run.checkpoints / "step-00000001" / "state.pt", 1)
-    with pytest.raises(InputError, match=r"resume: no checkpoint in .* is whole .* nothing was changed"):
+    with pytest.raises(InputError, match=r"resume: no checkpoint in .* is complete .* nothing was changed"):
         newest_of_run(run)
 
 
@@ -338,7 +338,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
         load_newest(run)
     message = str(caught.value)
     assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in message
-    assert f"init_from={second} takes the weights that are whole" in message
+    assert f"init_from={second} uses the undamaged weights" in message
     assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in message
 
 
@@ -357,7 +357,7 @@ def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any
     shutil.copytree(second, tmp_path / "copy")
     assert reading.load(tmp_path / "copy").facts["progress"]["step"] == 2
     second.rename(run.checkpoints / "step-00000007")
-    assert find_corruption(run.checkpoints / "step-00000007") == "its facts are those of step 2"
+    assert find_corruption(run.checkpoints / "step-00000007") == "its facts belong to step 2"
     assert newest_of_run(run) == first
 
 
@@ -588,7 +588,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
     with full_disk(1700):  # too small for the optimizer's state (1.8 kB), not for the weights (1.6 kB)
         save(target, 1)
         target.wait()
-    assert "a checkpoint could not be written (file too large); the run goes on" in capsys.readouterr().out
+    assert "a checkpoint could not be written (file too large); the run continues" in capsys.readouterr().out
     assert latest_valid(run.checkpoints) is None
     with pytest.raises(StorageError, match="the last checkpoint could not be written"):
         target.close()
@@ -791,7 +791,7 @@ def test_files_of_another_checkpoint_are_damage_whatever_the_manifest_says(
     assert newest_of_run(run) == path
     for name in files:
         replace_file(path, name, (runs[other] / name).read_bytes())
-    with pytest.raises(InputError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* is complete"):
         newest_of_run(run)
     assert set(removable(run, 1).stay) == {path}, "nor does it replace another one"
 

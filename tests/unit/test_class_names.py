@@ -183,7 +183,7 @@ def test_files_that_systems_leave_behind_are_no_photos(tmp_path: Path, place: st
     assert sorted(zip(map(str, split.paths), split.labels.tolist(), strict=True)) == sorted(right.imgs)
     assert files_in(tmp_path / "train") == sorted(Path(file) for file, _ in right.imgs)
     number = len({sidecar.partition("/")[0] for sidecar in SIDECARS})
-    assert folder.notes()[0].startswith(f"{tmp_path}/train: left out {number} other files (")
+    assert folder.notes()[0].startswith(f"{tmp_path}/train: skipped {number} other files (")
 
 
 def test_members_that_systems_leave_behind_are_no_examples(tmp_path: Path) -> None:

@@ -258,7 +258,7 @@ def listing(folder: str = "", **options: Any) -> Command:
 
 
 WRONG: dict[str, tuple[Command, str]] = {
-    "compare: no folder": (compared("x"), "x is no folder"),
+    "compare: no folder": (compared("x"), "x is not a folder"),
     "compare: no run": (compared("no"), "has no run in it"),
     "compare: a key": (compared(by=["lr"]), "--by lr: no run has"),
     "compare: a column": (compared(sort="lr", form="csv"), "--sort lr: there is no"),

@@ -78,7 +78,7 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
     assert table.eval().labels.tolist() == [2]
     alias, left_out = table.notes()[:2]
     assert alias.endswith(f"1, such as '{root}/sub/../sub/b.png' in line 4 for '{root}/sub/b.png' in line 3")
-    assert left_out.endswith("left out lines of other splits (1 'other')")
+    assert left_out.endswith("skipped lines of other splits (1 'other')")
 
 
 def test_an_image_counts_once_for_each_line_that_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_lines_of_one_image_are_on_one_side_of_a_held_out_share(root: Path, shar
         ([*LINES, "a.png,cat"], "line 5 of .* has 2 columns, expected 3"),
         ([*LINES, ",cat,train"], "line 5 of .* has nothing in the column 'path'"),
         ([*LINES, "c.png,,train"], "line 5 of .* has nothing in the column 'label'"),
-        ([*LINES, "none.png,cat,train"], "line 5 of .* has 'none.png', and .*/none.png is no file.*dataset.images="),
+        ([*LINES, "none.png,cat,train"], "line 5 .* has 'none.png', and .*/none.png is not a file.*dataset.images="),
         ([*LINES, "a.png,dog,train"], "line 5 of .* has 'a.png' with another label or split than line 2"),
         ([*LINES, "a.png,cat,val"], "line 5 of .* has 'a.png' with another label or split than line 2"),
         ([*LINES, "./a.png,cat,val"], "line 5 of .* has './a.png' with another label or split than line 2"),
@@ -199,7 +199,7 @@ def test_lines_of_other_splits_are_left_out_of_a_table_that_is_cut(root: Path) -
     lines = ["path,label,split", "a.png,cat,train", "c.png,cat,train", "sub/b.png,cat,old"]
     table = source(root, *lines, val_share=0.5)
     assert sorted(levels(table.train()) + levels(table.eval())) == [10, 30]
-    assert table.notes()[0].endswith("left out lines of other splits (1 'old')")
+    assert table.notes()[0].endswith("skipped lines of other splits (1 'old')")
 
 
 def test_an_unreadable_table_is_refused(root: Path) -> None:

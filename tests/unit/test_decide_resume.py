@@ -98,7 +98,7 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
     run = run_dir(tmp_path / "run", "seed=5", "epochs=3")
     words = read_overrides(run.overrides)
     run.overrides.write_text(components.dump([word for word in words if word != "seed=5"]))
-    with pytest.raises(InputError, match=r"no longer gives the config of its run \(seed was 5 and is 0\)"):
+    with pytest.raises(InputError, match=r"no longer composes to its config \(seed was 5 and is 0\)"):
         decided(f"resume={run.path}", "epochs=7")
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
 
@@ -106,7 +106,7 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
 def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
     values = decided("batch=auto", "name=test", batch="auto").values
     assert (values["batch"], values["train"]["micro_batches"]) == (64, "auto")
-    with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; leave out one"):
+    with pytest.raises(InputError, match=r"batch=auto chooses train\.micro_batches, which is 4; remove one"):
         decided("batch=auto", "name=test", "train.micro_batches=4", batch="auto")
 
 
@@ -140,7 +140,7 @@ def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.Captu
         called = Invocation(overrides=("schedule=constant", word), command="", sweep=False, folder=None, hydra="")
         with pytest.raises(InputError, match=r"schedule\.(gamma|warmpu)"), composition.composing():
             build_job(decide_resume({**composed("schedule=constant"), "resume": str(run.path)}, called).values)
-    assert "schedule.gamma=0.5 of the run is left out" in capsys.readouterr().out
+    assert "schedule.gamma=0.5 of the run is dropped" in capsys.readouterr().out
     assert decided(f"resume={run.path}", "epochs=7").values["schedule"]["gamma"] == 0.5
 
 

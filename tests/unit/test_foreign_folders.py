@@ -148,9 +148,9 @@ NAMES = ["..", ".", "", "../mine", "/etc", "a/b", "a/..", "./a", "a\0b", "a\nb",
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_in_a_file_is_one_component(tmp_path: Path, name: str) -> None:
     (tmp_path / "best").write_text(name)
-    with pytest.raises(UnreadableFile, match="expected the name of a folder beside it"):
+    with pytest.raises(UnreadableFile, match="expected the name of a folder next to it"):
         read_name(tmp_path / "best")
-    with pytest.raises(InputError, match="expected the name of a folder beside it"):
+    with pytest.raises(InputError, match="expected the name of a folder next to it"):
         pointed(tmp_path / "best", tmp_path, "resume")
     assert Ledger(tmp_path).best == ""
 

@@ -96,7 +96,7 @@ def test_a_pattern_freezes_layers_with_all_in_them(patterns: list[str], trained:
 @pytest.mark.parametrize(
     ("patterns", "says"),
     [
-        (["layr1"], r"'layr1' fits no layer of the model, expected backbone.*conv1 \(Conv2d\).*you mean 'layer1'"),
+        (["layr1"], r"'layr1' matches no layer of the model, expected backbone.*conv1 \(Conv2d\).*you mean 'layer1'"),
         (["*"], r"train\.freeze is \[\*\], which leaves nothing to train"),
         (["backbone", "fc"], "which leaves nothing to train"),
     ],

@@ -107,10 +107,7 @@ def test_a_class_keeps_its_logit_by_name_and_a_new_one_is_random(
     new_rows = [label for label, name in enumerate(names) if name not in NAMES]
     for name in head_parameters(new):
         assert torch.equal(new.state_dict()[name][new_rows], untouched.state_dict()[name][new_rows])
-    assert (
-        f"by the names of its classes; new: {sorted({*names} - {*NAMES})}, left out: {sorted({*NAMES} - {*names})}"
-        in note
-    )
+    assert f"by class name; new: {sorted({*names} - {*NAMES})}, dropped: {sorted({*NAMES} - {*names})}" in note
 
 
 @pytest.mark.parametrize(
@@ -124,7 +121,7 @@ def test_a_class_keeps_its_logit_by_name_and_a_new_one_is_random(
             [],
             ["4", "3", "2", "1", "0"],
             [4, 3, 2, 1, 0],
-            "is taken by the names of its classes; new: [], left out: []",
+            "is matched by class name; new: [], dropped: []",
         ),
         (["cafe\u0301", *NAMES[1:]], ["caf\u00e9", *NAMES[1:]], [0, 1, 2, 3, 4], ""),
         (None, NAMES, [0, 1, 2, 3, 4], f"does not name its classes; their order is taken to be {NAMES}"),

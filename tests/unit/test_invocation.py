@@ -53,7 +53,7 @@ def test_a_folder_that_a_command_does_not_use_is_refused(sweep: bool) -> None:
 )
 def test_a_launcher_or_sweeper_of_one_job_is_refused(word: str) -> None:
     check_hydra_overrides([word], sweep=True)
-    with pytest.raises(InputError, match=f"{word} has no effect without -m; add -m, or leave it out"):
+    with pytest.raises(InputError, match=f"{word} has no effect without -m; add -m, or remove it"):
         invoked(word)
 
 

@@ -259,10 +259,10 @@ def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are
     ("processes", "visible", "free", "says"),
     [
         ([[], []], None, ["GPU-0", "GPU-1"], ""),
-        ([[17, 18], [os.getpid()]], None, ["GPU-1"], "left out, because others use them: GPU 0 (process 17);"),
+        ([[17, 18], [os.getpid()]], None, ["GPU-1"], "skipped, because others use them: GPU 0 (process 17);"),
         ([[17], [18]], None, [], "others use all GPUs of this machine: GPU 0 (process 17), GPU 1 (process 18);"),
         ([[17], [18]], "GPU-1", ["GPU-1"], ""),
-        ([None, [18]], None, ["GPU-0"], "left out, because others use them: GPU 1 (process 18);"),
+        ([None, [18]], None, ["GPU-0"], "skipped, because others use them: GPU 1 (process 18);"),
     ],
 )
 def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
@@ -416,7 +416,7 @@ def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: P
         path.write_text(text)
     (damaged, same) = ledger.records()
     assert (damaged.state, damaged.folder, damaged.exit_code, same) == (State.damaged, before.folder, 2, other)
-    assert re.match(rf"{path} is .*; the line of its sweep, typed again, goes on with the job$", damaged.error)
+    assert re.match(rf"{path} is .*; rerun the sweep's command to resume the job$", damaged.error)
     overrides.unlink()
     assert ledger.records()[0].overrides == (), "of a job that has not begun, the file alone says what it is"
     overrides.write_text("- seed=1\n- batch=8\n")
@@ -628,7 +628,7 @@ def test_a_job_that_was_killed_names_the_override_that_leaves_it_more_memory(
 
 def test_a_sweep_that_is_stopped_passes_the_signal_on_and_starts_no_other_job() -> None:
     stopped = EndedPool(75, 75, 0, 0, most=2, stops=True)
-    with pytest.raises(Stopped, match="the same line goes on"):
+    with pytest.raises(Stopped, match="Rerun the command"):
         stopped.pool.run(stopped.tasks)
     assert {number for number, _ in stopped.signals} == {0, 1} == {*stopped.processes}
     assert stopped.states() == [State.stopped, State.stopped, State.waiting, State.waiting]
@@ -733,7 +733,7 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
         search.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
-    with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; the same line goes on"):
+    with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; rerun the command"):
         line()
     stops = False
     first = line()
@@ -837,7 +837,7 @@ def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path:
     ("words", "sentence"),
     [
         (["sweep.resume=latest"], "sweep.resume=latest: no sweep has been started in"),
-        (["sweep.resume=/nowhere"], "sweep.resume: /nowhere is no folder of a sweep"),
+        (["sweep.resume=/nowhere"], "sweep.resume: /nowhere is not a sweep's folder"),
         (
             ["sweep.objectives=[score,top1]"],
             "sweep.objectives is [score,top1], expected some of score, seconds, megabytes, kwh",

@@ -385,7 +385,7 @@ def test_broken_images_are_blank_and_without_a_label_and_the_others_as_ever(
     assert len(warnings) == 3
     for index, name in {3: "train/a/03.png", 25: "train/b/00.png", 9: "val/b/04.png"}.items():
         assert sum(f"warning: image {index}, {path}/{name}, cannot be decoded (" in line for line in warnings) == 1
-    assert warnings[2].endswith("left out, 3 of at most 3")
+    assert warnings[2].endswith("skipped, 3 of at most 3")
 
 
 @pytest.mark.parametrize("workers", [0, 2])

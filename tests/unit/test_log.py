@@ -76,7 +76,7 @@ def test_a_log_that_cannot_be_written_is_reported_once_and_ends_nothing(
             log.logger.info("a word")
     captured = capsys.readouterr()
     path = run.rank_log(1)
-    assert captured.out == f"warning: {path} cannot be written (File too large); the run goes on without it\n"
+    assert captured.out == f"warning: {path} cannot be written (File too large); the run continues without it\n"
     assert captured.err == ""
 
 

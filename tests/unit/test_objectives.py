@@ -75,9 +75,7 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
     SweepView(ledger, ledger.records()).show_table(["score", "kwh"])
     out = capsys.readouterr().out
     assert "no other job is better in score and kwh than jobs 0, 1\n" in out
-    assert (
-        "kwh was not measured in job 2, which cannot be compared by it; leave it out: sweep.objectives=[score]" in out
-    )
+    assert "kwh was not measured in job 2, which cannot be compared by it; remove it: sweep.objectives=[score]" in out
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_switch_that_is_off_and_an_unknown_word_have_no_proposal() -> None:
         == suggest_override("opt", "zzz")
         == ""
     )
-    with pytest.raises(InputError, match=r"--zzz is no flag .*--cfg job"):
+    with pytest.raises(InputError, match=r"--zzz is not a flag .*--cfg job"):
         command_line.check_flags(["--zzz"])
 
 
@@ -111,7 +111,7 @@ def test_a_word_without_a_counterpart_has_a_sentence() -> None:
     for words in ABSENT:
         for word in words.split():
             assert word not in {key for key, _ in WORDS}
-            with pytest.raises(InputError, match=rf"--{word} is no flag of this program: .{{20,}}"):
+            with pytest.raises(InputError, match=rf"--{word} is not a flag of this program: .{{20,}}"):
                 command_line.check_flags([f"--{word}", "3"])
     with pytest.raises(HydraException) as caught:
         composed(f"{word}=3")

@@ -280,7 +280,7 @@ def test_a_file_of_another_size_is_refused_before_anything_runs(
     if change == "gone":
         path.unlink()
     with pytest.raises(
-        InputError, match=rf"is not a whole packed data set \(.*{file}.*; make one with lockstep pack"
+        InputError, match=rf"is not a complete packed data set \(.*{file}.*; make one with lockstep pack"
     ):
         Packed(path=str(path.parent)).prepare()
 
@@ -347,7 +347,7 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
     assert (
         pack_command("--check", str(tmp_path / "new")).out
-        == f"{tmp_path}/new is whole: every file matches its sha256\n"
+        == f"{tmp_path}/new is complete: every file matches its sha256\n"
     )
     again = pack_command(folder.path, str(tmp_path / "new"))
     assert (again.code, again.err.count("\n")) == (2, 1)
@@ -381,7 +381,7 @@ def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_u
     broken.write_bytes((tmp_path / "images" / "val" / "ant" / "02.png").read_bytes())
     process.close()
     assert not (tmp_path / "target").exists()
-    with pytest.raises(InputError, match="is not a whole packed data set"):
+    with pytest.raises(InputError, match="is not a complete packed data set"):
         Packed(path=str(tmp_path / "target")).prepare()
     pack(source, tmp_path / "target")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "target"]

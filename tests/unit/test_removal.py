@@ -144,7 +144,7 @@ def test_a_kill_between_manifest_and_file_leaves_a_whole_checkpoint(run: RunDir)
 
 @pytest.mark.parametrize("words", [{"keep": 0}, {"folders": ["nowhere"]}])
 def test_what_cannot_be_cleaned_is_one_sentence(tmp_path: Path, words: dict[str, Any]) -> None:
-    with pytest.raises(InputError, match=r"expected 1 or more|is no folder"):
+    with pytest.raises(InputError, match=r"expected 1 or more|is not a folder"):
         clean(**{"folders": [str(tmp_path)], "keep": 1, "everything": False, "yes": True, **words})
 
 

@@ -374,7 +374,7 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is no run and no sweep"):
+    with pytest.raises(InputError, match="is neither a run nor a sweep"):
         report(str(tmp_path))
     assert not [*tmp_path.iterdir()]
 

@@ -90,8 +90,8 @@ def test_a_graph_that_grows_during_the_run_is_not_fixed() -> None:
         (["train.swa_from=1ep", "train.ema=0.9"], r"train\.ema and train\.swa_from both average the weights"),
         (["train.swa_from=1ep", "precision=bf16_pure"], r"train\.swa_from is 1ep, but under precision=bf16_pure"),
         (["train.erase_mode=pixel"], r"train\.erase_mode is pixel, but train\.erase is 0, so nothing is erased"),
-        (["train.repeats=3", "batch=64"], r"train\.repeats is 3, but batch is 64, .* use batch=63, or leave out"),
-        (["train.repeats=3", "batch=2"], r"train\.repeats is 3, but batch is 2, .* use batch=3, or leave out"),
+        (["train.repeats=3", "batch=64"], r"train\.repeats is 3, but batch is 64, .* use batch=63, or remove"),
+        (["train.repeats=3", "batch=2"], r"train\.repeats is 3, but batch is 2, .* use batch=3, or remove"),
         (["train.repeats=2", "train.sampling=balanced"], r"sampling=balanced and train\.repeats both repeat"),
         *(
             ([f"train.{word}"], r"train\.mix_.* is .*, but train\.mixup and train\.cutmix are 0, so nothing is mixed")
@@ -162,5 +162,5 @@ def test_the_images_of_a_micro_batch_fit_into_memory(
 
 
 def test_a_launcher_of_one_rank_is_not_asked_for_two() -> None:
-    with pytest.raises(InputError, match=r"launcher=inline has one rank, but strategy=ddp asks for 2"):
+    with pytest.raises(InputError, match=r"launcher=inline has one rank, but strategy=ddp requests 2"):
         resolve.resolve(built("launcher=inline", "strategy=ddp", "device=cpu"), sweep=False)

@@ -96,7 +96,7 @@ def test_a_disk_without_room_is_one_sentence_with_a_remedy(tmp_path: Path, full_
     with full_disk(10), pytest.raises(StorageError) as caught:
         write_atomic(tmp_path / "file", "x" * 100)
     assert str(caught.value) == (
-        f"{tmp_path}/file cannot be written (File too large); make room there, and the same command goes on"
+        f"{tmp_path}/file cannot be written (File too large); free disk space there, and rerun the command"
     )
     assert list(tmp_path.iterdir()) == []
 

@@ -100,7 +100,7 @@ def test_a_damaged_line_is_left_out_and_reported(
     path.write_text(f'{{"step": 1}}\n{content}\n{{"step": 2}}\n')
     JsonLines(path, 2).end("completed")
     assert [line["step"] for line in lines(path)] == [1, 2]
-    assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is left out\n"
+    assert capsys.readouterr().out == f"warning: {path} is damaged: line 2 cannot be read, and is skipped\n"
 
 
 def test_a_record_that_was_cut_anywhere_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -364,7 +364,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
         sink.end("completed")
     out = capsys.readouterr().out
     assert out.count("TensorBoard's file cannot be written") == 1
-    assert "the run goes on without it" in out
+    assert "the run continues without it" in out
 
 
 PNG = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))

@@ -87,7 +87,7 @@ def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], tmp
         ({"folds": 3, "fold": 0, "val_share": 0.1}, "both choose the evaluation split"),
         (
             {"folds": 5, "fold": 0},
-            "the class b has 4 images, and a fold would have none; use dataset.folds=4, or leave out the class",
+            "the class b has 4 images, and a fold would have none; use dataset.folds=4, or remove the class",
         ),
     ],
 )
@@ -337,11 +337,11 @@ def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
     single, grouped = Examples(names, labels, "ab", "labels"), Examples(names, labels, "ab", "labels", groups)
     with pytest.raises(InputError, match=r"the label b has 3 images, and a fold would have none; use .*folds=3,"):
         single.fold(4, 0)
-    with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; leave out the label"):
+    with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; remove the label"):
         grouped.fold(2, 0)
     values = Examples(names, labels, (), "values", [b"x"] * 12)
     with pytest.raises(
-        InputError, match=r"the data set has 1 group, and a fold would have none; leave .* dataset.folds"
+        InputError, match=r"the data set has 1 group, and a fold would have none; remove dataset.folds"
     ):
         values.fold(2, 0)
     assert not grouped.share("val_share", 0.3)[-1], "the only group with a label is trained"

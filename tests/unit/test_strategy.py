@@ -88,7 +88,7 @@ def test_a_strategy_takes_the_gpus_that_it_can_use_or_some_ranks(strategy: Singl
         (DataParallel(), 2, r"launcher\.ranks is 2, but this strategy has one rank; use strategy=ddp"),
         (Strict(), 3, r"launcher\.ranks is 3, but repro=strict cuts"),
         (Strict(), 8, r"launcher\.ranks is 8, but repro=strict cuts"),
-        (Pipeline(stages=2), 4, "a pipeline is not data parallel as well; leave out strategy"),
+        (Pipeline(stages=2), 4, "a pipeline is not data parallel as well; remove strategy"),
         (Pipeline(cuts=["a"]), 3, r"strategy\.cuts is \[a\], which makes 2 stages, .* use launcher\.ranks=2"),
     ],
     ids=repr,
@@ -135,7 +135,7 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
 
 def test_low_precision_needs_a_format_of_16_bits() -> None:
     FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
-    with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or leave out strategy\.low_"):
+    with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or remove strategy\.low_"):
         FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
 
 
@@ -182,7 +182,7 @@ def test_other_options_of_accelerate_launch_are_refused(
 ) -> None:
     Accelerate().check(2, "cpu")
     monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=f"asks for {name}={value}, but .* use {override}"):
+    with pytest.raises(InputError, match=f"requests {name}={value}, but .* use {override}"):
         Accelerate().check(2, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with broken images."""
+"""Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with corrupt images."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ FITTING: dict[str, tuple[str | None, str | None, str | None]] = {
     "label_columns=[x,number]": (ONE_CLASS, "expected 0 or 1 (also true or false) for each label; correct it", None),
     "label_columns=[x,nan]": (ONE_CLASS, "expected 0 or 1 (also true", NO_NUMBERS),
     "label_columns=[zero]": (ONE_CLASS, "no image to train on has a label, so there is nothing to learn", None),
-    "label_columns=[x,y,x]": (*("dataset.label_columns has 'x' twice; leave out one",) * 3,),
-    "label_columns=[x,y] dataset.label_column=name": (*("both name labels; leave out one",) * 3,),
+    "label_columns=[x,y,x]": (*("dataset.label_columns has 'x' twice; remove one",) * 3,),
+    "label_columns=[x,y] dataset.label_column=name": (*("both name labels; remove one",) * 3,),
     "label_column=other": (*("name one with dataset.label_column=NAME",) * 3,),
     "label_columns=[x,other]": (*("name one with dataset.label_columns=[NAME]",) * 3,),
     "dataset=digits": (None, f"use task=multiclass{OTHERS}", f"use task=multiclass{OTHERS}"),

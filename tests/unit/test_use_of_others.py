@@ -106,7 +106,7 @@ def test_a_file_that_is_no_image_is_not_counted(
     with pytest.raises(InputError, match=r"b\.png"):
         predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", top=None, device="cpu", out=None)
     assert "\n1 image: " in capsys.readouterr().out
-    with pytest.raises(InputError, match="--top is 3, but this model predicts labels; leave it out"):
+    with pytest.raises(InputError, match="--top is 3, but this model predicts labels; remove it"):
         predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", top=3, device="cpu", out=None)
 
 

@@ -169,12 +169,12 @@ class PoolLauncher(Launcher, Callback):
         if self.halving and (jobs := len({*map(self.identify, job_overrides)})) < self.halving:
             raise InputError(
                 f"sweep.halving={self.halving} keeps the best one of {self.halving} jobs, and this line has {jobs}; "
-                "add values, or leave it out"
+                "add values, or remove it"
             )
         if self.search is not None and any(need.submits for need in needs):
             raise InputError(
                 "hydra/sweeper=optuna chooses by the scores of jobs, and launcher=slurm only submits them; start the "
-                "search inside an allocation, without launcher=slurm, or leave out hydra/sweeper=optuna"
+                "search inside an allocation, without launcher=slurm, or remove hydra/sweeper=optuna"
             )
         self.devices.check(needs)
         records = [_settled(ledger, record) for record in self._recorded(ledger, job_overrides)]

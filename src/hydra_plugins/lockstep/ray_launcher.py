@@ -81,7 +81,7 @@ class RayLauncher(pool.PoolLauncher):
             reason = (str(error).strip() or "no reason given").splitlines()[0]
             raise InputError(
                 f"hydra.launcher.address: Ray cannot be reached at {self.address or 'this machine'} ({reason}); "
-                "start a cluster with ray start --head, or leave out the address for Ray on this machine alone"
+                "start a cluster with ray start --head, or remove the address for Ray on this machine alone"
             ) from error
         finally:
             signal.signal(signal.SIGTERM, before)

@@ -165,9 +165,7 @@ class OptunaSweeper(GridSweeper):
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "search"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
         if [*self.objectives] != [SCORE] and self.study["pruner"] != "none":
-            raise InputError(
-                "hydra.sweeper.pruner prunes by the score alone; leave it out, or other sweep.objectives"
-            )
+            raise InputError("hydra.sweeper.pruner prunes by the score alone; remove it, or other sweep.objectives")
         if OmegaConf.select(self.settings, "sweep.halving"):
             raise InputError("sweep.halving is for all combinations; use hydra.sweeper.pruner=halving instead")
 
@@ -241,5 +239,5 @@ def distribution(word: Override) -> BaseDistribution:
         return CategoricalDistribution([*word.sweep_string_iterator()])
     except (ValueError, HydraException) as error:
         raise InputError(
-            f"{word.input_line!r} is no space to search ({error}); write choice(...), range(...) or interval(...)"
+            f"{word.input_line!r} is not a search space ({error}); write choice(...), range(...) or interval(...)"
         ) from error

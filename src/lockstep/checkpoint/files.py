@@ -140,7 +140,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         case {"format": 1, "identity": {}, "progress": {"step": int(step)}, "names": {"run": str()}} as facts:
             step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
             if step_name and int(step_name[1]) != step:
-                raise ValueError(f"its facts are those of step {step}")
+                raise ValueError(f"its facts belong to step {step}")
             return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 

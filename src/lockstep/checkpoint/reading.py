@@ -113,14 +113,13 @@ def _all_damaged(run_dir: RunDir) -> InputError:
     reasons = [f"{path.name}: {find_corruption(path, run) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
-    usable = f"; {shell_command([override('init_from', whole)])} takes the weights that are whole" if whole else ""
+    usable = f"; {shell_command([override('init_from', whole)])} uses the undamaged weights" if whole else ""
     command = "the command of this run and another hydra.run.dir=FOLDER"
     with suppress(InputError):
         command = shell_command([*program_words(), *read_overrides(run_dir.overrides)])
     return InputError(
-        f"resume: no checkpoint in {run_dir.checkpoints} is whole ({'; '.join(reasons)}), and nothing was changed; "
-        f"put a whole one back, or start afresh in another folder with `{command}`{usable}; to start afresh in this "
-        f"folder remove it first"
+        f"resume: no checkpoint in {run_dir.checkpoints} is complete ({'; '.join(reasons)}); nothing was changed; "
+        f"put one back, or start over elsewhere with `{command}`{usable}; to start over here, remove the folder"
     )
 
 

@@ -198,7 +198,9 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
             here, there = (", ".join(map(str, keys)) or "nothing" for keys in (examples[name], entries))
             raise ValueError(f"the optimizer's state of {name} has {there}, expected {here}")
     if new := [name for name in examples if name not in saved]:
-        log.warn(f"the checkpoint has no optimizer state of {len(new)} parameters ({new[0]}, ...), which start anew")
+        log.warn(
+            f"the checkpoint has no optimizer state for {len(new)} parameters ({new[0]}, ...), which start at zero"
+        )
     return {
         name: {key: _check_value(f"{key} of {name}", examples[name][key], value) for key, value in entries.items()}
         for name, entries in saved.items()

@@ -192,7 +192,7 @@ class Checkpointer:
         except (OSError, RuntimeError, SafetensorError, StorageError, UnreadableFile) as error:
             reason = _reason(error)
             if not self.failure:
-                log.warn(f"a checkpoint could not be written ({reason}); the run goes on and tries again")
+                log.warn(f"a checkpoint could not be written ({reason}); the run continues and tries again")
             self.failure = reason
         else:
             if self.failure:

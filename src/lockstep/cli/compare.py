@@ -15,8 +15,8 @@ from lockstep.sweep.record import cells, columns_of, head, score_text
 from lockstep.sweep.runs import Row, causes, existing, groups, ordered, read_runs, tables
 
 INTERVAL = (
-    "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it holds 0, the "
-    "difference is within the spread: other seeds could turn it round"
+    "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it contains 0, "
+    "the difference is within the spread: other seeds could reverse it"
 )
 
 

@@ -147,7 +147,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
     with progress("packing", images) as advance:
         broken = packed.pack(source, Path(target).absolute(), threads=cores(), advanced=advance)
     for image in broken:
-        log.warn(f"{image.failure}: left out")
+        log.warn(f"{image.failure}: skipped")
     gigabytes = images * math.prod(source.image_shape) / 1e9
     task = [word for word in words if key_of(word) == "task"]
     line = shell_command(["dataset=packed", override("dataset.path", target), *task])
@@ -165,4 +165,4 @@ def check_packed(target: str) -> None:
     size = sum(file.stat().st_size for file in folder.glob("*.*") if file.is_file())
     with progress("checking", size) as advance:
         packed.check(folder, advance)
-    log.say(f"{target} is whole: every file matches its sha256")
+    log.say(f"{target} is complete: every file matches its sha256")

@@ -93,8 +93,8 @@ def trials(setting: CrossValidation, overrides: Sequence[str], device: str | Non
         fold_split, source = split_for(predictor, run.run_dir, overrides, "val")
         if predictor.card.trained_on.get("sha256") != fingerprint_of(source):
             raise InputError(
-                f"dataset: its examples are not those of {run.folder}, so the model may have seen some of the fold; "
-                "name the files of the training (dataset.path=FOLDER), or train again"
+                f"dataset: its examples differ from those of {run.folder}, so the model may have seen some of the "
+                "fold; name the files of the training (dataset.path=FOLDER), or train again"
             )
         yield predictor, replace(fold_split, place={"fold": str(fold), **setting.values})
 
@@ -163,14 +163,14 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     for override in overrides:
         if key_of(override).partition(".")[0] not in KEYS:
             raise InputError(
-                f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; leave it out"
+                f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; remove it"
             )
     if run is not None and not overrides:
         run_data: Source = components.build("dataset", components.load(run.config).get("dataset"))
         return run_data
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
-        raise InputError("a file of weights does not say where data is; name it: dataset=folder dataset.path=FOLDER")
+        raise InputError("a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER")
     keys = ("data_root",) if has_dataset else (*KEYS, "experiment")
     stored = read_overrides(run.overrides) if run is not None else []
     stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
@@ -192,7 +192,7 @@ def check_data(predictor: Predictor, source: Source) -> Tensor:
     if card.targets != CLASSES and (source.targets != card.targets or names != [*card.names]):
         raise InputError(
             f"dataset: it has the {source.targets} {', '.join(names)}, expected the {card.targets} "
-            f"of the model, {', '.join(card.names)}; name data of these, such as that of its run"
+            f"of the model, {', '.join(card.names)}; name such data, for example the data of its run"
         )
     unknown = next((f" ({name!r} is none of them)" for name in names if name not in labels), "")
     if unknown or (not source.class_names and source.classes != card.classes):
@@ -203,7 +203,7 @@ def check_data(predictor: Predictor, source: Source) -> Tensor:
     for name in ("image_shape", "input_shape", "eval_crop", "fit"):
         if (expected := getattr(card, name)) != (size := getattr(source, name)):
             raise InputError(
-                f"dataset: its {name} is {size}, but that of the model is {expected}; give the data set the sizes "
+                f"dataset: its {name} is {size}, but the model expects {expected}; give the data set the sizes "
                 "of the training: dataset.channels, decode_size, input_size, crop and fit"
             )
     return torch.tensor([labels[name] for name in names])

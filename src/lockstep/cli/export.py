@@ -53,7 +53,7 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     file = find_weights(path)
     if kind == "timm":
         if images or pixels != "uint8":
-            raise InputError("--to timm writes the network alone: leave out --pixels and images to compare on")
+            raise InputError("--to timm writes the network alone: remove --pixels and images to compare on")
         predictor = load(file, device="cpu", precision=FP32())
         say_which(file, predictor.card)
         export_folder(predictor, run_of(file), Path(out) if out is not None else file.with_name("timm"))
@@ -86,13 +86,13 @@ def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Ten
         channels = predictor.card.image_shape[0]
         return predictor.stored([path for name in named for path in files_in(Path(name), channels)][:COMPARED]), ""
     if (run := run_of(file)) is None:
-        return _random_images(predictor.card), " of random pixels, because a file of weights has no images,"
+        return _random_images(predictor.card), " of random pixels, because a weights file has no images,"
     try:
         source = data_of(run, ())
         check_data(predictor, source)
         return sample(source.eval(), COMPARED), ""
     except InputError as error:
-        return _random_images(predictor.card), f" of random pixels, because those of the run are not here ({error}),"
+        return _random_images(predictor.card), f" of random pixels, because the run's are not here ({error}),"
 
 
 def _random_images(card: ModelCard) -> Tensor:

@@ -48,7 +48,7 @@ COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
 OF_RUNGS |= {"resume", *RUN_FOLDERS, *map(key_of, COMMON)}
-STOPPED = "the ladder was stopped; the same line goes on with the rungs that are left"
+STOPPED = "the ladder was stopped; rerun the command to resume"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
 
@@ -118,7 +118,7 @@ def ladder(
         InputError: the job or an option is wrong, or the first rung does not run.
         Stopped: the ladder was stopped.
     """
-    words = (*without_keys(overrides, OF_RUNGS, "each rung sets strategy, launcher, loggers and folder"),) or DEFAULT
+    words = (*without_keys(overrides, OF_RUNGS, "each setup sets strategy, launcher, loggers and folder"),) or DEFAULT
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0
@@ -130,7 +130,7 @@ def ladder(
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
     climbed = chosen(all_rungs := [*rungs(job, ranks, files)], only)
     if twice := [name for name, count in Counter(shell_name(rung.name) for rung in all_rungs).items() if count > 1]:
-        raise InputError(f"--script: two rungs are called {twice[0]}; give the file another name")
+        raise InputError(f"--script: two setups are called {twice[0]}; give the file another name")
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]
     line = ("ladder", *words, *options, *[f"--only={only}"] * bool(only))
     identity = Identity(base={"job": words, "ranks": ranks}, swept=("rung", "repeat"), words=line, figure=TOP1)
@@ -139,7 +139,7 @@ def ladder(
         check_plan(job)
     if form == "table":
         often = "once" if repeats == 1 else f"{repeats} times"
-        log.show(f"{len(climbed)} rung{'s' * (len(climbed) > 1)}, {often} each: {relative(ledger.folder)}")
+        log.show(f"{len(climbed)} setup{'s' * (len(climbed) > 1)}, {often} each: {relative(ledger.folder)}")
         for rung in climbed:
             log.show(f"  {cut(rung.name, WIDEST):<{WIDEST + 2}}{rung.change}")
     with closing(Lock()) as lock:
@@ -165,7 +165,7 @@ def chosen(climbed: list[Rung], only: str | None) -> list[Rung]:
     names = {shell_name(rung.name): rung for rung in climbed}
     wanted_names = [shell_name(name) for name in only.split(",")]
     if unknown := [name for name in wanted_names if name not in names]:
-        raise InputError(f"--only: there is no rung {unknown[0]!r} here; they are {', '.join(names)}")
+        raise InputError(f"--only: there is no setup {unknown[0]!r} here; they are {', '.join(names)}")
     return [rung for name, rung in names.items() if rung is climbed[0] or name in wanted_names]
 
 

@@ -12,11 +12,11 @@ from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import COLOURS, cut, svg
 
 NOTE = (
-    "img/s: the median of the turns, and half of their range; x: times as fast as the first rung, from two turns on; "
-    "eff: that for each GPU; comm: the share of the time in which gradients are exchanged; GB: the most memory of "
-    "main's GPU, or of all ranks on a CPU, which a run of a second does not know; diff: the largest relative "
-    "difference of a logged loss from the first rung's, in the job's number format (`lockstep prove` compares in "
-    "float64); code: the lines that a user writes"
+    "img/s: median of the repeats, and half of their range; x: speed relative to the first setup, from two repeats "
+    "on; eff: the same per GPU; comm: share of the time in which gradients are exchanged; GB: peak memory of main's "
+    "GPU, or of all ranks on a CPU, not measured in a run of a second; diff: largest relative difference of a logged "
+    "loss from the first setup's, in the job's precision (`lockstep prove` compares in float64); code: lines that a "
+    "user writes"
 )
 
 WIDEST = 20  # characters of a rung's name

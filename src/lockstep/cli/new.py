@@ -29,7 +29,7 @@ def new(project: str) -> None:
             f"{name!r} cannot be the name of a Python package; use letters, digits and _: lockstep new mine"
         )
     if not folder.absolute().parent.is_dir():
-        raise InputError(f"{folder.absolute().parent} is no folder, expected one in which to create {name}")
+        raise InputError(f"{folder.absolute().parent} is not a folder, expected one in which to create {name}")
     if folder.exists():
         raise InputError(f"{folder} exists; name a new folder: lockstep new {name}2")
     if importlib.util.find_spec(name) is not None:

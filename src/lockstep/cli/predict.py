@@ -57,9 +57,9 @@ def predict(
     say_which(file, predictor.card)
     targets = predictor.card.targets
     if top is not None and targets != CLASSES:
-        raise InputError(f"--top is {top}, but this model predicts {targets}; leave it out")
+        raise InputError(f"--top is {top}, but this model predicts {targets}; remove it")
     if threshold is not None and targets != LABELS:
-        raise InputError(f"--threshold is {threshold:g}, but this model predicts {targets}; leave it out")
+        raise InputError(f"--threshold is {threshold:g}, but this model predicts {targets}; remove it")
     if threshold is not None and not 0 <= threshold <= 1:
         raise InputError(f"--threshold is {threshold:g}, expected a probability: --threshold 0.5")
     problems: list[str] = []

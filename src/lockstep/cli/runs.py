@@ -129,7 +129,7 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
     """Whether a row fulfils a condition. A row without the key does not."""
     match = re.fullmatch(r"([^=<>]+)(=.*|[<>]-?\d+(?:\.\d*)?(?:e-?\d+)?)", condition)
     if match is None or match[1] not in known:
-        wrong = f"no run has {match[1]}" if match else "it is no condition"
+        wrong = f"no run has {match[1]}" if match else "it is not a condition"
         raise InputError(
             f"--filter {condition}: {wrong}; expected KEY=VALUE, KEY<NUMBER or KEY>NUMBER: --filter state=done"
         )
@@ -167,7 +167,7 @@ def report(path: str) -> None:
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
         written = write_report(read_single(folder))
     else:
-        raise InputError(f"{folder} is no run and no sweep; `lockstep runs {folder}` lists those in it")
+        raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
     others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""
     log.show(f"wrote {written}{others}")
     if damaged:

@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         hint = did_you_mean(words[0], flags) if words[0].startswith("-") else ""
         hint = hint or f" `{self.prog} --help` shows its arguments."
-        raise InputError(f"{self._name}{' '.join(words)} is nothing that it takes.{hint}")
+        raise InputError(f"{self._name}{' '.join(words)} is not a recognized argument.{hint}")
 
     @property
     def _name(self) -> str:
@@ -91,11 +91,11 @@ def check_flags(words: Sequence[str]) -> None:
         if not sign and next_word and not next_word.startswith("-") and "=" not in next_word:
             sign, value = " ", next_word
         if sentence := suggest.explain_absent(name):
-            raise InputError(f"{flag} is no flag of this program: {sentence}")
+            raise InputError(f"{flag} is not a flag of this program: {sentence}")
         proposals.append(suggest.suggest_override(name, value if sign else None))
     shown_keys = " ".join(proposals) if all(proposals) else f"`{program_name()} --cfg job` shows them all"
     raise InputError(
-        f"{', '.join(unknown)} is no flag of this program; a key is written without dashes, "
+        f"{', '.join(unknown)} is not a flag of this program; a key is written without dashes, "
         f"KEY=VALUE{suggest.note(shown_keys)}: {shown_keys}"
     )
 

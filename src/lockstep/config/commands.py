@@ -110,18 +110,18 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
     words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
     left_out = [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]
     if resumes := [word for word in left_out if key_of(word) == "resume"]:
-        raise InputError(f"{resumes[0]}: {who}; leave it out, and type the overrides of the run")
+        raise InputError(f"{resumes[0]}: {who}; remove it, and type the overrides of the run")
     if left_out:
-        log.note(f"{who}, so {shell_command(left_out)} is left out")
+        log.note(f"{who}, so {shell_command(left_out)} is ignored")
     return [word for word in words if word not in left_out]
 
 
 def check_word(text: str) -> None:
     """Refuse a word of the command line that would overload the parser, or move what a job writes."""
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
-        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; leave it out")
+        raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; remove it")
     if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
-        raise InputError(f"{shown(text)}: a job stays in the folder of its command; leave out hydra.job.chdir")
+        raise InputError(f"{shown(text)}: a job stays in the folder of its command; remove hydra.job.chdir")
     depth = deepest = 0
     for character in text if len(text) <= LONGEST else "":
         depth += (character in "([{") - (character in ")]}")

@@ -115,7 +115,7 @@ def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
     for text in map(str, overrides):
         key, remedy = key_of(text), f"name a folder with hydra.{used}.dir=FOLDER"
         if not sweep and re.match(r"hydra[./](sweeper|launcher)\b", key):
-            remedy = "add -m, or leave it out"
+            remedy = "add -m, or remove it"
         elif not key.startswith(f"hydra.{ignored}."):
             continue
         raise InputError(f"{text} has no effect {'with' if sweep else 'without'} -m; {remedy}")
@@ -155,9 +155,9 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     assert isinstance(plain, dict)
     for key in (field.name for field in dataclasses.fields(Job)):
         if key not in plain:
-            raise InputError(f"{key}: a job cannot do without this key; leave out ~{key}")
+            raise InputError(f"{key}: this key is required; remove ~{key}")
         if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
-            raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; leave it out")
+            raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; remove it")
     return {str(key): value for key, value in plain.items()}
 
 
@@ -256,7 +256,7 @@ def _composed(overrides: list[str]) -> Iterator[dict[str, Any]]:
         config = _compose("config", words, with_hydra=True)
         if config.hydra.mode == RunMode.MULTIRUN:
             raise InputError(
-                "hydra.mode=MULTIRUN asks for a sweep, expected one job; a sweep is `lockstep train -m ...`"
+                "hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`"
             )
         HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
         yield to_dict(config)

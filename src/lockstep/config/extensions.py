@@ -149,7 +149,7 @@ def _locate(package: str, origin: str) -> Extension:
     if spec is None or not spec.submodule_search_locations:
         raise InputError(
             f"the extension {package} ({origin}) is not a package that can be imported; install it with pip, or "
-            "leave it out"
+            "remove it"
         )
     return Extension(package, origin, Path(spec.submodule_search_locations[0]))
 

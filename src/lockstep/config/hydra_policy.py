@@ -46,7 +46,7 @@ TRUSTED = ["lockstep.cli.callbacks.SweepCallbacks"]  # besides installed launche
 EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 COPIES = (
     "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
-    "leave it out: the job inherits the variables"
+    "remove it: the job inherits the variables"
 )
 # The keys that `conf/config.yaml` sets below `hydra`, besides the keys of FREE.
 OURS: Mapping[Key, object] = {

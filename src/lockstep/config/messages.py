@@ -30,7 +30,7 @@ def translate(error: BaseException) -> LockstepError | None:
     if isinstance(error, LockstepError):
         return error
     if isinstance(error, OSError) and error.errno in FULL:
-        return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); make room there")
+        return StorageError(f"{error.filename or 'a file'} cannot be written ({error.strerror}); free space there")
     if isinstance(error, OverrideParseException):
         group, sign, path = error.override.partition("=")
         if suggestion := suggest.suggest_for_path(*((group, path) if sign else ("", group))):
@@ -129,7 +129,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     if first in GROUPS:  # options are never in subfolders, so the name with further slashes is a path
         group, name = first, after_group
     if not group:
-        return f"there is no config named {name!r}; leave out --config-name for the default one"
+        return f"there is no config named {name!r}; remove --config-name for the default one"
     own, more = options_of(group), ", or a model of timm or torchvision" * (group == "model")
     options = options or own
     listing = f" It is one of {', '.join(own)}{more}." if own else ""

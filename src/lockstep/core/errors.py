@@ -50,9 +50,7 @@ class BrokenImage(InputError):
         return escaped(f"image {index}, {path}, cannot be decoded ({reason})", keep="")
 
     def __str__(self) -> str:
-        return (
-            f"dataset: {self.failure}; remove or replace the file, or leave out up to N of them with dataset.skip=N"
-        )
+        return f"dataset: {self.failure}; remove or replace the file, or skip up to N of them with dataset.skip=N"
 
 
 class StorageError(LockstepError):

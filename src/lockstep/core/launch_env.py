@@ -86,7 +86,7 @@ def check_launched() -> None:
         present, missing = ("RANK", "WORLD_SIZE") if "RANK" in os.environ else ("WORLD_SIZE", "RANK")
         raise InputError(
             f"the environment has {present}={os.environ[present]}, but no {missing}; let a launcher set both "
-            f"(torchrun), or leave out {present}: env -u {present}"
+            f"(torchrun), or remove {present}: env -u {present}"
         )
     for name in MPI_SIZES:
         if (size := os.environ.get(name, "1")) != "1":
@@ -121,7 +121,7 @@ def store_address() -> tuple[str, int]:
     if not (host := os.environ.get("MASTER_ADDR")):
         raise InputError(
             "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR, where the ranks meet; set it to "
-            "the address of rank 0 and MASTER_PORT to a free port there, or leave out RANK and WORLD_SIZE"
+            "the address of rank 0 and MASTER_PORT to a free port there, or remove RANK and WORLD_SIZE"
         )
     return host, _number("MASTER_PORT", 1, 65_535)
 
@@ -136,7 +136,7 @@ def _number(name: str, least: int, most: int, default: int | None = None) -> int
     if not (text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS) or not least <= int(text) <= most:
         raise InputError(
             f"the environment has {name}={text!r}, expected a number from {least} to {most}; let a launcher set it "
-            "(torchrun), or leave out RANK and WORLD_SIZE"
+            "(torchrun), or remove RANK and WORLD_SIZE"
         )
     return int(text)
 
@@ -157,7 +157,7 @@ def adopt_srun() -> None:
     except (ValueError, IndexError):
         shown = " ".join(f"{name}={environ[name]!r}" for name in sorted(STEP_VARIABLES))
         raise InputError(
-            f"the environment looks like that of a task of srun, but its variables do not fit together ({shown}); "
+            f"the environment looks like a task of srun, but its variables do not fit together ({shown}); "
             "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
         ) from None
 

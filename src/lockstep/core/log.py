@@ -65,7 +65,7 @@ class LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self.failed:
             self.failed = True
-            show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run goes on without it")
+            show_warning(f"{self.baseFilename} cannot be written ({error.strerror}); the run continues without it")
 
     def close(self) -> None:
         with suppress(OSError):  # closing tries once more to write what could not be written

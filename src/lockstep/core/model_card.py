@@ -1,4 +1,4 @@
-"""The description in a file of weights: all that is needed to build the model and to prepare images for it.
+"""The description in a weights file: all that is needed to build the model and to prepare images for it.
 
 It is one JSON text in the metadata of the safetensors file. Imports no torch.
 """

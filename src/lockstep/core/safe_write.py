@@ -97,7 +97,7 @@ def storing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = "; make room there, and the same command goes on" if error.errno in FULL else ""
+        remedy = "; free disk space there, and rerun the command" if error.errno in FULL else ""
         raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error
 
 

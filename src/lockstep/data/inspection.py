@@ -1,4 +1,4 @@
-"""Looks at the data of a job before a run: labels, classes, broken images, and images that are there twice."""
+"""Looks at the data of a job before a run: labels, classes, corrupt images, and images that are there twice."""
 
 import enum
 import hashlib
@@ -121,7 +121,7 @@ def _broken(splits: Sequence[Split], seconds: float) -> Finding:
         return Finding("images", f"{extent} can be decoded")
     skip = max(split.skip for split in splits)
     expected = math.ceil(len(broken) * len(images) / len(looked))
-    remedy, level = f"dataset.skip={skip} leaves them out", Level.warning
+    remedy, level = f"dataset.skip={skip} skips them", Level.warning
     if expected > skip:
         remedy, level = f"remove or replace them, or use dataset.skip={expected}", Level.error
     return Finding("images", f"{len(broken):,} of {extent} broken, such as {broken[0]}; {remedy}", level)

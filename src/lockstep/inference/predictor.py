@@ -177,7 +177,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     card = read_card(file)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; leave it out, or use cpu")
+        raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; remove it, or use cpu")
     try:
         option = without_weights(components.build("model", card.model))
         precision = precision or _precision(card, target)

@@ -105,7 +105,7 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
     job = components.build_job(resume.values)
     resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
     if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
-        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; leave out one of them")
+        raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")
     check_job(resolved)
     return resolved
 

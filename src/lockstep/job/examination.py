@@ -150,7 +150,7 @@ def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iter
     disk_free = free_bytes(root)
     text = f"{root} has {format_bytes(disk_free)} free, the runs take up to {format_bytes(need)}"
     if need > disk_free:
-        remedy = "make room, or use checkpoint.keep=1 or output_root=FOLDER"
+        remedy = "free disk space, or use checkpoint.keep=1 or output_root=FOLDER"
         yield Finding("disk", f"{text}: {remedy}", Level.error)
     else:
         yield Finding("disk", text)
@@ -162,10 +162,10 @@ def folder(path: Path, need: float, free_bytes: Callable[[Path], float]) -> Iter
         yield Finding("disk", text, Level.error)
         return
     if abs(skew) > SKEW_S:
-        text = f"that of {root} differs from this machine's by {skew:+.0f} s: synchronise them (NTP)"
+        text = f"the clock of {root} is {skew:+.0f} s off this machine's: synchronise them (NTP)"
         yield Finding("clock", text, Level.warning)
     else:
-        yield Finding("clock", f"that of {root} is this machine's")
+        yield Finding("clock", f"the clock of {root} is this machine's")
 
 
 def step(job: ResolvedJob) -> Iterator[Finding]:

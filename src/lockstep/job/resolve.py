@@ -109,7 +109,7 @@ def with_targets(dataset: Source, targets: str) -> Source:
             (name for name, cls in declared("task").items() if getattr(cls, "targets", None) == own), "NAME"
         )
         raise InputError(
-            f"the targets of dataset={name} are {own}, and those of this task {targets}; use task={fitting}, or "
+            f"the targets of dataset={name} are {own}, and this task's are {targets}; use task={fitting}, or "
             f"dataset=NAME with one of {with_any}"
         )
     return dataset
@@ -150,7 +150,7 @@ def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *
     if not launcher.starts_ranks and ranks > 1 and not is_launched():
         source = f"strategy={type(strategy).__name__.lower()}" if launcher.ranks == "auto" else "launcher.ranks"
         raise InputError(
-            f"launcher=inline has one rank, but {source} asks for {ranks}; use launcher=spawn, or launcher.ranks=1"
+            f"launcher=inline has one rank, but {source} requests {ranks}; use launcher=spawn, or launcher.ranks=1"
         )
     threads = launcher.threads
     if threads == "auto":  # with a fixed order one, because another number would add in another order
@@ -183,13 +183,13 @@ def _strategy(job: Job) -> Strategy:
         return job.strategy
     if type(job.strategy) is AutoStrategy and not job.strategy.sync_batchnorm:
         raise InputError(
-            "strategy.sync_batchnorm is false, but under repro=strict batch norm works per virtual shard; leave out "
+            "strategy.sync_batchnorm is false, but under repro=strict batch norm works per virtual shard; remove "
             "strategy.sync_batchnorm, or use repro=exact"
         )
     if type(job.strategy) not in (AutoStrategy, Single):
         raise InputError(
             f"repro=strict adds gradients in a fixed order, which {type(job.strategy).__name__} does not keep; "
-            "leave out strategy=..., or use repro=exact"
+            "remove strategy=..., or use repro=exact"
         )
     return Strict()
 
@@ -244,7 +244,7 @@ def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> 
         if len(values or ()) != channels:
             raise InputError(
                 f"input.{key} is {values}, but the images have {channels} channel{'s' * (channels != 1)}, expected a "
-                f"number for each; leave it out"
+                f"number for each; remove it"
             )
     return chosen
 

@@ -87,14 +87,12 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         InputError: the run does not exist, its folder does not give its config, or an override does not fit.
     """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
-        raise InputError("sweep.* says how a sweep goes on, and this is one job; add -m, or leave it out")
+        raise InputError("sweep.* applies only to sweeps; add -m, or remove it")
     (run, start), named = _named(values, invocation), invocation.folder
     if run is not None and named is not None and named.resolve() != run:
-        raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; leave out one of them")
+        raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; remove one of them")
     if values["resume"] is not None and values["init_from"] is not None:
-        raise InputError(
-            "resume has the weights of its checkpoint, and init_from names others; leave out one of them"
-        )
+        raise InputError("resume has the weights of its checkpoint, and init_from names others; remove one of them")
     overrides, hydra, may_fetch = invocation.overrides, invocation.hydra, True
     if run is not None:
         own, overrides = _values_of_run(RunDir(run), invocation)
@@ -128,8 +126,7 @@ def _without_auto_batch(
         return values
     if values["train"]["micro_batches"] not in (1, "auto"):
         raise InputError(
-            f"batch=auto chooses train.micro_batches, which is {values['train']['micro_batches']}; leave out one of "
-            "them"
+            f"batch=auto chooses train.micro_batches, which is {values['train']['micro_batches']}; remove one of them"
         )
     batch = composition.recompose(remaining, (), configs)["batch"]
     return {**values, "batch": batch, "train": {**values["train"], "micro_batches": "auto"}}
@@ -138,7 +135,7 @@ def _without_auto_batch(
 def refuse_in_sweep(named: str | None) -> None:
     """Refuse a job of a sweep that names something to resume."""
     if named is not None:
-        raise InputError("resume continues one run and cannot be part of a sweep; leave out -m")
+        raise InputError("resume continues one run, so it cannot be combined with a sweep; remove -m")
 
 
 def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | None, str | None]:
@@ -175,7 +172,7 @@ def _values_of_run(run_dir: RunDir, invocation: Invocation) -> tuple[dict[str, A
         raise InputError(f"{error}{_missing_extensions(run_dir)}") from error
     if dropped := [text for text in stored if text not in fitting]:
         words = " ".join(dropped)
-        log.show_warning(f"resume: {words} of the run is left out: the options of this command do not take it")
+        log.show_warning(f"resume: {words} of the run is dropped: the options of this command do not take it")
     if "name" not in map(key_of, added):
         values["name"] = components.load(run_dir.config).get("name", values["name"])
     _check_kept_config(run_dir, own, values, [key_of(text) for text in added])
@@ -220,6 +217,6 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         )
         more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         raise InputError(
-            f"resume: {run_dir.overrides} no longer gives the config of its run ({shown}{more}); restore the lines "
+            f"resume: {run_dir.overrides} no longer composes to its config ({shown}{more}); restore the lines "
             "that it lost, or set these keys on the command line"
         )

@@ -72,9 +72,9 @@ def _check_kinds(run_dir: RunDir) -> None:
         if file_kind not in ("", "a folder"):
             raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
         if file_kind == "" and path in folders:
-            raise InputError(f"{path} is a file, expected a folder; put it elsewhere")
+            raise InputError(f"{path} is a file, expected a folder; move it")
         if file_kind and path in files:
-            raise InputError(f"{path} is a folder, expected a file; put it elsewhere")
+            raise InputError(f"{path} is a folder, expected a file; move it")
 
 
 @dataclass(frozen=True, kw_only=True)

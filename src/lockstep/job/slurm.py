@@ -91,7 +91,7 @@ def _check_setup(setup: list[str]) -> None:
     if setup and setup not in typed:
         raise InputError(
             f"launcher.setup is {shown(setup)} in a config file or in the run folder, but lines of shell come from "
-            "the command line alone; type them again, or leave them out with launcher=slurm launcher.setup=[]"
+            "the command line alone; type them again, or remove them with launcher=slurm launcher.setup=[]"
         )
 
 
@@ -140,7 +140,7 @@ def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Pat
     ]
     for line in lines:
         if not is_one_line(line):
-            raise InputError(f"launcher=slurm: the line {shown(line)} has a control character; leave it out")
+            raise InputError(f"launcher=slurm: the line {shown(line)} has a control character; remove it")
     return "\n".join([*lines, ""])
 
 

@@ -45,16 +45,14 @@ def check_effects(job: ResolvedJob) -> None:
     if model.compile_mode != "default" and not model.compile:
         raise InputError(
             f"model.compile_mode is {model.compile_mode}, but model.compile is false, so nothing is compiled; "
-            "add model.compile=true, or leave out model.compile_mode"
+            "add model.compile=true, or remove model.compile_mode"
         )
     if job.init_from is not None and getattr(model, "pretrained", False):
-        raise InputError(
-            "init_from takes the place of the weights that model.pretrained=true asks for; leave out one of them"
-        )
+        raise InputError("init_from and model.pretrained=true both set the initial weights; remove one of them")
     if job.train.freeze_until is not None and not job.train.freeze:
         raise InputError(
             f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
-            "train.freeze=[backbone], or leave out train.freeze_until"
+            "train.freeze=[backbone], or remove train.freeze_until"
         )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
@@ -74,16 +72,16 @@ def check_effects(job: ResolvedJob) -> None:
     }
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
         if (value := getattr(job.train, name)) != getattr(TrainBlock, name):
-            raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; leave it out")
+            raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; remove it")
     if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
-        raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; leave out one")
+        raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; remove one")
     if job.train.sampling == "balanced" and job.train.repeats > 1:
-        raise InputError("train.sampling=balanced and train.repeats both repeat examples in an epoch; leave out one")
+        raise InputError("train.sampling=balanced and train.repeats both repeat examples in an epoch; remove one")
     if job.batch % job.train.repeats:
         whole = max(1, job.batch // job.train.repeats) * job.train.repeats
         raise InputError(
             f"train.repeats is {job.train.repeats}, but batch is {job.batch}, so a global batch cannot hold its "
-            f"examples so often; use batch={whole}, or leave out train.repeats"
+            f"examples so often; use batch={whole}, or remove train.repeats"
         )
     if job.train.min_delta and job.train.patience is None:
         raise InputError(
@@ -91,12 +89,12 @@ def check_effects(job: ResolvedJob) -> None:
             "train.patience=5, or train.min_delta=0"
         )
     if job.train.ema is not None and job.train.swa_from is not None:
-        raise InputError("train.ema and train.swa_from both average the weights; leave out one")
+        raise InputError("train.ema and train.swa_from both average the weights; remove one")
     if job.precision.storage is torch.bfloat16 and job.train.averages:
         name = "ema" if job.train.ema is not None else "swa_from"
         raise InputError(
             f"train.{name} is {getattr(job.train, name)}, but under precision=bf16_pure an average is in bfloat16 "
-            "too, where a number moves by 1/256 of itself or not at all; use precision=bf16, or leave out "
+            "too, where a number moves by 1/256 of itself or not at all; use precision=bf16, or remove "
             f"train.{name}"
         )
     if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
@@ -120,7 +118,7 @@ def check_task(job: ResolvedJob) -> None:
             )
     if targets != CLASSES and job.train.sampling == "balanced":
         raise InputError(
-            f"train.sampling=balanced balances classes, and the targets of this task are {targets}; leave it out"
+            f"train.sampling=balanced balances classes, and the targets of this task are {targets}; remove it"
         )
 
 
@@ -161,7 +159,7 @@ def check_folders(**folders: str) -> None:
         except OSError as error:
             raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
         if not fits:
-            raise InputError(f"{key}: {nearest} is no folder; name another with {key}=FOLDER")
+            raise InputError(f"{key}: {nearest} is not a folder; name another with {key}=FOLDER")
 
 
 def check_job(job: ResolvedJob) -> None:
@@ -265,7 +263,7 @@ def _check_graph(job: ResolvedJob) -> None:
         ),
         (
             getattr(job.optimizer, "lookahead", None) is not None,
-            "optimizer.lookahead adds to some steps alone, and a replay is the same in each; leave out one of them",
+            "optimizer.lookahead adds to some steps alone, and a replay is the same in each; remove one of them",
         ),
         (
             bool(job.task.figures),
@@ -273,7 +271,7 @@ def _check_graph(job: ResolvedJob) -> None:
         ),
         (
             mode != "default",
-            f"model.compile_mode={mode} records graphs of its own; use model.compile_mode=default",
+            f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default",
         ),
     ]
     problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
@@ -294,7 +292,7 @@ def _check_recompute(job: ResolvedJob) -> None:
     }
     for obstacle, applies in obstacles.items():
         if applies:
-            raise InputError(f"model.grad_checkpointing does not work with {obstacle}; leave out one of them")
+            raise InputError(f"model.grad_checkpointing does not work with {obstacle}; remove one of them")
 
 
 def _check_train_size(job: ResolvedJob) -> None:
@@ -303,7 +301,7 @@ def _check_train_size(job: ResolvedJob) -> None:
         return
     (_, height, width), size = job.dataset.input_shape, str(as_pixels(*job.train_shape[1:])).replace(" ", "")
     if (height, width) == job.train_shape[1:]:
-        raise InputError(f"train.size is {size}, which is the size of the evaluation too; leave it out")
+        raise InputError(f"train.size is {size}, which is the size of the evaluation too; remove it")
     model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     try:
         forward_on_meta(model, job.train_shape)

@@ -47,7 +47,7 @@ def start(run_dir: RunDir, job: ResolvedJob) -> float | None:
     """
     if job.launcher.node_range[1] > 1:
         raise InputError(
-            f"launcher.nodes asks for {job.launcher.node_range[1]} machines, which only the command line "
+            f"launcher.nodes requests {job.launcher.node_range[1]} machines, which only the command line "
             "can do; use lockstep train, or launcher.nodes=1"
         )
     with impatient():  # train.log has what is shown

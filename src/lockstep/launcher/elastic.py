@@ -65,7 +65,7 @@ class Elastic(Spawn):
             if self.node_range[1] == 1 and (value := getattr(self, key)) != neutral:
                 raise InputError(
                     f"launcher.{key} is {value}, but launcher.nodes is 1, so no machines meet; use launcher.nodes=2, "
-                    f"or leave out launcher.{key}"
+                    f"or remove launcher.{key}"
                 )
 
     def run(self, entry: Entry, run_dir: RunDir) -> None:

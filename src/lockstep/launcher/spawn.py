@@ -194,7 +194,7 @@ def first_failure(run_dir: RunDir, exit_codes: dict[int, int]) -> LockstepError:
     if not errors:
         if StorageError.exit_code in exit_codes.values():
             return StorageError(
-                f"{run_dir.path} cannot be written, not even the error; make room there, and resume the run"
+                f"{run_dir.path} cannot be written, not even the error; free disk space there, and resume the run"
             )
         words = ", ".join(f"rank {rank} left with exit code {code}" for rank, code in sorted(exit_codes.items()))
         return RankFailed(f"{words or 'a rank left'} and wrote no error; see {run_dir.logs}")

@@ -55,7 +55,7 @@ class Torchvision(Network):
                 f"{', '.join(published)}"
             )
         if reserved := sorted({"weights", "progress", "num_classes"} & set(self.options)):
-            raise InputError(f"model.options.{reserved[0]} is chosen by other keys; leave it out")
+            raise InputError(f"model.options.{reserved[0]} is chosen by other keys; remove it")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         from torchvision import models

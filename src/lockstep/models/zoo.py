@@ -63,7 +63,7 @@ class Timm(Network):
         if self.options and (unknown := set(map(str, self.options)) - (known := network_options(architecture))):
             raise InputError(
                 f"model.options.{min(unknown)} does not shape the network of {architecture}, expected an argument of "
-                f"its class; leave it out.{did_you_mean(min(unknown), known)}"
+                f"its class; remove it.{did_you_mean(min(unknown), known)}"
             )
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
@@ -76,7 +76,7 @@ class Timm(Network):
         if (architecture := self.name.partition(".")[0]).endswith("_enc"):
             others = [name for name in timm_models() if not name.endswith("_enc")]
             raise InputError(
-                f"model={self.name} is the encoder of a model, and gives no logits; choose a whole one."
+                f"model={self.name} is the encoder of a model, and gives no logits; choose a complete one."
                 f"{did_you_mean(architecture.removesuffix('_enc'), others)}"
             )
         if self._cfg is not None and self._cfg.fixed_input_size and "img_size" not in options:
@@ -205,7 +205,7 @@ def published_weights(name: str) -> dict[str, Any]:
 
     cfg = timm.get_pretrained_cfg(name)
     if cfg is None or not (cfg.hf_hub_id or cfg.url):
-        raise InputError(f"model={name}: timm has no published weights for it; leave out model.pretrained")
+        raise InputError(f"model={name}: timm has no published weights for it; remove model.pretrained")
     url = str(cfg.url or "")
     file = cached_file(url)
     of_url = {"file": str(file), "custom_load": bool(cfg.custom_load)}

@@ -59,7 +59,7 @@ class OptimizerOption(Optimizer):
         if self.lookahead is None and self.lookahead_alpha != OptimizerOption.lookahead_alpha:
             raise InputError(
                 f"optimizer.lookahead_alpha is {self.lookahead_alpha}, but optimizer.lookahead is null, so there are "
-                "no slow weights; add optimizer.lookahead=6, or leave it out"
+                "no slow weights; add optimizer.lookahead=6, or remove it"
             )
 
     @property
@@ -86,7 +86,7 @@ class OptimizerOption(Optimizer):
         head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
         if not any(id(parameter) in head for group in groups for parameter in group["params"]):
             raise InputError(
-                f"optimizer.head_lr is {self.head_lr:g}, but no layer that gives the logits is trained; leave it out"
+                f"optimizer.head_lr is {self.head_lr:g}, but no layer that gives the logits is trained; remove it"
             )
         parts = []
         for group in groups:
@@ -231,7 +231,7 @@ class Timm(OptimizerOption):
             )
         if self.momentum != Timm.momentum and not get_optimizer_info(self.opt.split("_")[-1]).has_momentum:
             raise InputError(
-                f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; leave it out, and "
+                f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; remove it, and "
                 "give what it has with +optimizer.options.KEY=VALUE"
             )
 

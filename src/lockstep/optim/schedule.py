@@ -209,7 +209,7 @@ def layout(parts: tuple[str, ...], plan: Plan) -> list[tuple[int, Schedule, Plan
     if sum(steps) > total + len(parts):  # percentages of few steps are rounded
         raise InputError(
             f"schedule.parts has {sum(steps):,} steps before {parts[-1]!r}, but the run has {total:,}; shorten the "
-            "parts, or leave one out"
+            "parts, or remove one"
         )
     ends = [*(min(end, total) for end in itertools.accumulate(steps)), total]
     begins = [0, *ends[:-1]]

@@ -50,7 +50,7 @@ STOPPED = "stopped before it was done; the same command does it again"  # a comm
 def not_begun(saved: str = "") -> Stopped:
     """The error of a stop before this process has finished a step of a run; `saved` is the run's `Run.saved`."""
     how = f"at {saved}, which was saved" if saved else "before a step was finished; nothing is lost"
-    return Stopped(f"stopped {how}: the same command, or resume=latest, goes on")
+    return Stopped(f"stopped {how}: rerun the command, or use resume=latest")
 
 
 class StopNow(BaseException):

@@ -159,7 +159,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
         if not sum(sizes[start:stop]):
             raise InputError(
                 f"strategy.cuts is [{','.join(entries or ())}], which leaves stage {number} without parameters; "
-                "cut elsewhere, or leave out strategy.cuts"
+                "cut elsewhere, or remove strategy.cuts"
             )
     places = [trace.places[start - 1] for start in starts]
     return Stages(
@@ -183,7 +183,7 @@ def _locate(places: Sequence[Place], entries: Sequence[str]) -> list[int]:
             )
         if obstacle := places[numbers[name] - 1].obstacle:
             raise InputError(
-                f"strategy.cuts: the model cannot be cut before {name}: {obstacle}; cut elsewhere, or leave out "
+                f"strategy.cuts: the model cannot be cut before {name}: {obstacle}; cut elsewhere, or remove "
                 "strategy.cuts"
             )
         starts.append(numbers[name])

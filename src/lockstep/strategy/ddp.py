@@ -61,7 +61,7 @@ class DDP(Distributed):
         # Otherwise DDP waits for gradients that never come, or does not send those that come later.
         if self.static_graph:
             raise InputError(
-                "strategy.static_graph is true, but train.freeze_until changes the graph; leave out "
+                "strategy.static_graph is true, but train.freeze_until changes the graph; remove "
                 "strategy.static_graph"
             )
         return replace(self, static_graph=False, find_unused_parameters=True)
@@ -116,8 +116,8 @@ class Accelerate(Distributed):
             value = os.environ.get(name, "")
             if value.lower() not in neutral:
                 raise InputError(
-                    f"accelerate asks for {name}={value}, but a run is what its config says; use {override}, and "
-                    "leave it out of `accelerate launch` and `accelerate config`"
+                    f"accelerate requests {name}={value}, but a run is what its config says; use {override}, and "
+                    "remove it of `accelerate launch` and `accelerate config`"
                 )
 
     def with_changing_graph(self) -> Self:

@@ -56,12 +56,12 @@ class Pipeline(Single):
         if self.stages not in (None, ranks):
             raise InputError(
                 f"strategy.stages is {self.stages}, but launcher.ranks makes {ranks} ranks, and each rank has one "
-                "stage: a pipeline is not data parallel as well; leave out strategy.stages or launcher.ranks"
+                "stage: a pipeline is not data parallel as well; remove strategy.stages or launcher.ranks"
             )
         if self.cuts is not None and len(self.cuts) != ranks - 1:
             raise InputError(
                 f"strategy.cuts is [{','.join(self.cuts)}], which makes {len(self.cuts) + 1} stages, but there are "
-                f"{ranks} ranks with one each; use launcher.ranks={len(self.cuts) + 1}, or leave out strategy.cuts"
+                f"{ranks} ranks with one each; use launcher.ranks={len(self.cuts) + 1}, or remove strategy.cuts"
             )
 
     def check_compile(self, ranks: int, device: str) -> None:

@@ -155,7 +155,7 @@ class FSDP(Distributed):
         if self.low_precision and precision.dtype is precision.storage:
             raise InputError(
                 f"strategy.low_precision is true, but precision computes in {str(precision.dtype)[6:]}, in which the "
-                "parameters are stored; use precision=bf16, or leave out strategy.low_precision"
+                "parameters are stored; use precision=bf16, or remove strategy.low_precision"
             )
 
     def shard(self, model: nn.Module, world: World, precision: Precision, images: Tensor) -> None:

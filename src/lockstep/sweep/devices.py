@@ -96,7 +96,7 @@ class Devices:
                 f"others use all GPUs of this machine: {names}; wait for their end, name GPUs to use all the same "
                 f"with {VISIBLE}=0, or use device=cpu"
             )
-        log.show(f"left out, because others use them: {names}; {VISIBLE} names GPUs to use all the same")
+        log.show(f"skipped, because others use them: {names}; {VISIBLE} names GPUs to use all the same")
 
     def take(self, needs: Needs) -> Share | None:
         """The devices for a job, which are then not free; None if too few are.

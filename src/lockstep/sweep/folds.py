@@ -63,5 +63,5 @@ def cross_validations(sweep: Path) -> list[CrossValidation]:
         raise InputError(f"{sweep}: {'no fold is done' if runs else expected}; `{compare}` compares its jobs")
     for setting in settings:
         if not setting.runs:
-            log.show_warning(f"{setting.name} is left out: none of its folds is done")
+            log.show_warning(f"{setting.name} is skipped: none of its folds is done")
     return [setting for setting in settings if setting.runs]

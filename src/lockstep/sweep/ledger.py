@@ -245,7 +245,7 @@ class Ledger:
                 folder=folder,
                 state=State.damaged,
                 exit_code=InputError.exit_code,
-                error=f"{reason}; the line of its sweep, typed again, goes on with the job",
+                error=f"{reason}; rerun the sweep's command to resume the job",
             )
 
     def path_of(self, number: int) -> Path:

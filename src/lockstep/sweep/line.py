@@ -76,14 +76,14 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     useless["hydra.sweep.subdir"] = f"hydra/launcher={launcher} names the folders of the jobs"
     for word in config.hydra.overrides.hydra:
         if launcher in POOLS and (reason := useless.get(key_of(word))):
-            raise InputError(f"{word} has no effect: {reason}; leave it out")
+            raise InputError(f"{word} has no effect: {reason}; remove it")
     direction = _monitor(config).direction
     for word in config.hydra.overrides.hydra:
         key, value = key_of(word), word.partition("=")[2]
         if key.endswith(".direction") and checked_direction(value) is not direction:
             raise InputError(
                 f"{word}, but the jobs are compared by monitor={config.monitor}, whose direction is {direction}; "
-                "leave it out, or choose another score with monitor=NAME"
+                "remove it, or choose another score with monitor=NAME"
             )
     block, batches = config.sweep, config.hydra.sweeper.get("max_batch_size")
     contradictions = {
@@ -93,7 +93,7 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     }
     for sentence, applies in contradictions.items():
         if applies:
-            raise InputError(f"{sentence} prevents that; leave out one of them")
+            raise InputError(f"{sentence} prevents that; remove one of them")
 
 
 def _objectives(config: DictConfig) -> list[str]:
@@ -162,7 +162,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
     else:
         ledger = _resumed(Path(config.output_root), str(block.resume))
         if named:
-            raise InputError("sweep.resume names a sweep, and hydra.sweep.dir a folder; leave out one of them")
+            raise InputError("sweep.resume names a sweep, and hydra.sweep.dir a folder; remove one of them")
     if ledger.exists:
         stored = ledger.identity()
         if block.resume == "new":
@@ -284,7 +284,7 @@ def _resumed(root: Path, named: str) -> Ledger:
     ledger = Ledger(Path(named).expanduser().absolute())
     if not ledger.exists:
         raise InputError(
-            f"sweep.resume: {named} is no folder of a sweep; name one with sweep.resume=FOLDER, or the newest with "
+            f"sweep.resume: {named} is not a sweep's folder; name one with sweep.resume=FOLDER, or the newest with "
             "sweep.resume=latest"
         )
     return ledger
@@ -301,6 +301,6 @@ def _say_what_goes_on(ledger: Ledger) -> None:
     if submitted := sum(record.runs_elsewhere for record in records):
         retries += f", {submitted} are with the cluster (sweep.retry=true submits them again)"
     log.show(
-        f"the sweep in {relative(ledger.folder)} goes on: {done} of {len(records)} jobs are done{retries}; "
+        f"resuming the sweep in {relative(ledger.folder)}: {done} of {len(records)} jobs are done{retries}; "
         "sweep.resume=new starts all again"
     )

@@ -112,7 +112,7 @@ class Pool:
             finally:
                 self.send(signal.SIGKILL)  # an error here leaves no job alive
             if request.requested:
-                raise Stopped("stopped, and saved what ran; the same line goes on")
+                raise Stopped("stopped; running jobs are saved. Rerun the command to continue")
 
     def _start_what_fits(self, waiting: list[Task]) -> None:
         """Start tasks in their order, and later ones where an earlier one has to wait for more devices."""

@@ -213,7 +213,7 @@ def unmeasured(folder: Path, records: Sequence[Record], names: Sequence[str]) ->
     without = {name: [str(r.number) for r in done if _value(folder, r, name) is None] for name in names}
     return [
         f"sweep.objectives: {name} was not measured in job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, which cannot be "
-        f"compared by it; leave it out: sweep.objectives=[{','.join(other for other in names if other != name)}]"
+        f"compared by it; remove it: sweep.objectives=[{','.join(other for other in names if other != name)}]"
         for name, jobs in without.items()
         if jobs
     ]

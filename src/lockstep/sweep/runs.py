@@ -83,7 +83,7 @@ def existing(path: str) -> Path:
     """The folder that a user named, or the newest run for `latest`."""
     folder = pointed(Path(path), Path("outputs"), path)
     if not folder.is_dir():
-        raise InputError(f"{folder} is no folder; name a run, a sweep, or a folder of them, such as outputs")
+        raise InputError(f"{folder} is not a folder; name a run, a sweep, or a folder of them, such as outputs")
     return folder
 
 

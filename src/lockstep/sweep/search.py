@@ -93,7 +93,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         racing = [ledger.read(record) for record in racing]
         scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
-            raise Stopped(f"jobs were stopped in rung {rung}: {', '.join(stopped)}; the same line goes on with them")
+            raise Stopped(f"jobs were stopped in rung {rung}: {', '.join(stopped)}; rerun the command to continue")
         # One that failed after this round keeps its place here: the line typed again has the same rounds.
         racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
@@ -112,7 +112,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
                 f"evaluated after {100 * judged:.3g} %; "
                 f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
-        pool.view.show(f"{ahead} of {len(racing)} jobs go on after {100 * share:.3g} % of their steps")
+        pool.view.show(f"{ahead} of {len(racing)} jobs continue after {100 * share:.3g} % of their steps")
         racing = best_first[:ahead]
 
 

@@ -247,9 +247,9 @@ def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[G
         try:
             parts.insert(0, Gpus(gpus, path))
         except pynvml.NVMLError as error:
-            log.warn(f"NVML is not available ({error}); the run goes on without GPU figures")
+            log.warn(f"NVML is not available ({error}); the run continues without GPU figures")
         except StorageError as error:
-            log.warn(f"{error}; the run goes on without GPU figures")
+            log.warn(f"{error}; the run continues without GPU figures")
     return parts
 
 

@@ -175,7 +175,7 @@ class Spending(Observer):
         for name, most in vars(self.budget).items():
             if most is not None and spent[name] >= most and self.stop.begun:
                 self.stop.ask(
-                    f"budget.{name}={most:g} is used up ({spent[name]:.4g}); a larger one lets the run go on"
+                    f"budget.{name}={most:g} is used up ({spent[name]:.4g}); a larger one lets the run continue"
                 )
 
     def _write(self) -> None:

@@ -128,7 +128,7 @@ class WandB(Tracker):
         super().check()
         if (mode := self.setting("mode", "offline")) not in MODES:
             raise InputError(
-                f"WANDB_MODE is {mode}, expected offline or online; to write nothing, leave wandb out of logger=[...]"
+                f"WANDB_MODE is {mode}, expected offline or online; to write nothing, remove wandb from logger=[...]"
             )
 
     def build(self, run: RunInfo) -> Observer:

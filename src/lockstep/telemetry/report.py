@@ -221,7 +221,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         "duration": format_duration(seconds) if seconds else "",
         "speed": number(facts.get("img_per_s"), ",.0f", " images/s")
         + number(facts.get("data_wait_pct"), ".2g", " % of the time waiting for data", before=", "),
-        "broken images left out": number(facts.get("skipped") or None, ","),
+        "corrupt images skipped": number(facts.get("skipped") or None, ","),
         "energy": number(spent.get("kwh"), ".3g", " kWh"),
         "energy of an image": number(spent.get("joules_per_image"), ".3g", " J"),
         "GPU hours": number(spent.get("gpu_hours") or None, ".3g"),

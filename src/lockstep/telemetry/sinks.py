@@ -89,7 +89,7 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
     write_atomic(path, valid_lines())
     if damaged:
         more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
-        log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is left out")
+        log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is skipped")
     with storing(path):
         file: TextIO = append(path, newline="", buffering=1)
     return file

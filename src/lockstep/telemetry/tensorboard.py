@@ -242,7 +242,7 @@ class TensorBoard(Observer):
             yield
         except (OSError, StorageError, UnreadableFile) as error:
             if not self.failed:
-                log.warn(f"TensorBoard's file cannot be written ({error}); the run goes on without it")
+                log.warn(f"TensorBoard's file cannot be written ({error}); the run continues without it")
             self.failed = True
 
 

@@ -110,7 +110,7 @@ def _unknown(model: nn.Module, pattern: str) -> InputError:
     top = [f"{name} ({type(module).__name__})" for name, module in modules.items() if "." not in name]
     shown = ", ".join(top[:SHOWN]) + ", ..." * (len(top) > SHOWN)
     return InputError(
-        f"train.freeze: {pattern!r} fits no layer of the model, expected {BACKBONE} (all but the head, "
+        f"train.freeze: {pattern!r} matches no layer of the model, expected {BACKBONE} (all but the head, "
         f"{' and '.join(head_layers(model)) or 'which it does not have'}), or layers by name, with * for any text: "
         f"{shown}.{did_you_mean(pattern, [BACKBONE, *modules])}"
     )

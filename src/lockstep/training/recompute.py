@@ -27,7 +27,7 @@ def recompute_blocks(model: nn.Module) -> None:
     recomputed = [*blocks(model, large=math.inf)]  # a single layer has nothing to compute again
     if len(recomputed) < 2:
         raise InputError(
-            "model.grad_checkpointing is true, but this model has no blocks of layers to compute again; leave it out"
+            "model.grad_checkpointing is true, but this model has no blocks of layers to compute again; remove it"
         )
     for block in recomputed:
         original = type(block)

@@ -198,7 +198,7 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
     main = all_facts[0]
     rank = next(rank for rank, rank_facts in enumerate(all_facts) if rank_facts != main)
     raise InputError(
-        f"the data of rank {rank}, here, is not that of rank 0, there ({difference(all_facts[rank], main)}); all "
+        f"rank {rank} here has different data from rank 0 ({difference(all_facts[rank], main)}); all "
         "machines need the same files: copy them again, or name a folder that all of them see"
     )
 

@@ -213,7 +213,7 @@ class FileSource(PhotoSource, CutSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.test_share is not None and getattr(self, test := f"test_{self.part}") is not None:
-            raise InputError(f"dataset.test_share and dataset.{test} both choose the test split; leave out one")
+            raise InputError(f"dataset.test_share and dataset.{test} both choose the test split; remove one")
 
     @property
     def place(self) -> Hashable:
@@ -238,7 +238,7 @@ class FileSource(PhotoSource, CutSource):
             key, value = ("folds", self.folds) if self.val_share is None else ("val_share", self.val_share)
             if unused := sorted(others.pop(val) - others[train] - tested):
                 raise InputError(
-                    f"dataset.{key} is {value:g}, but dataset.{val} names {unused[0]} too; leave out dataset.{key}, "
+                    f"dataset.{key} is {value:g}, but dataset.{val} names {unused[0]} too; remove dataset.{key}, "
                     f"test on it with dataset.{test}={names[val]}, or name none with dataset.{val}=none"
                 )
             del names[val]
@@ -246,7 +246,7 @@ class FileSource(PhotoSource, CutSource):
             if both := sorted(parts & tested):
                 cut = ", or evaluate a share of the training split with dataset.val_share=0.1" * (key == val)
                 both_keys = f"dataset.{test} and dataset.{key}"
-                raise InputError(f"{both_keys} both name {both[0]}; name another, or leave out dataset.{test}{cut}")
+                raise InputError(f"{both_keys} both name {both[0]}; name another, or remove dataset.{test}{cut}")
         return names
 
     @property

@@ -133,7 +133,7 @@ def check_groups(splits: Mapping[str, Files]) -> None:
         if both := sorted(groups[one] & groups[other]):
             raise InputError(
                 f"dataset: the group {shown(os.fsdecode(both[0]))} has images in the {SPLIT_NAMES[one]} and in the "
-                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or leave out "
+                f"{SPLIT_NAMES[other]} split, as {len(both):,} groups have; correct the splits, or remove "
                 "dataset.group_column and dataset.group_pattern"
             )
 
@@ -166,7 +166,7 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
     if wrong is not None:
         raise InputError(
             f"dataset: {place(labels.index(wrong))} has the label {shown(wrong)}, but numbered classes are whole "
-            f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, leave the example out, "
+            f"numbers from 0{'' if gaps else ' (or 1) without gaps'}; correct it, remove the example, "
             "write names (class_2), or use task=regression for numbers"
         )
     return classes
@@ -183,7 +183,7 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     if -1 in labels:
         unknown = labels.index(-1)
         raise InputError(
-            f"dataset: {place(unknown)} has the label {names[unknown]!r}, which no training example has; leave it out"
+            f"dataset: {place(unknown)} has the label {names[unknown]!r}, which no training example has; remove it"
         )
     return torch.tensor(labels, dtype=torch.int64)
 

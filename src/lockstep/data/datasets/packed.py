@@ -146,7 +146,7 @@ def _has_facts(split: Any) -> bool:
 
 def _invalid(folder: Path, reason: str) -> InputError:
     return InputError(
-        f"dataset.path: {folder} is not a whole packed data set ({reason}); make one with lockstep pack"
+        f"dataset.path: {folder} is not a complete packed data set ({reason}); make one with lockstep pack"
     )
 
 
@@ -231,7 +231,7 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
         target.parent.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(target.parent).free) < need:
             raise StorageError(
-                f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; make room there"
+                f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk space there"
             )
         with _temporary_folder(target) as folder:
             facts = {}

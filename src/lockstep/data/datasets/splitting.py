@@ -165,8 +165,8 @@ class Examples:
             part = key.removesuffix("_share") if at else "train"
             where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
             remedies = [f"use dataset.{key}={other:g}" for other in others if not any(missing(other))][:1]
-            remedies += [f"leave out the {kind}"] * bool(kind)
-            remedies = remedies or [f"leave out dataset.{key}"]
+            remedies += [f"remove the {kind}"] * bool(kind)
+            remedies = remedies or [f"remove dataset.{key}"]
             raise InputError(
                 f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
                 f"{where} would have none; {', or '.join(remedies)}"
@@ -208,7 +208,7 @@ class CutSource(Source):
                 f"{folds - 1} to evaluate; all of them: dataset.fold={every} -m"
             )
         if folds is not None and self.val_share is not None:
-            raise InputError("dataset.folds and dataset.val_share both choose the evaluation split; leave out one")
+            raise InputError("dataset.folds and dataset.val_share both choose the evaluation split; remove one")
 
     @property
     def is_cut(self) -> bool:

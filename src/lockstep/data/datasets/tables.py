@@ -64,9 +64,9 @@ class CSV(FileSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if twice := [name for name in self.label_columns if self.label_columns.count(name) > 1]:
-            raise InputError(f"dataset.label_columns has {twice[0]!r} twice; leave out one")
+            raise InputError(f"dataset.label_columns has {twice[0]!r} twice; remove one")
         if self.label_columns and self.label_column != type(self).label_column:
-            raise InputError("dataset.label_column and dataset.label_columns both name labels; leave out one")
+            raise InputError("dataset.label_column and dataset.label_columns both name labels; remove one")
 
     @property
     def folder(self) -> Path:
@@ -82,7 +82,7 @@ class CSV(FileSource):
         splits = {key: option_of(by_split, name, where, key=key) for key, name in names.items()}
         other_splits = Counter(row.split for row in rows if row.split not in names.values())
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
-        notes += (f"{self.path}: left out lines of other splits ({shown})",) * bool(other_splits)
+        notes += (f"{self.path}: skipped lines of other splits ({shown})",) * bool(other_splits)
         classes = self._classes(splits["train_split"])
         return {key: self._listing(rows, classes, notes) for key, rows in splits.items()}
 
@@ -141,7 +141,7 @@ class CSV(FileSource):
                 raise self._wrong(row.line, f"has {row.name!r} with another {what} than line {earlier.line}")
             if earlier is row and not file.is_file():
                 remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
-                raise self._wrong(row.line, f"has {row.name!r}, and {file} is no file", "images", remedy)
+                raise self._wrong(row.line, f"has {row.name!r}, and {file} is not a file", "images", remedy)
             if row.name != earlier.name:
                 renamed.append(f"{row.name!r} in line {row.line:,} for {earlier.name!r} in line {earlier.line:,}")
             rows.append(row._replace(name=earlier.name))

@@ -119,7 +119,7 @@ def as_shares(examples: Sequence[Sequence[str]], labels: Sequence[str], place: C
         for name in own:
             if class_name(name) not in numbers:
                 raise InputError(
-                    f"dataset: {place(example)} has the label {name!r}, which no training example has; leave it out"
+                    f"dataset: {place(example)} has the label {name!r}, which no training example has; remove it"
                 )
             shares[example, numbers[class_name(name)]] = 1
     return shares

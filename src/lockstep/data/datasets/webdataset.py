@@ -141,7 +141,7 @@ class WebDataset(FileSource):
             left_out.update(f".{suffix}" for suffix in sample if suffix != first[key])
             if labels.get(key) in ("", None):
                 raise InputError(
-                    f"dataset: {sample[first[key]]} has no label, expected {key}.{self.label} beside it; name "
+                    f"dataset: {sample[first[key]]} has no label, expected {key}.{self.label} next to it; name "
                     "another suffix with dataset.label=SUFFIX"
                 )
         return {sample[first[key]]: labels[key] for key, sample in images.items()}
@@ -162,7 +162,7 @@ class WebDataset(FileSource):
         except Exception as error:  # NumPy raises all kinds of errors for a damaged header
             reason = str(error).partition("\n")[0]
             raise InputError(
-                f"dataset: {place} is no label ({reason}); name another suffix with dataset.label=SUFFIX"
+                f"dataset: {place} is not a label ({reason}); name another suffix with dataset.label=SUFFIX"
             ) from error
         return split_text(text, self.label_separator) if self.targets in (LABELS, VALUES) else text
 
@@ -216,4 +216,4 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
             if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 raise ValueError(f"its header at byte {tar.offset:,} is damaged")
     except (tarfile.TarError, MemoryError, OverflowError) as error:  # memory, for a name of terabytes
-        raise ValueError(str(error) or "it asks for too much memory") from error
+        raise ValueError(str(error) or "it needs too much memory") from error

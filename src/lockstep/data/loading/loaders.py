@@ -91,7 +91,7 @@ class Streaming(ImageLoader):
         if self.workers == 0 and self.prefetch != Streaming.prefetch:
             raise InputError(
                 f"loader.prefetch is {self.prefetch}, but loader.workers is 0, and only workers read ahead; use "
-                "loader.workers=1, or leave out loader.prefetch"
+                "loader.workers=1, or remove loader.prefetch"
             )
 
     def __str__(self) -> str:

@@ -105,7 +105,7 @@ class EvalLoader:
                 labels[index] = torch.nan if labels.is_floating_point() else IGNORE_INDEX
                 if len(self.broken_seen) > self.skip:
                     raise self._too_many(f"{error.failure} too")
-                log.warn(f"{error.failure}: left out, {len(self.broken_seen)} of at most {self.skip}")
+                log.warn(f"{error.failure}: skipped, {len(self.broken_seen)} of at most {self.skip}")
 
     def count_skipped(self) -> int:
         """The number of different broken images that all ranks together have read so far. Collective.
@@ -122,8 +122,8 @@ class EvalLoader:
 
     def _too_many(self, reason: str) -> InputError:
         return InputError(
-            f"dataset.skip is {self.skip}, but {reason}; repair or remove the broken images (see the warnings), or "
-            f"leave out more of them with dataset.skip={2 * self.skip}"
+            f"dataset.skip is {self.skip}, but {reason}; repair or remove the corrupt images (see the warnings), or "
+            f"skip more of them with dataset.skip={2 * self.skip}"
         )
 
 

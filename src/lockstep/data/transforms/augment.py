@@ -122,7 +122,7 @@ class RandomResizedCrop:
             value = getattr(self, field.name)
             if field.name in unused and value != default_of(field):
                 raise InputError(
-                    f"augment.{field.name} is {value}, but augment.crop={self.crop} does not use it; leave it out "
+                    f"augment.{field.name} is {value}, but augment.crop={self.crop} does not use it; remove it "
                     f"or use augment.crop={'resized' if field.name in box else 'pad'}"
                 )
         for name, bounds, usual in (("scale", self.scale, "[0.08,1]"), ("ratio", self.ratio, "[0.75,1.33]")):
@@ -169,7 +169,7 @@ def listed(*parts: str) -> str:
 
 def _mirrored(share: float) -> str:
     """The words for mirroring a share of the images; empty for a share of 0."""
-    return "" if not share else "mirror" if share == 0.5 else f"mirror {share:.0%}"
+    return "" if not share else "flip" if share == 0.5 else f"flip {share:.0%}"
 
 
 def first_box(
