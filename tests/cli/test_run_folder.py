@@ -146,8 +146,9 @@ def test_a_terminal_shows_a_bar(tmp_path: Path) -> None:
     assert code == 0
     assert "━" in seen
     assert "8/8" in seen
-    # The cursor is hidden while the bar moves, and shown again.
-    assert seen.count(f"{ESCAPE}[?25l") == seen.count(f"{ESCAPE}[?25h") == 1
+    assert 0 < seen.index("loading torch") < seen.index("       run  "), "a sign of life, seconds before the banner"
+    # The cursor is hidden while torch is loaded and while the bar moves, and shown again.
+    assert seen.count(f"{ESCAPE}[?25l") == seen.count(f"{ESCAPE}[?25h") == 2
 
 
 def test_the_current_folder_is_the_run_folder_where_the_command_says_so(tmp_path: Path) -> None:

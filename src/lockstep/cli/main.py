@@ -57,14 +57,16 @@ def complete() -> None:
 def run_command() -> None:
     from lockstep.core.safe_read import unusable_paths
     from lockstep.runtime import program
+    from lockstep.telemetry.progress import loading
 
     with program.command_line(stopped=signals.STOPPED), program.bypass_hydra_errors(), unusable_paths():
         options = arguments()
         values = {name: value for name, value in vars(options).items() if name not in ("command", "rest")}
         if options.command in ("demo", "watch"):
             check_installed("uvicorn", f"lockstep {options.command}", extra="demo")
-        if options.command != "new":
-            configure_native_threads()  # the others import torch
         function = options.command.replace("-", "_")
-        module = importlib.import_module(f"lockstep.cli.{MODULES.get(function, function)}")
+        with loading():
+            if options.command != "new":
+                configure_native_threads()  # the others import torch
+            module = importlib.import_module(f"lockstep.cli.{MODULES.get(function, function)}")
         getattr(module, function)(**values)

@@ -23,6 +23,7 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import job_lock
 from lockstep.runtime import program
+from lockstep.telemetry.progress import loading
 
 
 def main(packages: Sequence[str] = ()) -> None:
@@ -48,8 +49,9 @@ def train_job(composed: DictConfig) -> float | None:
         decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
         if is_launched() or decide().has_several_machines:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
-        configure_native_threads()
-        from lockstep.cli.run import run_job  # the border: what is above imports no torch, for --help and --cfg job
+        with loading():
+            configure_native_threads()
+            from lockstep.cli.run import run_job  # the border: what is above imports no torch, for --help, --cfg job
 
         return run_job(decide, invocation, lock)
 

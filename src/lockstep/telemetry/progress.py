@@ -151,3 +151,13 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
     finally:
         ended.set()
         watcher.join()
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Show that torch is being imported, which takes seconds, unless it was imported before."""
+    if "torch" in sys.modules:
+        yield
+    else:
+        with progress("loading torch"):
+            yield
