@@ -47,6 +47,23 @@ class Result:
     metrics: list[dict[str, Any]]
     weights: Path
 
+    def __repr__(self) -> str:
+        summary, score = self.summary, "no score" if self.objective is None else f"{self.objective:.4g}"
+        return (
+            f"Result: {summary.get('monitor', 'objective')} {score} at step {summary.get('best_step')}\n"
+            f"  folder   {self.folder}\n"
+            f"  weights  {self.weights}"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the headline, a table and the curves of the run's report."""
+        from lockstep.core.run import Run
+        from lockstep.telemetry.report import rendered, summary_of
+
+        return rendered(
+            "result.html", folder=str(self.folder), weights=str(self.weights), **summary_of(Run(self.folder))
+        )
+
 
 def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions: Sequence[str] = ()) -> Result:
     """Train one job from a script or a notebook, and wait for its end.

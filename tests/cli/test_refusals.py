@@ -42,6 +42,8 @@ model.width=8.5 -> model.width is '8.5', expected a whole number: model.width=10
 resume=newest -> name one with resume=PATH, or the newest run with resume=latest
 dataset=CIFAR10 -> Did you mean 'cifar10', 'cifar100'?
 model=vit_base -> Did you mean 'vit_base_
+train.epochs=3 -> train.epochs: there is no such key in the config. Did you mean 'epochs'?
+dataset.batch=8 -> dataset.batch: there is no such key in the config. Did you mean 'batch'?
 epoch=3 -> epoch: there is no such key in the config. Did you mean 'epochs'?
 lr=0.1 -> lr: there is no such key in the config. Did you mean optimizer.lr=
 optimizer.beta=1 -> optimizer.beta: there is no such key in the config. Did you mean 'optimizer.betas'?

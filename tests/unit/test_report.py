@@ -21,6 +21,7 @@ import pytest
 
 from browser import CHROMIUM, DRIVER, browser
 from helpers import train_here
+from lockstep.api import Result
 from lockstep.cli.runs import report
 from lockstep.config import components
 from lockstep.core.errors import InputError
@@ -265,6 +266,20 @@ def test_the_table_of_classes_has_those_with_the_lowest_recall(
     page = page_of(run)
     assert shown in " ".join(page.text.split())
     assert ("The 50 of 120 classes" in page.text) == (len(names) > 1)
+
+
+def test_a_notebook_shows_a_result_as_three_lines_and_a_table_with_curves(run: RunDir) -> None:
+    summary = Run(run.path).summary
+    result = Result(folder=run.path, objective=summary["best"], summary=summary, metrics=[], weights=run.weights)
+    assert repr(result).splitlines() == [
+        f"Result: top1 {summary['best']:.4g} at step {summary['best_step']}",
+        f"  folder   {run.path}",
+        f"  weights  {run.weights}",
+    ]
+    html = result._repr_html_()
+    assert html.count("<svg") == 2
+    assert "on 355 images, digitnet" in html
+    assert "<script" not in html
 
 
 def test_a_page_lists_the_largest_confusions_first(run: RunDir) -> None:

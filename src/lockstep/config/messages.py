@@ -130,9 +130,10 @@ def _no_such_file(path: str, options: list[str]) -> str:
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; remove --config-name for the default one"
-    own, more = options_of(group), ", or a model of timm or torchvision" * (group == "model")
-    options = options or own
-    listing = f" It is one of {', '.join(own)}{more}." if own else ""
+    more = ", or a model of timm or torchvision" * (group == "model")  # which are too many to list
+    options = options or options_of(group)
+    listed = options_of(group) if more else options
+    listing = f" It is one of {', '.join(listed)}{more}." if listed else ""
     named_elsewhere = suggest.suggest_option(group, name)
     suggestion = (
         suggest.suggest_for_path(group, name)

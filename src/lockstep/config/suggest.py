@@ -280,10 +280,9 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
     if (proposal := suggest_override(key, value)) and not proposal.startswith(f"{key}="):
         return f" Did you mean {proposal}{note(proposal)}?"
     if block and siblings:
-        near = close_to(last, [name.rpartition(".")[2] for name in siblings])
-        if not near:
+        near = [f"{block}.{name}" for name in close_to(last, [name.rpartition(".")[2] for name in siblings])]
+        if not (near := near or same_last_part):
             return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
-        near = [f"{block}.{name}" for name in near]
     elif same_last_part:
         near = same_last_part
     elif blocks := close_to(key.partition(".")[0], {name.partition(".")[0] for name in names}) if block else []:

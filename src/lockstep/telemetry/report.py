@@ -151,6 +151,11 @@ def facts_of(run: Run) -> dict[str, Any]:
     }
 
 
+def summary_of(run: Run) -> dict[str, Any]:
+    """The part of the page that a notebook shows."""
+    return {"headline": _headline(run), "curves": [*charts(run.figures, learning_titles(run))][:2]}
+
+
 def number(value: object, form: str, unit: str = "", before: str = "") -> str:
     """A number of a file as text; empty if it is none."""
     return f"{before}{value:{form}}{unit}" if is_number(value) else ""

@@ -282,10 +282,14 @@ def say_ending(
     average = " of the averaged weights" if state.ema is not None and progress.best_step >= state.ema.start else ""
     best = "none"
     if progress.best is not None:
-        best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step}"
+        epoch = progress.best_step / trainer.plan.steps_per_epoch
+        best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step} (epoch {epoch:.3g})"
     gpu = f", GPU {figures['gpu_util']:.0f} % busy" if "gpu_util" in figures else ""
     rate = f", {figures['img_per_s']:,.0f} img/s" if figures["img_per_s"] else ""  # none before the first log point
     log.say_row("", f"done in {format_duration(seconds)}: best {best}{rate}{gpu}", indent=3)
+    chosen = {figure: progress.best_figures.get(figure) for figure in job.metric if figure != name}
+    if scores := ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None):
+        log.say_row("scores", scores, indent=16)
     shown = (figure for figure in trainer.tested.items() if "/" not in figure[0] or figure[0] == name)
     if tested := ", ".join(figure_text(*figure) for figure in shown):
         log.say_row("test", tested, indent=16)
@@ -294,7 +298,8 @@ def say_ending(
     log.say_row("time", ", ".join(parts), indent=16)
     if learning:
         log.say_row("learning", learning, indent=16)
-    log.say_row("speed", speed, indent=16)
+    if speed:
+        log.say_row("speed", speed, indent=16)
     if trainer.ended_early:
         log.say_row("ended", trainer.ended_early, indent=16)
     raw, gain = trainer.raw_score, trainer.monitor.gain

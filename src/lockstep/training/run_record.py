@@ -38,6 +38,8 @@ from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
 from lockstep.training.verdict import Advice, Evidence, checklist, verdict
 
+SHORTEST_S = 5  # of a run whose speed is worth a sentence
+
 
 class RunRecord:
     """Shows and writes a run. Ranks other than main only take part in its collectives."""
@@ -162,7 +164,7 @@ class RunRecord:
             checklist=[asdict(item) for item in checklist(evidence)],
             **of_gpu,
         )
-        lines = ("" if learnt is None else str(learnt), str(best))
+        lines = ("" if learnt is None else str(learnt), str(best) if seconds >= SHORTEST_S else "")
         banner.say_ending(job, self.run_dir, trainer, seconds, figures, shares, *lines)
         append_verdict(self.run_dir, progress.step)
         report = shell_command(["lockstep", "report", relative(self.run_dir.path)])
