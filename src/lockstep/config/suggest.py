@@ -281,7 +281,7 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
         return f" Did you mean {proposal}{note(proposal)}?"
     if block and siblings:
         near = [f"{block}.{name}" for name in close_to(last, [name.rpartition(".")[2] for name in siblings])]
-        if not (near := near or same_last_part):
+        if not (near := same_last_part or near):
             return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
     elif same_last_part:
         near = same_last_part
