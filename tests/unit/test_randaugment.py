@@ -45,7 +45,10 @@ SPACES: dict[str, Callable[[tuple[int, int]], dict[str, tuple[Tensor, bool]]]] =
     "autoaugment": lambda size: T.AutoAugment()._augmentation_space(10, size),
     "augmix": lambda size: T.AugMix()._augmentation_space(10, size),
 }
-HALF_WAY = 0.05 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 0
+# torchvision's positions are a product of matrices: how positions half-way between two pixels are rounded depends on
+# the CPU. So many pixels may be their neighbours, after operations that move pixels.
+HALF_WAY = 0.05
+MOVING = (geometry.SHEAR_X, geometry.SHEAR_Y, geometry.TRANSLATE_X, geometry.TRANSLATE_Y, geometry.ROTATE)
 
 
 def draws(n: int) -> SampleRNG:
@@ -77,8 +80,9 @@ def test_an_operation_is_torchvisions_to_the_bit(policy: str, shape: tuple[int, 
                 expected = [theirs(image, name, -value if signed and not up else value) for image in stored]
                 result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)))
                 wrong = (result != torch.stack(expected)).float().mean().item()
-                # A CPU that does not multiply and add in one instruction rounds half-way positions in another way.
-                assert wrong <= HALF_WAY, f"{name}, magnitude {magnitude}, up {up}: {wrong:.2%}"
+                assert wrong <= HALF_WAY * (NAMES[name] in MOVING), (
+                    f"{name}, magnitude {magnitude}, up {up}: {wrong:.2%}"
+                )
 
 
 def pillow(image: Tensor) -> Image.Image:
