@@ -70,7 +70,7 @@ def test_a_run_goes_on_from_what_is_whole_and_says_what_is_not(run: RunDir) -> N
     run.metrics.write_text('{"step": 1}\n\0\n' + run.metrics.read_text().partition("\n")[2])
     done = train(f"resume={run.path}", "steps=4", "device=cpu", f"output_root={run.path.parent}")
     assert done.code == 0, done.err
-    (changed,) = (line for line in done.out.splitlines() if line.startswith("   changed  "))
+    (changed,) = (line for line in done.out.splitlines() if line.startswith(" overrides  "))
     assert changed.count("steps=4") == 1, "a key that the resume names again"
     assert "is damaged (state.pt has 0 bytes, expected" in done.out
     assert f"{run.summary} is not the summary of a run; it will be replaced" in done.out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,13 @@ def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(shown: Done) -> None
     narrow = command(sys.executable, "train.py", "--help", COLUMNS="80")
     assert max(map(len, narrow.out.splitlines())) <= 80
     assert narrow.out.split() == shown.out.split()
+
+
+def test_the_command_alone_shows_its_help_and_its_version() -> None:
+    lockstep = (sys.executable, "-m", "lockstep")
+    alone, asked = command(*lockstep), command(*lockstep, "--help")
+    assert (alone.code, alone.out) == (0, asked.out)
+    assert command(*lockstep, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
 
 
 def test_help_does_not_wait_for_torch(shown: Done) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import xml.etree.ElementTree as ET
@@ -32,6 +33,10 @@ def test_a_rate_is_suggested_and_drawn(tmp_path: Path, capsys: pytest.CaptureFix
     assert any(text.text == f"suggestion: {suggested:g}" for text in picture.iter("{http://www.w3.org/2000/svg}text"))
     drawn = [path.attrib["d"].count("L") for path in picture.iter("{http://www.w3.org/2000/svg}path")]
     assert any(5 < points <= 100 for points in drawn)
+    lr_find(JOB, steps=100, low=1e-5, high=100, out=str(tmp_path / "found.svg"), form="json")
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["suggestion"], facts["lr"]) == (suggested, 0.001)
+    assert facts["lowest"] == facts["rates"][facts["losses"].index(min(facts["losses"]))]
 
 
 def test_the_average_of_whole_batches_is_judged() -> None:

@@ -51,7 +51,7 @@ COMMANDS = rows("""
 lockstep evalute run -> lockstep evaluate -> lockstep evaluate run
 lockstep model=linear -> lockstep train model=linear -> lockstep train model=linear --cfg job
 lockstep predict run photo.png --top two -> --top 3 -> lockstep predict run photo.png --top 3
-lockstep predict run photo.png --format jsn -> --format table -> lockstep predict run photo.png --format table
+lockstep predict run photo.png --jsn -> --json -> lockstep predict run photo.png --json
 lockstep runs . --sort scor -> --sort score -> lockstep runs . --sort score
 lockstep train resume=latst -> latest -> lockstep train resume=latest --cfg job
 lockstep train init_from=outputs/latst -> outputs/latest -> lockstep train init_from=outputs/latest --cfg job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import tempfile
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 
 from helpers import forks, result, running_fork
 from lockstep.cli import prove
-from lockstep.cli.prove import COMMON, OTHERS, Case, RunResult, cases, compare, for_strategy
+from lockstep.cli.prove import COMMON, OTHERS, Case, RunResult, cases, compare, for_strategy, texts
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.runtime.signals import StopNow
 from processes import wait_for
@@ -43,6 +44,7 @@ def test_what_a_config_can_be_run_by_is_the_run_of_one_rank_and_the_rest_is_left
         for line in lines
     )
     assert [line for line in lines if "pipeline 2 killed" in line and "refused" in line]
+    assert lines[-1] == "all 3 pass, 2 refused"
     assert not list(tmp_path.glob("lockstep-prove-*"))
 
 
@@ -78,10 +80,9 @@ def nudged(by: float) -> dict[str, torch.Tensor]:
 
 def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -> None:
     result = RunResult([2.0, 1.0 + 1e-14], nudged(1e-12), REFERENCE.samples[::-1])
-    row, passed = compare(LOOSE, result, REFERENCE)
-    assert passed
-    assert row == ["1.0e-14", "2.5e-13", "4 same"]
-    assert compare(EXACT, REFERENCE, REFERENCE) == (["same", "same bits", "4 same"], True)
+    comparison, equal = compare(LOOSE, result, REFERENCE), compare(EXACT, REFERENCE, REFERENCE)
+    assert (texts(comparison), comparison["passes"]) == (["1.0e-14", "2.5e-13", "4 same"], True)
+    assert (texts(equal), equal["passes"]) == (["same", "same bits", "4 same"], True)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,9 @@ def test_a_run_passes_within_summation_order_and_in_any_order_of_its_samples() -
     ],
 )
 def test_a_run_fails_by_a_loss_a_weight_a_bit_or_a_sample(case: Case, result: RunResult) -> None:
-    assert not compare(case, result, REFERENCE)[1]
+    comparison = compare(case, result, REFERENCE)
+    assert not comparison["passes"]
+    assert texts(json.loads(json.dumps(comparison, allow_nan=False)))
 
 
 def names_of(planned: list[Case]) -> list[str]:

@@ -69,6 +69,8 @@ def test_an_evaluation_is_that_of_the_run_to_the_bit(place: Path, name: str) -> 
     assert evaluation["top1"] == run.read_summary()["best"]
     assert f"top-1 {evaluation['top1']:.2f} %" in done.out
     assert "\neach class:\n" in done.out
+    assert ("top-5" in done.out) == (name == "digits"), "two classes have no top-5"
+    assert json.loads(used(place, "evaluate", f"outputs/{name}", "--device", "cpu", "--json").out) == evaluation
     if name == "pets":  # the others are averaged, and the log has the loss of the model itself
         assert (evaluation["loss"], evaluation["top5"]) == (logged["loss/val"], logged["acc/val_top5"])
 
@@ -122,7 +124,7 @@ def test_a_file_of_weights_alone_is_evaluated_on_some_of_its_classes(place: Path
     (tmp_path / "list.csv").write_text("\n".join(["path,label,split", *table]))
     predicted = {
         line["file"]: line["class"]
-        for line in rows(used(tmp_path, "predict", "pets.safetensors", "test", "--format", "csv", "--top", "1").out)
+        for line in rows(used(tmp_path, "predict", "pets.safetensors", "test", "--csv", "--top", "1").out)
     }
     right = 100 * sum(Path(file).parent.name == name for file, name in predicted.items()) / len(predicted)
     folder = ("dataset=folder", "dataset.path=.", "dataset.train_folder=test", "dataset.val_folder=test")
@@ -208,9 +210,9 @@ def test_predictions_are_those_of_the_evaluation_in_every_format(place: Path) ->
     pattern = used(place, "predict", "latest", f"{files}/*/*", "--out", "predicted.txt")
     assert (pattern.code, pattern.out) == (0, "wrote predicted.txt\n")
     assert (place / "predicted.txt").read_text() == table.out
-    lines = rows(used(place, "predict", "latest", files, "--format", "csv", "--top", "1").out)
+    lines = rows(used(place, "predict", "latest", files, "--csv", "--top", "1").out)
     assert {line["file"]: line["class"] for line in lines} == evaluated
-    predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--format", "json", "latest", files).out)
+    predictions: list[dict[str, Any]] = json.loads(used(place, "predict", "--json", "latest", files).out)
     assert {photo["file"]: photo["classes"][0]["name"] for photo in predictions} == evaluated
     assert all(sum(name["probability"] for name in photo["classes"]) == pytest.approx(1) for photo in predictions)
 
@@ -226,7 +228,7 @@ def test_names_of_somebody_elses_weights_and_files_forge_no_row(place: Path, tmp
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "no\nimage.png").write_bytes(b"no")
     words = ("predict", "sent.safetensors", "photos", "more", "--device", "cpu")
-    table, lines, records = (used(tmp_path, *words, "--format", form) for form in ("table", "csv", "json"))
+    table, lines, records = (used(tmp_path, *words, *form) for form in ([], ["--csv"], ["--json"]))
     assert len(table.out.splitlines()) == 3 + 1, "and the line with their number"
     cells = [list(line.values()) for line in rows(lines.out)]
     assert len(cells) == len(lines.out.splitlines()) - 1 == 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from lockstep.cli.compare import compare
 from lockstep.cli.runs import report, runs
 from lockstep.config import components
+from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.observer import RunInfo
@@ -111,18 +113,17 @@ def test_scores_without_spread_have_an_interval_of_one_point() -> None:
 
 def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, capsys: CAPSYS) -> None:
     rows = groups(read_runs(swept.folder))
-    assert [(row["optimizer.lr"], row["score"], row["done"], row["not_done"]) for row in rows] == [
-        ("0.1", 91.0, 3, ""),
-        ("0.2", 91.0, 3, ""),
-        ("0.5", 11.0, 2, "1 failed"),
+    assert [(row["optimizer.lr"], row["score"], row["done"], row["state"]) for row in rows] == [
+        ("0.1", 91.0, 3, "3 done"),
+        ("0.2", 91.0, 3, "3 done"),
+        ("0.5", 11.0, 2, "2 done, 1 failed"),
     ]
     assert [row["within_spread"] for row in rows] == [None, True, False]
     compare([str(swept.folder)], by=[], sort=None, form="table")
     shown = table(capsys)
-    assert re.search(r"^optimizer.lr=0\.1 +91\.00 ± 1\.00 +3 *$", shown, re.MULTILINE)
-    assert "within the spread" in shown
+    assert re.search(r"^0-2 +0\.1 +91\.00 ± 1\.00 +3 done *$", shown, re.MULTILINE)
     assert "Welch's 95 % interval" in shown
-    assert "best run: 92.00 % top-1, " in shown
+    assert "best: job 1 with 92.00 % top-1, " in shown
     assert "failed: it is wrong" in shown
 
 
@@ -148,7 +149,7 @@ def test_rows_are_sorted_and_grouped_by_any_key(swept: Ledger, capsys: CAPSYS) -
     rows = list(csv.DictReader(io.StringIO(table(capsys))))
     assert [(row["seed"], row["done"]) for row in rows] == [("0", "3"), ("1", "3"), ("2", "2")]
     compare([str(swept.folder)], by=[], sort="optimizer.lr", form="json")
-    assert [row["optimizer.lr"] for row in json.loads(table(capsys))] == ["0.1", "0.2", "0.5"]
+    assert [row["optimizer.lr"] for row in json.loads(table(capsys))] == [0.1, 0.2, 0.5]
 
 
 def test_runs_of_several_folders_are_compared_once_each(swept: Ledger, tmp_path: Path, capsys: CAPSYS) -> None:
@@ -156,7 +157,7 @@ def test_runs_of_several_folders_are_compared_once_each(swept: Ledger, tmp_path:
     job = swept.folder / swept.records()[0].folder
     compare([str(swept.folder), str(alone), str(job)], by=[], sort=None, form="json")
     best = json.loads(table(capsys))[0]
-    assert (best["optimizer.lr"], best["done"]) == ("0.1", 4)
+    assert (best["optimizer.lr"], best["done"]) == (0.1, 4)
 
 
 def test_two_runs_are_told_apart_by_their_likeliest_cause(tmp_path: Path, capsys: CAPSYS) -> None:
@@ -193,6 +194,93 @@ def test_what_a_recipe_sets_is_a_cause_and_no_line_of_its_own(tmp_path: Path) ->
     assert [row["key"] for row in causes(both)] == ["experiment", "optimizer.lr"]
 
 
+@pytest.fixture
+def rates(tmp_path: Path) -> Path:
+    """Runs of two rates, the default and one with many digits, with two seeds each and a loss."""
+    for number, (rate, seed) in enumerate(itertools.product(("auto", "0.004043878"), (0, 1))):
+        folder = run(tmp_path / str(number), f"optimizer.lr={rate}", f"seed={seed}", score=80.0 + 2 * number)
+        loss = {"step": 5, "loss/val": 1 + 0.25 * number}
+        (folder / "metrics.jsonl").write_text(json.dumps(loss) + "\n" + json.dumps({"step": 9, "loss/train": 0.1}))
+    return tmp_path
+
+
+def test_a_table_for_a_paper_has_the_best_in_bold(rates: Path, capsys: CAPSYS) -> None:
+    compare([str(rates)], by=[], sort=None, columns=["score", "loss/val"], form="latex")
+    assert (
+        table(capsys)
+        == r"""\begin{tabular}{lrrl}
+\toprule
+optimizer.lr & val top-1 & val loss & state \\
+\midrule
+0.00404 & \textbf{85.00 $\pm$ 1.41} & 1.625 $\pm$ 0.1768 & 2 done \\
+auto & 81.00 $\pm$ 1.41 & \textbf{1.125 $\pm$ 0.1768} & 2 done \\
+\bottomrule
+\end{tabular}
+"""
+    )
+    compare([str(rates)], by=[], sort="loss/val", columns=["loss/val"], form="markdown")
+    assert (
+        table(capsys)
+        == r"""| optimizer.lr | val loss | state |
+|---|---|---|
+| auto | **1.125 ± 0.1768** | 2 done |
+| 0.00404 | 1.625 ± 0.1768 | 2 done |
+"""
+    )
+    assert [row["optimizer.lr"] for row in listed(capsys, rates, filters=["seed=1"])] == ["auto", 0.004043878]
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
+    file = io.StringIO()
+    monkeypatch.setattr(log, "has_terminal", lambda: True)
+    monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file, force_terminal=True, highlight=False))
+    return file
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_each_key_has_a_column_and_what_does_not_fit_is_below(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    keys = ("model.width", "optimizer.lr", "loader.workers", "batch")
+    for number, value in enumerate(("0.25", "0.123456789", "0.5")):
+        run(tmp_path / str(number), *(f"{key}={value}" for key in keys), score=80.0 + number)
+    file = on_terminal(monkeypatch, width)
+    compare([str(tmp_path)], by=[], sort=None, form="table")
+    shown = re.sub(r"\x1b\[\d*m", "", file.getvalue())
+    lines = shown[: shown.index("best:")].splitlines()
+    assert max(map(len, lines)) <= width
+    assert all("".join(part for part in key.split(".")[-1:]) in shown for key in keys)
+    assert shown.count("0.123") == 4
+    assert "0.1234" not in shown
+
+
+def test_the_value_of_a_config_without_overrides_is_pale(rates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = on_terminal(monkeypatch, 80)
+    compare([str(rates)], by=[], sort=None, form="table")
+    assert "\x1b[2mauto" in file.getvalue()
+    assert "\x1b[2m0.004" not in file.getvalue()
+
+
+def test_one_run_is_shown_with_its_config_its_scores_and_commands_to_use_it(
+    judged_runs: Path, capsys: CAPSYS
+) -> None:
+    (judged_runs / "d" / "model.safetensors").touch()
+    RunDir(judged_runs / "d").write_summary(seconds=75.0, best=0.9, best_step=30, verdict={"sentence": "it is fast"})
+    listing("d")(judged_runs)
+    shown = table(capsys)
+    assert re.findall(r"^ +(\w+)  (\S.*)$", shown, re.MULTILINE) == [
+        ("run", f"{judged_runs}/d"),
+        ("state", "done, started 1970-01-01 00:00, took 1:15"),
+        ("overrides", "model=d"),
+        ("best", "map 0.9 at step 30"),
+        ("scores", "map 0.9"),
+        ("test", "map 0.75, loss 1"),
+        ("speed", "it is fast"),
+    ]
+    assert re.search(r"^model +d +digitnet$", shown, re.MULTILINE)
+    assert f"lockstep evaluate {judged_runs}/d\n" in shown
+
+
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
     paths = [str(run(tmp_path / name, "batch=64", score=1.0)) for name in "ab"]
     compare(paths, by=[], sort=None, form="table")
@@ -209,9 +297,9 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
     run(outputs / "a", "batch=8", score=50.0)
     run(outputs / "b", "batch=16", status="failed")
     rows = {row["name"]: row for row in listed(capsys, outputs)}
-    assert rows["sweeps/one"]["what"] == "optimizer.lr=1,2 seed=1,2"
+    assert rows["sweeps/one"]["overrides"] == ["optimizer.lr=1,2", "seed=1,2"]
     assert (rows["sweeps/one"]["score"], rows["sweeps/one"]["state"]) == (92.0, "8 done, 1 failed")
-    assert [rows[name]["what"] for name in "ab"] == ["batch=8", "batch=16"]
+    assert [rows[name]["overrides"] for name in "ab"] == [["batch=8"], ["batch=16"]]
     assert rows["a"]["size"] == sum(path.stat().st_size for path in (outputs / "a").rglob("*") if path.is_file())
     assert [row["name"] for row in listed(capsys, outputs, sort="score")] == ["sweeps/one", "a", "b"]
     assert [row["name"] for row in listed(capsys, outputs, filters=["state=failed"])] == ["b"]
@@ -339,7 +427,7 @@ def test_the_jobs_of_another_app_of_hydra_are_compared_too(tmp_path: Path, capsy
         (tmp_path / record.folder / ".hydra").mkdir(parents=True)
         (tmp_path / record.folder / ".hydra" / "config.yaml").write_text(text)
     compare([str(tmp_path)], by=[], sort=None, form="json")
-    assert [(row["x"], row["score"]) for row in json.loads(table(capsys))] == [("2", 4.0), ("1", 1.0)]
+    assert [(row["x"], row["score"]) for row in json.loads(table(capsys))] == [(2, 4.0), (1, 1.0)]
 
 
 def test_a_condition_that_no_run_fulfils_says_so(swept: Ledger, capsys: CAPSYS) -> None:
@@ -352,7 +440,7 @@ def test_a_smaller_score_is_first_where_it_is_better(swept: Ledger, tmp_path: Pa
     other.create(replace(other.identity(), direction=Direction.minimize))
     assert [row["batch"] for row in groups(read_runs(other.folder))] == ["4", "8", "16"]
     compare([str(other.folder)], by=(), sort="score", form="table")
-    assert "best run: 4.00 % top-1" in table(capsys)
+    assert "best: job 1 with 4.00 % top-1" in table(capsys)
     runs(str(other.folder), sort="score", filters=(), form="json")
     assert [row["score"] for row in json.loads(table(capsys))] == [4.0, 8.0, 16.0]
     runs(str(tmp_path / "outputs"), sort="score", filters=(), form="json")
@@ -402,16 +490,16 @@ def test_each_monitor_has_a_table_with_its_direction_and_a_column_for_each_metri
     ]
     compare([str(judged_runs)], by=[], sort=None, form="table")
     shown = table(capsys)
-    heads = re.findall("^what differs +(.*?) +done ", shown, re.MULTILINE)
+    heads = re.findall("^(?:model +)?(val .*?) +state", shown, re.MULTILINE)
     assert [re.split("  +", names) for names in heads] == [
         ["val map", "test"],
         ["val loss", "val f1"],
         ["val mae", "val f1"],
         ["val top-1"],
     ]
-    assert re.search(r"^model=a +0\.5 ± 0\.3536 +0\.25 +2 *$", shown, re.MULTILINE)
-    assert re.search(r"^model=d +0\.9 +0\.75 +1 +-0\.05 *$", shown, re.MULTILINE)
-    assert re.findall(r"^best run: (.*), .*/(\w+)$", shown, re.MULTILINE) == [
+    assert re.search(r"^a +0\.5 ± 0\.3536 +0\.25 ± 0\.1768 +2 done *$", shown, re.MULTILINE)
+    assert re.search(r"^d +0\.9 +0\.75 +done +-0\.05 *$", shown, re.MULTILINE)
+    assert re.findall(r"^best: (.*), .*/(\w+)$", shown, re.MULTILINE) == [
         ("map 0.95", "e"),
         ("loss 0.25", "a0"),
         ("mae 2", "g"),
@@ -421,17 +509,21 @@ def test_each_monitor_has_a_table_with_its_direction_and_a_column_for_each_metri
 def test_a_listing_has_a_table_for_each_monitor_too(judged_runs: Path, capsys: CAPSYS) -> None:
     names = [row["name"] for row in listed(capsys, judged_runs, sort="score")]
     assert names == ["e", "d", "a0", "b0", "a1", "b1", "c", "g", "f"]
-    assert [row["name"] for row in listed(capsys, judged_runs, sort="f1", filters=["f1>0.3"])] == ["a1", "b1", "g"]
+    assert [row["name"] for row in listed(capsys, judged_runs, sort="f1", filters=["f1>0.3"])] == ["b1", "a1", "g"]
     assert [row["name"] for row in listed(capsys, judged_runs, sort="test", filters=["monitor=map"])] == ["d", "e"]
     runs(str(judged_runs), sort="when", filters=[], form="table")
-    heads = [re.split("  +", line)[1:-3] for line in table(capsys).splitlines() if line.startswith("when")]
+    heads = [re.split("  +", line)[3:-3] for line in table(capsys).splitlines() if line.startswith("when")]
     assert heads == [["val loss", "val f1"], ["val map", "test"], ["val top-1"], ["val mae", "val f1"]]
 
 
-def test_a_listing_says_in_which_round_a_job_was_left_behind(swept: Ledger, capsys: CAPSYS) -> None:
-    swept.write(replace(swept.records()[1], state=State.pruned, rung="1 of 3"))
+def test_a_pruned_job_has_one_form_in_every_table(swept: Ledger, capsys: CAPSYS) -> None:
+    record = swept.write(replace(swept.records()[1], state=State.pruned, rung="1 of 3"))
+    lines = [{"step": 10, "acc/val_top1": 61.25}, {"step": 30, "acc/val_top1": 60.5}, {"step": 40, "loss/train": 1}]
+    metrics = swept.folder / record.folder / "metrics.jsonl"
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     runs(str(swept.folder), sort="when", filters=(), form="table")
-    assert table(capsys).count("  rung 1 of 3\n") == 1
+    compare([str(swept.folder)], by=["seed", "optimizer.lr"], sort=None, form="table")
+    assert table(capsys).count("  pruned at step 30 with 61.25") == 2
 
 
 def test_latest_is_the_newest_run(tmp_path: Path) -> None:
@@ -454,7 +546,7 @@ def test_the_score_of_a_pruned_job_is_not_compared(swept: Ledger) -> None:
     assert swept.best == swept.records()[5].folder
     assert best_of(swept.records(), Direction.maximize) == swept.records()[5]
     row = next(row for row in groups(read_runs(swept.folder)) if row["optimizer.lr"] == "0.1")
-    assert (row["score"], row["done"], row["not_done"]) == (90.5, 2, "1 pruned")
+    assert (row["score"], row["done"], row["state"]) == (90.5, 2, "2 done, 1 pruned")
 
 
 def test_a_damaged_record_of_another_job_ends_no_job(swept: Ledger) -> None:

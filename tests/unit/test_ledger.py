@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +38,10 @@ from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import alone_in, choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.record import Record, checked_direction, seeds_together
-from lockstep.sweep.runs import read_jobs
-from lockstep.sweep.view import SweepView, progress_of
+from lockstep.sweep.progress import JobProgress
+from lockstep.sweep.record import Record, checked_direction
+from lockstep.sweep.runs import JobRun, read_jobs
+from lockstep.sweep.view import SweepView
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))
@@ -82,7 +84,7 @@ class FakeProcess:
     def send_signal(self, number: int) -> None: ...
 
 
-SHOWN = SimpleNamespace(show=print)  # a view of a sweep, whose sentences are printed
+SHOWN = SimpleNamespace(show=print, ended=lambda record: None)  # a view of a sweep, whose sentences are printed
 
 
 class Blank(SweepView):
@@ -94,7 +96,7 @@ class Blank(SweepView):
 
     def ended(self, record: Record) -> None: ...
 
-    def refresh(self) -> None: ...
+    def refresh(self, waiting: int = 0) -> None: ...
 
 
 @settings(max_examples=60, deadline=None)
@@ -504,9 +506,6 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
         assert ledger.best == records[best].folder
         SweepView(ledger, ledger.records()).show_table()
         assert f"best: job {best} with" in capsys.readouterr().out
-        seeds = [job(n, f"lr={n // 2}", f"seed={n % 2}", objective=float(n)) for n in range(4)]
-        order = [line[:4] for line in seeds_together(seeds, ("lr", "seed"), Monitor("loss", direction))]
-        assert order == (["lr=0", "lr=1"] if direction is Direction.minimize else ["lr=1", "lr=0"])
     with pytest.raises(InputError, match="the direction of the scores is 'up', expected maximize or minimize"):
         checked_direction("up")
 
@@ -665,7 +664,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     tmp_path: Path, direction: Direction, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = Ledger(tmp_path)
-    ledger.create(dataclasses.replace(ONE, direction=direction))
+    ledger.create(dataclasses.replace(ONE, figure="top1", direction=direction))
     records = jobs_of_rates(ledger, 4)
     for record in records:
         evaluated(ledger, record, *(float(-record.number * step) for step in range(1, 4)))
@@ -690,7 +689,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
         (State.pruned, "1 of 3"),
     ]
     SweepView(ledger, ledger.records()).show_table()
-    assert capsys.readouterr().out.count(" pruned, rung 1 of 3") == 2
+    assert capsys.readouterr().out.count("  pruned at step ") == 3
     assert not any(record.exit_code or record.error for record in ledger.records())
 
 
@@ -758,7 +757,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
         view.ended(ledger.end(ledger.start(records[1]), State.failed, exit_code=2, error="no"))
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
-        "job 0  seed=1  started",
+        f"job 0  seed=1  started; its log: {tmp_path}/jobs/000.log",
         "1 of 2  job 0  seed=1  done 90.00  in 0:00",
         "2 of 2  job 1  seed=2  failed: no  in 0:00",
     ]
@@ -771,7 +770,7 @@ def test_a_job_that_comes_alone_is_shown_by_what_its_sweep_varies(
     ledger = begun(tmp_path)
     records = ledger.enter([(["seed=1", "batch=8"], "seed=1")])
     SweepView(ledger, records).started(records[0])
-    assert capsys.readouterr().out == "job 0  seed=1  started\n"
+    assert capsys.readouterr().out == f"job 0  seed=1  started; its log: {tmp_path}/jobs/000.log\n"
 
 
 def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
@@ -784,7 +783,7 @@ def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for record in records:
         ledger.end(ledger.start(record), State.failed, exit_code=2, error="no")
-    view.running = [0, 1]
+    view.running = {n: JobProgress(JobRun(ledger, r, view.monitor)) for n, r in enumerate(records)}
     view.refresh()  # reads that both have ended, before the pool says so
     for record in records:
         view.ended(ledger.read(record))
@@ -795,21 +794,72 @@ def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
     assert shown.err == ""
 
 
-def test_a_running_job_shows_how_far_it_is(tmp_path: Path) -> None:
+@pytest.fixture
+def running(tmp_path: Path) -> JobRun:
+    """A job that was started 100 seconds ago, without figures yet."""
     ledger = begun(tmp_path)
     (record,) = ledger.enter([(["seed=1"], "seed=1")])
-    assert progress_of(ledger, record) == {}
     (tmp_path / record.folder).mkdir()
-    (tmp_path / record.folder / "summary.json").write_text('{"steps": 40}')
-    metrics = tmp_path / record.folder / "metrics.jsonl"
-    metrics.write_text("")
-    assert progress_of(ledger, record) == {"step": 0.0, "steps": 40.0, "rate": 0.0}
-    metrics.write_text('{"step": 20, "perf/img_per_s": 99.5}\n{"step": 23, "loss/val": 1}\n')
-    assert progress_of(ledger, record) == {"step": 23.0, "steps": 40.0, "rate": 99.5}
-    metrics.write_text("x" * 5000 + "\n" + metrics.read_text())
-    assert progress_of(ledger, record) == {"step": 23.0, "steps": 40.0, "rate": 99.5}
-    metrics.write_text("torn")
-    assert progress_of(ledger, record) == {}
+    (tmp_path / record.folder / "summary.json").write_text('{"steps": 40, "steps_per_epoch": 16}')
+    record = dataclasses.replace(ledger.start(record), started=time.time() - 100)
+    return JobRun(ledger, record, Monitor())
+
+
+def add(job: JobRun, *lines: dict[str, float]) -> None:
+    with job.run_dir.metrics.open("a") as file:
+        file.writelines(f"{json.dumps(line)}\n" for line in lines)
+
+
+def test_a_running_job_shows_how_far_it_is(running: JobRun) -> None:
+    progress, metrics = JobProgress(running), running.run_dir.metrics
+    progress.update(running.record, 1.0)
+    assert (progress.epoch, progress.best, progress.left()) == ("1/3", None, None)
+    now = time.time()
+    add(
+        running,
+        {"step": 10, "time": now - 60, "perf/img_per_s": 99.5},
+        {"step": 10, "acc/val_top1": 61.5, "time": now - 60},
+    )
+    progress.update(running.record, 1.0)
+    assert (progress.epoch, progress.best, progress.rate) == ("1/3", 61.5, 99.5)
+    # Ten steps in 40 s: 30 steps take 120 s from then on, of which a minute is over.
+    assert progress.left() == pytest.approx(60, abs=2)
+    add(running, {"step": 20, "time": now - 20, "acc/val_top1": 50.0})
+    with metrics.open("a") as file:
+        file.write('{"step": 23')  # the rest is not written yet
+    progress.update(running.record, 1.0)
+    assert (progress.epoch, progress.best, progress.step) == ("2/3", 61.5, 20)
+    assert progress.left() == pytest.approx(60, abs=2)
+    progress.update(running.record, 0.5)  # the round of a halving ends here
+    assert progress.left() == 0
+
+
+def test_a_resumed_job_is_timed_from_where_it_resumes(running: JobRun) -> None:
+    now = time.time()
+    add(running, {"step": 20, "time": now - 9999, "perf/img_per_s": 1.0})
+    progress = JobProgress(running)
+    progress.update(running.record, 1.0)
+    assert progress.left() is None
+    add(running, {"step": 30, "time": now})
+    progress.update(running.record, 1.0)
+    assert progress.left() == pytest.approx(100, abs=2)
+
+
+def test_a_sweep_ends_after_each_of_its_running_jobs_and_its_time_falls(
+    running: JobRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    view = SweepView(running.ledger, [running.record])
+    view.started(running.record)
+    assert view.seconds_left(waiting=3) is None
+    add(running, {"step": 10, "time": time.time() - 50})  # ten steps in 50 s, so that 40 take 200 s
+    view.running[0].update(running.record, 1.0)
+    view.durations = [20.0]  # another job was quick
+    left = view.running[0].left()
+    assert view.seconds_left(waiting=0) == pytest.approx(left, abs=1)
+    assert view.seconds_left(waiting=3) == pytest.approx(left + 3 * 20, abs=1)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 30)
+    assert view.seconds_left(waiting=3) == pytest.approx(left + 3 * 20 - 30, abs=1)
 
 
 def line(root: Path, *words: str) -> DictConfig:

@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from rich.table import Column, Table
+from rich.table import Table
 
-from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import (
     BY_EXIT_CODE,
@@ -29,6 +28,7 @@ from lockstep.core.errors import (
     as_known,
 )
 from lockstep.core.run_dir import RunDir
+from lockstep.core.table import Column, csv_row, show_table
 from lockstep.runtime import program
 
 
@@ -61,9 +61,7 @@ def test_a_message_or_warning_is_one_unchanged_line_on_screen_and_in_the_log(
 
 def test_a_table_without_a_terminal_has_each_cell_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     cells = ["a path/" * 30, "why " * 40]
-    table = Table("path", "reason")
-    table.add_row(*cells)
-    log.show_table(table)
+    show_table([Column("path", cells[:1]), Column("reason", cells[1:])])
     out = capsys.readouterr().out
     assert all(cell.strip() in out for cell in cells)
 
@@ -121,7 +119,8 @@ def test_a_program_without_a_standard_output_says_nothing_and_goes_on() -> None:
 
 @pytest.mark.parametrize("columns", ["0", "x", "1"])
 def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
-    code = "from lockstep.core import log; log.show('a sentence'); log.show_table(log.Table('a', 'b'))"
+    code = "from lockstep.core import log, table; log.show('a sentence'); "
+    code += "table.show_table([table.Column('a', []), table.Column('b', [])])"
     environment = {**os.environ, "COLUMNS": columns}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout.startswith("a sentence\n")
@@ -133,10 +132,9 @@ def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, widt
     file = io.StringIO()
     monkeypatch.setattr(log, "has_terminal", lambda: True)
     monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file))
-    table = Table("likely cause", Column("score", no_wrap=True), "done", "not done", "to the best")
-    table.add_row("seed", "20.85", "1", "2 failed", "+0.5")
-    log.show_table(table)
-    for cell in ("likely cause", "score", "to the best", "2 failed", "+0.5"):
+    row = {"likely cause": "seed", "score": "20.85", "done": "1", "not done": "2 failed", "to the best": "+0.5"}
+    show_table([Column(head, [cell]) for head, cell in row.items()])
+    for cell in ("likely", "cause", "score", "best", "2 failed", "+0.5"):
         assert cell in file.getvalue()
 
 

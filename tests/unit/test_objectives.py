@@ -61,7 +61,7 @@ def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFi
     assert objectives_of(ledger.folder, ledger.records()[3], NAMES) == []
     SweepView(ledger, ledger.records()).show_table(["score", "seconds"])
     out = capsys.readouterr().out
-    assert re.search(r"^0 +lr=1 +90\.00 +10 +done *$", out, re.MULTILINE)
+    assert re.search(r"^ *0 +1 +90\.00 +10 +done *$", out, re.MULTILINE)
     assert "no other job is better in score and seconds than jobs 0, 1\n" in out
     SweepView(ledger, ledger.records()).show_table()
     assert "no other job" not in capsys.readouterr().out
@@ -112,8 +112,8 @@ def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys:
     assert directions(names, Direction.maximize) == ["maximize", "minimize", "maximize"]
     SweepView(ledger, ledger.records()).show_table(names)
     out = capsys.readouterr().out
-    assert re.search(r"^job +overrides +score +val loss +val f1 +ended *$", out, re.MULTILINE)
-    assert re.search(r"^1 +lr=2 +50\.00 +2 +0\.5123 +done *$", out, re.MULTILINE)
+    assert re.search(r"^job +lr +score +val loss +val f1 +state +to the best", out, re.MULTILINE)
+    assert re.search(r"^ *1 +2 +50\.00 +2 +0\.5123 +done +-40\.00$", out, re.MULTILINE)
     assert "no other job is better in score and val loss and val f1 than jobs 0, 1\n" in out
 
 
@@ -130,8 +130,8 @@ def test_the_table_names_the_figure_and_has_a_column_for_each_metric_and_the_tes
     (folder / ".hydra" / "config.yaml").write_text("metric: {f1: {}, mcc: {}, recall: {}}")
     SweepView(ledger, ledger.records()).show_table()
     out = capsys.readouterr().out
-    assert re.search(r"^job +overrides +val loss +val f1 +test +ended *$", out, re.MULTILINE)
-    assert re.search(r"^0 +lr=1 +90 +0\.5123 +91\.5 +done *$", out, re.MULTILINE)
+    assert re.search(r"^job +lr +val loss +val f1 +test +state +to the best", out, re.MULTILINE)
+    assert re.search(r"^ *0 +1 +90 +0\.5123 +91\.5 +done +\+50$", out, re.MULTILINE)
     assert "best: job 2 with loss 40, " in out
     page = write_sweep_report(ledger).read_text()
     assert re.findall("<th>(.*?)</th>", page) == ["job", "lr", "val loss", "val f1", "test", "state"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 from contextlib import closing
 from pathlib import Path
@@ -69,6 +70,9 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
     checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {format_bytes(size)} can go"
     assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
     assert all(path.name in out for path in go)
+    assert cleaned(run, yes=False, form="json") == [8, 6, 4, 2]
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["checkpoints"], row["bytes"], row["removed"]) == ([path.name for path in go], size, False)
 
 
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:

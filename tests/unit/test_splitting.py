@@ -27,7 +27,9 @@ from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.splitting import Examples
 from lockstep.data.inspection import inspect
-from lockstep.sweep.record import Record, seeds_together
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import Record
+from lockstep.sweep.runs import JobRun, groups
 
 
 def folder_of(root: Path, sizes: dict[str, int]) -> str:
@@ -117,7 +119,7 @@ def test_folds_beside_an_evaluation_split_are_refused(tmp_path: Path) -> None:
         Folder(path=path, folds=3, fold=0).eval()
 
 
-def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
+def test_the_folds_of_a_setting_are_samples_of_its_score(tmp_path: Path) -> None:
     records = [
         Record(
             number=number,
@@ -128,9 +130,11 @@ def test_the_folds_of_a_setting_are_samples_of_its_score() -> None:
         )
         for number, (rate, fold, score) in enumerate([(1, 0, 90.0), (1, 1, 92.0), (2, 0, 80.0), (2, 1, 82.0)])
     ]
-    lines = seeds_together(records, ("optimizer.lr", "dataset.fold"), Monitor())
-    assert lines == ["optimizer.lr=1: 91.00 ± 1.41 over 2 folds", "optimizer.lr=2: 81.00 ± 1.41 over 2 folds"]
-    assert seeds_together(records, ("seed", "dataset.fold"), Monitor()) == ["all: 86.00 ± 5.89 over 4 jobs"]
+    rows = groups([JobRun(Ledger(tmp_path), record, Monitor()) for record in records])
+    assert [(row["optimizer.lr"], row["score"], row["jobs"]) for row in rows] == [
+        ("1", 91.0, [0, 1]),
+        ("2", 81.0, [2, 3]),
+    ]
 
 
 @pytest.mark.parametrize("apart", [False, True])

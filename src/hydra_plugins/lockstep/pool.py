@@ -32,6 +32,7 @@ from lockstep.core.monitor import Monitor
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
+from lockstep.core.table import shortened
 from lockstep.core.terminal import impatient
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
@@ -136,7 +137,7 @@ class PoolLauncher(Launcher, Callback):
                 if self.halving is not None:
                     halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
-                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view))
+                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view), State.pruned)
                 else:
                     pool.run(tasks)
         finally:
@@ -238,14 +239,12 @@ class PoolLauncher(Launcher, Callback):
 
     def _recorded(self, ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[Record]:
         """The records of jobs, whose folders are named after what varies."""
-        names = [slug(",".join(words) or "defaults") for words in _varied(ledger, jobs)]
+        names = [slug(shortened(",".join(words)) or "defaults") for words in _varied(ledger, jobs)]
         return ledger.enter(zip(jobs, names, strict=True), self.identify)
 
     def _more(self, ledger: Ledger, view: SweepView, record: Record) -> list[Task]:
         """The tasks that follow the end of a job in a search."""
         assert self.search is not None
-        if record.state is State.waiting:  # it was cut, because others are better
-            record = ledger.write(replace(record, state=State.pruned))
         return self._enter_drawn(ledger, view, self.search.follow(record))
 
     def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from importlib import metadata
 from typing import Any
 
 from lockstep.config.command_line import Parser
@@ -16,6 +17,8 @@ ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # they take a jo
 def arguments() -> argparse.Namespace:
     """The arguments of the command line."""
     parser = Parser(prog="lockstep", description=DESCRIPTION)
+    version = f"lockstep {metadata.version('lockstep')}"
+    parser.add_argument("--version", action="version", version=version, help="show the version")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("train", help="train a job or a sweep, like train.py in a checkout")
     _of_models(commands)
@@ -26,7 +29,7 @@ def arguments() -> argparse.Namespace:
     _comparing_ways(commands)
     _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
-    options, rest = parser.parse_known_args()
+    options, rest = parser.parse_known_args(sys.argv[1:] or ["--help"])
     if options.command in ONE_PROCESS and is_launched() and launched_place().size > 1:
         raise InputError(
             f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
@@ -41,7 +44,7 @@ def arguments() -> argparse.Namespace:
 def _check_command(words: list[str], commands: list[str]) -> None:
     """Reject a first word that is not a command: a misspelt one, or an override."""
     first = next((word for word in words if not word.startswith("-")), None)
-    if first is None and not {"-h", "--help"} & set(words):
+    if first is None and words and not {"-h", "--help", "--version"} & set(words):
         raise InputError("expected a command, such as lockstep train; `lockstep --help` lists them")
     if first is None or first in commands:
         return
@@ -71,13 +74,26 @@ def _run(command: argparse.ArgumentParser, *, device: bool = True) -> None:
         command.add_argument("--device", choices=("cpu", "cuda"), help="device to compute on [a GPU if there is one]")
 
 
+FORMS = {"csv": "as CSV", "json": "as JSON", "latex": "as a LaTeX table (booktabs)", "markdown": "as Markdown"}
+
+
 def _forms(command: argparse.ArgumentParser, *forms: str) -> None:
     """The flags for other forms of the output than a table."""
     flags = command.add_mutually_exclusive_group()
     for form in forms:
         flags.add_argument(
-            f"--{form}", dest="form", action="store_const", const=form, default="table", help=f"as {form.upper()}"
+            f"--{form}", dest="form", action="store_const", const=form, default="table", help=FORMS[form]
         )
+
+
+def _columns(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,NAME",
+        help="figures to show, such as metric/f1,loss/val,seconds, or some of the keys",
+    )
 
 
 def _of_models(commands: Any) -> None:
@@ -91,6 +107,7 @@ def _of_models(commands: Any) -> None:
     _rest(evaluate, "overrides", "OVERRIDE", "other data, such as dataset.path=FOLDER")
     evaluate.add_argument("--split", choices=("val", "train", "test"), default="val", help="split to evaluate [val]")
     evaluate.add_argument("--out", metavar="FOLDER", help="output folder [the run or sweep, or the current folder]")
+    _forms(evaluate, "json")
     predict = commands.add_parser(
         "predict",
         help="predict the classes of image files",
@@ -99,8 +116,7 @@ def _of_models(commands: Any) -> None:
     )
     _run(predict)
     predict.add_argument("files", nargs="+", metavar="FILE", help="an image, a folder of images, or a pattern")
-    forms = ("table", "csv", "json")
-    predict.add_argument("--format", dest="form", choices=forms, default="table", help="output format [table]")
+    _forms(predict, "csv", "json")
     predict.add_argument("--top", type=int, metavar="K", help="classes to show per image [3]")
     threshold = "least probability of a label, for task=multilabel [0.5]"
     predict.add_argument("--threshold", type=float, metavar="P", help=threshold)
@@ -132,17 +148,19 @@ def _of_models(commands: Any) -> None:
 def _of_runs(commands: Any) -> None:
     runs = commands.add_parser(
         "runs",
-        help="list the runs and sweeps in a folder",
-        description="List the runs and sweeps in a folder, or the jobs of a sweep: start, changed keys, score, "
-        "state, size. The exit code is 2 if a run is damaged; all others are still listed.",
+        help="list the runs and sweeps in a folder, or show one run",
+        description="List the runs and sweeps in a folder, or the jobs of a sweep: start, differing keys, score, size, "
+        "state. For one run, show its overrides, scores, time and the commands to use it. The exit code is 2 if a run "
+        "is damaged; all others are still listed.",
     )
-    runs.add_argument(
-        "folder", nargs="?", default="outputs", metavar="FOLDER", help="folder to search for runs [outputs]"
-    )
-    runs.add_argument("--sort", default="when", metavar="COLUMN", help="column or config key to sort by [when]")
+    folder = "folder of runs, a sweep, a run, or `latest` [outputs]"
+    runs.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help=folder)
+    sort = "column, config key or logged figure to sort by [when]"
+    runs.add_argument("--sort", default="when", metavar="COLUMN", help=sort)
+    _columns(runs)
     condition = "state=done, model=resnet18, 'score>90'; may be repeated"
     runs.add_argument("--filter", dest="filters", action="append", default=[], metavar="CONDITION", help=condition)
-    _forms(runs, "json")
+    _forms(runs, *FORMS)
     compare = commands.add_parser(
         "compare",
         help="group runs by the keys that differ, and compare scores",
@@ -155,9 +173,10 @@ def _of_runs(commands: Any) -> None:
     compare.set_defaults(rest="paths")
     by = "group by this key only; may be repeated"
     compare.add_argument("--by", action="append", default=[], metavar="KEY", help=by)
-    sort = "key or column of --csv to sort by [score, best first]"
+    sort = "column, config key or logged figure to sort by [score, best first]"
     compare.add_argument("--sort", metavar="COLUMN", help=sort)
-    _forms(compare, "csv", "json")
+    _columns(compare)
+    _forms(compare, *FORMS)
     report = commands.add_parser("report", help="write report.html, a page about a run or a sweep, into its folder")
     report.add_argument("path", metavar="RUN|SWEEP", help="a run, `latest`, or a sweep")
     watch = commands.add_parser("watch", help="serve the report of a run or a sweep locally while it trains")
@@ -180,6 +199,7 @@ def _of_runs(commands: Any) -> None:
         "can no longer be resumed"
     )
     clean.add_argument("--all", dest="everything", action="store_true", help=everything)
+    _forms(clean, "json")
 
 
 def _before_training(commands: Any) -> None:
@@ -217,6 +237,7 @@ def _before_training(commands: Any) -> None:
     find.add_argument("--low", type=float, default=1e-6, metavar="RATE", help="first rate [1e-6]")
     find.add_argument("--high", type=float, default=10.0, metavar="RATE", help="last rate [10]")
     find.add_argument("--out", metavar="FILE", help="file to write [lr-find.svg in output_root]")
+    _forms(find, "json")
 
 
 def _comparing_ways(commands: Any) -> None:
@@ -232,6 +253,7 @@ def _comparing_ways(commands: Any) -> None:
     prove.add_argument("--ranks", metavar="N,N", help="numbers of ranks [2,3,4, or up to the number of GPUs]")
     everything = "test every strategy and every kill on every number of ranks"
     prove.add_argument("--all", dest="everything", action="store_true", help=everything)
+    _forms(prove, "json")
     ladder = commands.add_parser(
         "ladder",
         help="train a job with every strategy, from one device to many, and compare speed and results",

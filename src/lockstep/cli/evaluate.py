@@ -27,10 +27,11 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, TrainedInput, class_name
-from lockstep.core.monitor import figure_word
+from lockstep.core.monitor import figure_word, telling
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
+from lockstep.core.table import show_json
 from lockstep.data.datasets.files import FileSource, with_input, with_sizes
 from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
@@ -43,7 +44,9 @@ from lockstep.training.resolved_job import fingerprint_of
 KEYS = ("dataset", "data_root")  # what an override may change
 
 
-def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None) -> None:
+def evaluate(
+    path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None, form: str = "table"
+) -> None:
     """Evaluate weights or the folds of a sweep, show the result and write `evaluation.json` and `predictions.csv`.
 
     Raises:
@@ -53,7 +56,7 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     if out is not None and not Path(out).is_dir():
         raise InputError(f"--out is {out}, expected a folder that exists")
     if Ledger(Path(path)).exists:
-        evaluate_folds(Path(path), overrides, split=split, device=device, folder=Path(out or path))
+        evaluate_folds(Path(path), overrides, split=split, device=device, folder=Path(out or path), form=form)
         return
     file = find_weights(path)
     run = run_of(file)
@@ -63,18 +66,20 @@ def evaluate(path: str, overrides: Sequence[str], *, split: str, device: str | N
     evaluation = evaluated([(predictor, chosen)])
     facts = {"weights": file.name, "step": card.step, "dataset": type(source).__name__, "split": split}
     facts |= evaluation.facts()
-    name = SPLIT_NAMES[split]
-    log.show(f"{facts['images']:,} images of the {name} split of {facts['dataset']}, weights of step {card.step}")
-    log.show(
-        "  ".join(f"{figure_word(name)} {shown(name, value)}" for name, value in of_all(evaluation.figures).items())
-    )
-    if split == "val" and card.score:
-        log.show(f"in training it was {card.score}")
-    evaluation.show()
-    write(Path(out) if out is not None else Path() if run is None else run.path, facts, [evaluation])
+    if form == "table":
+        name = SPLIT_NAMES[split]
+        log.show(f"{facts['images']:,} images of the {name} split of {facts['dataset']}, weights of step {card.step}")
+        scores = telling(of_all(evaluation.figures), card.classes)
+        log.show("  ".join(f"{figure_word(name)} {shown(name, value)}" for name, value in scores.items()))
+        if split == "val" and card.score:
+            log.show(f"in training it was {card.score}")
+        evaluation.show()
+    write(Path(out) if out is not None else Path() if run is None else run.path, facts, [evaluation], form)
 
 
-def evaluate_folds(sweep: Path, overrides: Sequence[str], *, split: str, device: str | None, folder: Path) -> None:
+def evaluate_folds(
+    sweep: Path, overrides: Sequence[str], *, split: str, device: str | None, folder: Path, form: str
+) -> None:
     """Evaluate each fold of a sweep on its own images, and score the predictions of each setting together."""
     if split != "val":
         command = shell_command(["lockstep", "evaluate", sweep / "best", "--split", split])
@@ -82,8 +87,8 @@ def evaluate_folds(sweep: Path, overrides: Sequence[str], *, split: str, device:
     evaluations, facts = [], []
     for setting in cross_validations(sweep):
         evaluations.append(evaluated(trials(setting, overrides, device)))
-        facts.append(report_folds(setting, evaluations[-1]))
-    write(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations)
+        facts.append(report_folds(setting, evaluations[-1], form))
+    write(folder, facts[0] if len(facts) == 1 else {"settings": facts}, evaluations, form)
 
 
 def trials(setting: CrossValidation, overrides: Sequence[str], device: str | None) -> Iterator[Trial]:
@@ -99,7 +104,7 @@ def trials(setting: CrossValidation, overrides: Sequence[str], device: str | Non
         yield predictor, replace(fold_split, place={"fold": str(fold), **setting.values})
 
 
-def report_folds(setting: CrossValidation, evaluation: Evaluation) -> dict[str, Any]:
+def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) -> dict[str, Any]:
     """Show the results of a setting, and return them: together, by fold, and their mean and spread over the folds."""
     parts, together = evaluation.parts, evaluation.facts()
     folds = [
@@ -110,22 +115,26 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation) -> dict[str, 
     columns = torch.tensor([[part.figures[name] for part in parts] for name in names], dtype=torch.float64)
     mean = of_all(dict(zip(names, columns.mean(1).tolist(), strict=True)))
     spread = of_all(dict(zip(names, columns.std(1).tolist(), strict=True))) if len(parts) > 1 else {}
-    number = f"{together['images']:,} images of {len(parts)} of {setting.folds} folds"
-    words = f"{number}, each predicted by the model that was not trained on it"
-    log.show(f"{setting.name}: {words}" if setting.name else words)
-    if setting.missing:
-        missing = ", ".join(f"{fold} ({state})" for fold, state in setting.missing.items())
-        log.show_warning(f"no figure counts the folds that are missing: {missing}")
-    rows = [{"fold": "mean", **mean}, {"fold": "±", **spread}, {**together, "fold": "together"}]
-    show_figures("fold", "fold", [*folds, *rows], names)
-    evaluation.show()
+    if form == "table":
+        number = f"{together['images']:,} images of {len(parts)} of {setting.folds} folds"
+        words = f"{number}, each predicted by the model that was not trained on it"
+        log.show(f"{setting.name}: {words}" if setting.name else words)
+        if setting.missing:
+            missing = ", ".join(f"{fold} ({state})" for fold, state in setting.missing.items())
+            log.show_warning(f"no figure counts the folds that are missing: {missing}")
+        rows = [{"fold": "mean", **mean}, {"fold": "±", **spread}, {**together, "fold": "together"}]
+        show_figures("fold", "fold", [*folds, *rows], [*telling(mean, evaluation.card.classes)])
+        evaluation.show()
     facts = {"split": "val", "setting": setting.values, "folds": setting.folds, "missing": setting.missing}
     return {**facts, **together, "mean": mean, "spread": spread, "by_fold": folds}
 
 
-def write(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation]) -> None:
+def write(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
     write_atomic(folder / "evaluation.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
     write_atomic(folder / "predictions.csv", csv_lines(evaluations))
+    if form == "json":
+        show_json(facts)
+        return
     for name in ("evaluation.json", "predictions.csv"):
         log.show(f"wrote {folder / name}")
 

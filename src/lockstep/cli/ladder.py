@@ -21,7 +21,6 @@ import torch
 
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.cli.processes import ending, running
-from lockstep.cli.rows import show_rows
 from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
@@ -31,6 +30,7 @@ from lockstep.core.monitor import TOP1
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
+from lockstep.core.table import show_rows
 from lockstep.job.create import check_plan, job_of
 from lockstep.models.nets import sketch
 from lockstep.runtime import host

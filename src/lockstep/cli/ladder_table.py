@@ -4,10 +4,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.table import Column, Table
-
 from lockstep.core import log
 from lockstep.core.run import Run
+from lockstep.core.table import Column, show_table
 from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import COLOURS, cut, svg
 
@@ -61,29 +60,25 @@ def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> f
     return max((abs(loss - expected) / abs(expected) for loss, expected in pairs if expected), default=None)
 
 
-def show(rows: Sequence[Row]) -> None:
+def show(rows: Sequence[Row], form: str = "table") -> None:
     """Print the table, which fits into 80 columns, and why rungs are not in it."""
 
     def text(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    heads = ("img/s", "x", "eff", "comm", "GB", "top-1", "diff", "code")
-    shown = Table("rung", *(Column(head, justify="right") for head in heads), box=None)
-    for row in rows:
-        if row["img_per_s"] is None:
-            continue
-        shown.add_row(
-            cut(row["rung"], WIDEST),
-            text(row["img_per_s"], ",.0f") + text(row["spread"], " ,.0f").replace(" ", " ±", 1),
-            text(row["speed_up"], ".2f"),
-            text(row["efficiency"], ".0%"),
-            text(row["communication"], ".0%"),
-            text(row["memory_gb"], ".2f"),
-            text(row["top1"], ".2f"),
-            "same" if row["difference"] == 0 else text(row["difference"], ".0e"),
-            str(row["lines"]),
-        )
-    log.show_table(shown)
+    climbed = [row for row in rows if row["img_per_s"] is not None]
+    cells = {
+        "rung": lambda row: cut(row["rung"], WIDEST),
+        "img/s": lambda row: text(row["img_per_s"], ",.0f") + text(row["spread"], " ,.0f").replace(" ", " ±", 1),
+        "x": lambda row: text(row["speed_up"], ".2f"),
+        "eff": lambda row: text(row["efficiency"], ".0%"),
+        "comm": lambda row: text(row["communication"], ".0%"),
+        "GB": lambda row: text(row["memory_gb"], ".2f"),
+        "top-1": lambda row: text(row["top1"], ".2f"),
+        "diff": lambda row: "same" if row["difference"] == 0 else text(row["difference"], ".0e"),
+        "code": lambda row: str(row["lines"]),
+    }
+    show_table([Column(head, [cell(row) for row in climbed]) for head, cell in cells.items()], form)
     for row in rows:
         if row["img_per_s"] is None:
             log.show(f"without {row['rung']}: {row['reason']}")

@@ -16,6 +16,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
+from lockstep.core.table import show_json
 from lockstep.job.create import job_of
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.pictures import svg
@@ -34,7 +35,9 @@ CLEAR = 14.0
 SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 
 
-def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None) -> None:
+def lr_find(
+    overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None, form: str = "table"
+) -> None:
     """Train with rising learning rates, write the picture to `out` or beside the runs, and print a suggestion.
 
     Raises:
@@ -57,6 +60,10 @@ def lr_find(overrides: Sequence[str], *, steps: int, low: float, high: float, ou
     with storing(file):
         file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, picture(test, job.optimizer.lr))
+    if form == "json":
+        facts = {"lowest": test.rates[test.lowest], "suggestion": test.suggestion, "lr": job.optimizer.lr}
+        show_json({**facts, "picture": str(relative(file)), "rates": test.rates, "losses": test.losses})
+        return
     lowest, tried, own = test.lowest, len(test.rates), f"{job.optimizer.lr:.3g}"
     early = f" of {steps}, since the next one's loss was more than {EXPLODED:g} times the lowest" * (tried < steps)
     log.show(

@@ -11,11 +11,11 @@ import torch
 from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
-from lockstep.cli.rows import csv_row
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
+from lockstep.core.table import csv_row
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import THRESHOLD, Prediction, Predictor, find_weights, load, say_which

@@ -6,15 +6,17 @@ and stochastic depth.
 """
 
 import json
+import math
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +32,7 @@ from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir
+from lockstep.core.table import show_json
 from lockstep.job.resolve import with_targets
 from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
@@ -56,12 +59,6 @@ COMMON = (
 OF_RUNS = {"steps", "epochs", "resume", "output_root", "train.eval_every", "logger.", *RUN_FOLDERS}
 OF_RUNS |= {*map(key_of, COMMON)}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
-EXPLANATION = (
-    f"Losses may differ by {LOSS_TOLERANCE:g}, relatively and at any step, and weights at the end by "
-    f"{WEIGHT_TOLERANCE:g} of the largest: in float64 that leaves room for another order of the same sums (1e-16 "
-    "at first, growing with the steps) and for nothing else. A killed run and repro=strict must agree to the last "
-    "bit. Samples: every example once per epoch, at the same steps, with the same augmented pixels."
-)
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,9 @@ class RunResult:
     samples: list[tuple[int, int, int, int]]  # epoch, step, index, hash of pixels
 
 
-def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False) -> None:
+def prove(
+    overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False, form: str = "table"
+) -> None:
     """Run the cases, or all of them with `everything`, and print how much each differs from its reference.
 
     Raises:
@@ -98,7 +97,7 @@ def prove(overrides: list[str], *, steps: int, ranks: str | None, everything: bo
     scored = job.train.patience is not None or isinstance(job.schedule, Plateau | Chain)
     overrides += [f"train.eval_every={max(1, steps // EVALUATIONS) if scored else '100%'}"]
     with _folder_of_runs() as folder:
-        _compare_all(planned, folder, overrides, steps)
+        _compare_all(planned, folder, overrides, steps, form)
 
 
 @contextmanager
@@ -117,29 +116,34 @@ def _folder_of_runs() -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int) -> None:
-    log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
-    print_row("run", "against", "loss", "weights", "samples", "")
+def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int, form: str) -> None:
+    if form == "table":
+        log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
+        print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
-    failed = []
+    rows: list[dict[str, Any]] = []
     with progress("proving", len(planned)) as advance:
         for case in planned:
             reference = "" if case.reference == case.name else case.reference
             words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
             # What is compared with a refused run was refused with it.
             comparable = not reference or reference in results
-            result = _run_unless_refused(case, folder, words, steps) if comparable else None
+            result = _run_unless_refused(case, folder, words, steps, form) if comparable else None
             advance(1)
-            if result is None:
-                print_row(case.name, reference, "", "", "", "refused")
-                continue
-            results[case.name] = result
-            row, same = compare(case, result, results[case.reference])
-            print_row(case.name, reference, *row, "pass" if same else "FAIL")
-            failed += [] if same else [case.name]
-    log.console.print(EXPLANATION, soft_wrap=True)
-    if failed:
+            facts = {} if result is None else compare(case, result, (results | {case.name: result})[case.reference])
+            if result is not None:
+                results[case.name] = result
+            verdict = "refused" if result is None else "pass" if facts["passes"] else "FAIL"
+            rows.append({"run": case.name, "against": reference or None, **facts, "verdict": verdict})
+            if form == "table":
+                print_row(case.name, reference, *(texts(facts) if facts else ["", "", ""]), verdict)
+    if form == "json":
+        show_json(rows)
+    if failed := [row["run"] for row in rows if row["verdict"] == "FAIL"]:
         raise LockstepError(f"not the same run: {', '.join(failed)}")
+    if form == "table":
+        refused = f", {len(planned) - len(results)} refused" * (len(results) < len(planned))
+        log.console.print(f"all {len(results)} pass{refused}", soft_wrap=True)
 
 
 def print_row(*cells: str) -> None:
@@ -199,12 +203,13 @@ def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
     return [override for override in overrides if not override.lstrip("+").startswith("strategy.")]
 
 
-def compare(case: Case, result: RunResult, reference: RunResult) -> tuple[list[str], bool]:
-    """The row of a case in the table, and whether it passes."""
+def compare(case: Case, result: RunResult, reference: RunResult) -> dict[str, Any]:
+    """The largest relative differences of a run from its reference, None for one without a value; if it `passes`."""
     # Take the maxima of tensors: they keep a NaN, which then fails every comparison.
     losses, expected = (torch.tensor(run.losses, dtype=torch.float64) for run in (result, reference))
-    if len(losses) != len(expected):  # the scores have ended one of them earlier
-        return [f"{len(losses)} steps", f"of {len(expected)}", ""], False
+    facts: dict[str, Any] = {"steps": len(losses), "passes": False}
+    if len(losses) != len(expected):
+        return facts | {"expected": len(expected)}  # the scores have ended one of them earlier
     loss = float(((losses - expected) / expected).abs().max())
     expected_weights, weights = _flat(reference, reference.weights), _flat(result, reference.weights)
     weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())
@@ -212,13 +217,22 @@ def compare(case: Case, result: RunResult, reference: RunResult) -> tuple[list[s
     times = Counter((epoch, index) for epoch, _, index, _ in result.samples)
     once = max(times.values()) == 1
     same = sorted(result.samples) == sorted(reference.samples)
-    row = [
-        f"{loss:.1e}" if loss else "same",
-        "same bits" if identical else f"{weight:.1e}",
-        f"{len(times)} {'not once each' if not once else 'same' if same else 'others'}",
-    ]
     close = identical if case.exact else loss <= LOSS_TOLERANCE and weight <= WEIGHT_TOLERANCE
-    return row, close and once and same
+    facts |= {name: None if math.isnan(value) else value for name, value in (("loss", loss), ("weights", weight))}
+    facts |= {"images": len(times), "samples": "not once each" if not once else "same" if same else "others"}
+    return facts | {"identical": identical, "passes": close and once and same}
+
+
+def texts(facts: Mapping[str, Any]) -> list[str]:
+    """The cells of a comparison."""
+    if "expected" in facts:
+        return [f"{facts['steps']} steps", f"of {facts['expected']}", ""]
+    loss, weights = ("nan" if facts[name] is None else f"{facts[name]:.1e}" for name in ("loss", "weights"))
+    return [
+        "same" if facts["loss"] == 0 else loss,
+        "same bits" if facts["identical"] else weights,
+        f"{facts['images']} {facts['samples']}",
+    ]
 
 
 def _flat(result: RunResult, names: Iterable[str]) -> Tensor:
@@ -257,7 +271,7 @@ def _sizes(ranks: str | None) -> list[int]:
     return sorted(set(sizes) - {1})
 
 
-def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult | None:
+def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int, form: str) -> RunResult | None:
     """Run a case; None if its strategy is not installed or refuses the config.
 
     `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in
@@ -268,7 +282,8 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
-        log.console.print(f"  without {case.name}: {error}", soft_wrap=True)
+        if form == "table":
+            log.console.print(f"  without {case.name}: {error}", soft_wrap=True)
         return None
 
 

@@ -5,75 +5,109 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint.files import Removable, removable, remove
-from lockstep.cli.rows import show_rows
+from lockstep.cli.details import show_run
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
+from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run, State
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
+from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Record, best_of, cells, columns_of, head
+from lockstep.sweep.record import SCORE, Record, best_of, columns_of, figure_of
 from lockstep.sweep.report import write_sweep_report
-from lockstep.sweep.runs import JobRun, Row, differing, existing, ordered, read_jobs, read_single, run_folders, tables
+from lockstep.sweep.runs import (
+    JobRun,
+    Row,
+    check_columns,
+    differing,
+    existing,
+    ordered,
+    read_jobs,
+    read_single,
+    run_folders,
+    setting,
+    tables,
+)
+from lockstep.sweep.tables import column_of_figure, columns_of_keys
 from lockstep.telemetry.progress import format_timestamp, progress
 from lockstep.telemetry.report import is_current, write_report
 
-COLUMNS = ("when", "name", "what", "score", "state", "size")
+
+@dataclass(frozen=True)
+class Shown:
+    """What a listing shows: the runs of a folder or the jobs of a sweep, and the keys and figures with columns."""
+
+    is_sweep: bool
+    keys: Sequence[str]
+    figures: Sequence[str]
 
 
-def runs(folder: str, *, sort: str, filters: Sequence[str], form: str) -> None:
-    """Show the runs and sweeps of a folder; those of a sweep for its folder.
+def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: Sequence[str] = ()) -> None:
+    """Show the runs and sweeps of a folder; the jobs of a sweep for its folder; the details of a run for a run's.
 
-    A `sort` by score puts the best first; by another column, the largest last. `filters` are KEY=VALUE, KEY<NUMBER
-    and KEY>NUMBER, on columns and on keys of the config.
+    A `sort` by a figure of an evaluation puts the best first; by another column, the largest last. `filters` are
+    KEY=VALUE, KEY<NUMBER and KEY>NUMBER, on columns and on keys of the config. `columns` are figures to show in the
+    place of the score, or some of the keys.
 
     Raises:
-        InputError: the folder does not exist or has no run, a condition is wrong, or files are damaged.
+        InputError: the folder does not exist or has no run, a column or condition is wrong, or files are damaged.
     """
     root = existing(folder)
-    rows, columns, damaged = _rows(root)
+    if form == "table" and RunDir(root).overrides.is_file() and not filters:
+        show_run(read_single(root))
+        return
+    rows, shown, damaged = _rows(root, [*columns, sort])
+    check_columns("--columns", columns, rows)
     known = {name for row in rows for name in row}
     rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
     rows = ordered(rows, sort)
-    if form == "json":
-        show_rows(rows, form)
+    if form in ("csv", "json"):
+        show_rows([{key: row[key] for key in row if key != "status"} for row in rows], form)
     else:
         for number, (monitor, table) in enumerate(tables(rows).items()):
             if number:
                 log.show("")
-            _show(table, monitor.name, columns)
+            _show(table, monitor, shown, columns, form)
+        if rows and shown.is_sweep and form == "table":
+            first = shell_command(["lockstep", "runs", relative(root / str(int(rows[0]["name"][:3])))])
+            log.show_command("one job:", first)
     if not (rows or damaged or form == "json"):
         log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
         raise InputError(*damaged)
 
 
-def _show(rows: Sequence[Row], figure: str, columns: Sequence[str]) -> None:
-    """Print two lines for each row: its figures, with the name at the end, where it can be copied; what differs."""
-    columns = [name for name in columns if name == "score" or any(name in row for row in rows)]
-    shown = [["when", *(head(name, figure) for name in columns), "size", "state", "name"]]
-    shown += [
-        [row["when"], *cells(row, columns, figure), format_bytes(row["size"]), row["state"], row["name"]]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
-    for texts, what in zip(shown, ["", *(row["what"] for row in rows)], strict=True):
-        line = "  ".join(text.ljust(width) for text, width in zip(texts, widths, strict=True))
-        log.console.print(line.rstrip(), soft_wrap=True)
-        if what:
-            log.show(f"    {what}")
+def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[str], form: str) -> None:
+    """Show the rows, with the name at the end, where it can be copied."""
+    names = chosen or [name for name in shown.figures if name == SCORE or any(name in row for row in rows)]
+    show_table(
+        [
+            *([Column("job", [str(int(row["name"][:3])) for row in rows])] if shown.is_sweep else []),
+            Column("when", [row["when"][5:] for row in rows]),  # without the year
+            *columns_of_keys(rows, shown.keys, chosen),
+            *(column_of_figure(rows, name, monitor) for name in names if name not in shown.keys),
+            Column("size", [format_bytes(row["size"]) for row in rows]),
+            Column("state", [row["status"] for row in rows]),
+            *([] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]),
+        ],
+        form,
+    )
 
 
-def _rows(root: Path) -> tuple[list[Row], list[str], list[str]]:
-    """A row for each run and each sweep, the columns beside their scores, and sentences about what is damaged."""
+def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]]:
+    """A row for each run and each sweep, also with these figures; their keys and figures; what is damaged."""
     single: list[Run] = []
     rows: list[tuple[Run, Row]] = []
+    swept: dict[str, None] = {}
     damaged: list[str] = []
     for path in run_folders(root):
         ledger = Ledger(path)
@@ -82,6 +116,7 @@ def _rows(root: Path) -> tuple[list[Row], list[str], list[str]]:
                 single = read_jobs(ledger)
             elif ledger.exists:
                 rows.append(_sweep(ledger, root))
+                swept |= dict.fromkeys(ledger.identity().swept)
                 damaged += [record.error for record in ledger.records() if record.state is State.damaged]
             elif not Ledger(path.parent).exists:
                 single.append(Run(path))
@@ -90,39 +125,51 @@ def _rows(root: Path) -> tuple[list[Row], list[str], list[str]]:
     damaged += [run.error for run in single if run.state == State.damaged]
     if not (single or rows or damaged):
         raise InputError(f"{root} has no run in it; name a folder of runs: lockstep runs outputs")
-    keys = differing(single)
+    keys = dict.fromkeys([*differing(single), *swept])
     for run in single:
-        what = " ".join(f"{key}={run.settings[key]}" for key in keys if key in run.settings)
-        what += f"  rung {run.rung}" if run.rung and run.state != State.done else ""
-        columns = _columns(run.folder, root, run.started, what, run.score, run.state)
-        rows.append((run, {**columns, **run.settings}))
-    described: list[Row] = [
-        {**run.columns, **row, "monitor": run.monitor.name, "direction": run.monitor.direction} for run, row in rows
-    ]
-    return described, columns_of(run for run, _ in rows), damaged
+        facts = _facts(run.folder, root, run.started, run.overrides, run.score, run.state, run.status)
+        settings = {key: Setting(value) for key, value in run.settings.items()}
+        rows.append((run, {**facts, **settings, **{key: setting(run, key) for key in keys}}))
+    described: list[Row] = []
+    for run, row in rows:
+        values = {name: figure_of(run, name) for name in names if name not in row}
+        figures = {name: value for name, value in values.items() if value is not None}
+        monitor = {"monitor": run.monitor.name, "direction": run.monitor.direction}
+        described.append({**run.columns, **figures, **row, **monitor})
+    return described, Shown(Ledger(root).exists, [*keys], columns_of(run for run, _ in rows)), damaged
 
 
 def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
     """The best job of a sweep, if there is one, and the row of the sweep."""
     identity, records = ledger.identity(), ledger.records()
-    typed = {word.partition("=")[0]: word for word in identity.words}
-    what = " ".join(word for key, word in typed.items() if key in identity.swept)
     started = min((record.started for record in records if record.started), default=0.0)
     best = best_of(records, identity.direction)
     count = Counter(record.present_state for record in records)
     state = ", ".join(f"{number} {state}" for state, number in count.items())
-    row = _columns(ledger.folder, root, started, what, best.score if best else None, state)
-    return JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor), row
+    score = best.score if best else None
+    facts = _facts(ledger.folder, root, started, identity.words, score, state, state)
+    values = {key: Setting(value) for key, _, value in (word.partition("=") for word in identity.words)}
+    run = JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor)
+    return run, {**facts, **{key: values[key] for key in identity.swept if key in values}}
 
 
-def _columns(path: Path, root: Path, started: float, what: str, score: float | None, state: str) -> Row:
+def _facts(
+    path: Path, root: Path, started: float, overrides: Sequence[str], score: float | None, *states: str
+) -> Row:
     size = 0
     for folder, _, files in os.walk(path):
         for file in files:
             with suppress(OSError):  # a job that runs has just removed it
                 size += os.lstat(Path(folder, file)).st_size
-    name = str(path.relative_to(root)) if path != root else path.name
-    return dict(zip(COLUMNS, (format_timestamp(started), name, what, score, state, size), strict=True))
+    return {
+        "when": format_timestamp(started),
+        "name": str(path.relative_to(root)) if path != root else path.name,
+        "overrides": [*overrides],
+        "score": score,
+        "state": states[0],
+        "status": states[1],
+        "size": size,
+    }
 
 
 def _fits(row: Row, condition: str, known: set[str]) -> bool:
@@ -174,7 +221,7 @@ def report(path: str) -> None:
         raise InputError(*damaged)
 
 
-def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> None:
+def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, form: str = "table") -> None:
     """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
 
     `keep` counts undamaged checkpoints besides the best. `everything` leaves completed runs their weights alone.
@@ -185,16 +232,25 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool) -> 
     """
     if keep < 1:
         raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
-    size = checkpoints = runs = more = 0
+    rows: list[dict[str, Any]] = []
+    more = 0
     for run_dir in _runs(folders):
         is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
         done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
-        if done is not None and not is_best:
-            more += done.more
+        more += 0 if done is None or is_best else done.more
         if done is not None and done.go:
-            size, checkpoints, runs = size + done.size, checkpoints + len(done.go), runs + 1
+            go, stay = ([path.name for path in paths] for paths in (done.go, done.stay))
+            row = {"run": str(run_dir.path), "checkpoints": go, "stay": stay, "bytes": done.size, "removed": yes}
+            rows.append(row)
+            if form == "table":
+                names = f"{', '.join(go)} ({', '.join(stay) or 'none'} stay)"
+                log.show(f"{format_bytes(done.size):>9}  {run_dir.path}: {names}")
+    if form == "json":
+        show_json(rows)
+        return
+    checkpoints, runs = sum(len(row["checkpoints"]) for row in rows), len(rows)
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
-    summary += format_bytes(size)
+    summary += format_bytes(sum(row["bytes"] for row in rows))
     if not checkpoints:
         log.console.print("there is nothing to remove", soft_wrap=True)
     elif yes:
@@ -225,7 +281,7 @@ def _has_checkpoints(run: RunDir) -> bool:
 
 
 def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
-    """Show the removable checkpoints of a run, and remove them if `yes` is set; None if the run is active."""
+    """The removable checkpoints of a run, removed if `yes` is set; None if the run is active."""
     with closing(Lock()) as lock:
         try:
             lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them
@@ -233,10 +289,6 @@ def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Re
             log.show_warning(f"{error.args[0].partition(';')[0]}: all of its checkpoints stay")
             return None
         plan = removable(run_dir, keep, everything=everything)
-        if plan.go:
-            names = ", ".join(path.name for path in plan.go)
-            stay = ", ".join(path.name for path in plan.stay) or "none"
-            log.show(f"{format_bytes(plan.size):>9}  {run_dir.path}: {names} ({stay} stay)")
         if yes:
             with storing(run_dir.checkpoints):
                 for path in plan.go:

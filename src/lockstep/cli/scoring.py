@@ -11,10 +11,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from rich.table import Column, Table
 from torch import Tensor
 
-from lockstep.cli.rows import csv_row
 from lockstep.config import components
 from lockstep.config.schema import CONF
 from lockstep.core import log
@@ -23,6 +21,7 @@ from lockstep.core.model import is_broken, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.monitor import CALIBRATION_ERROR, figure_parts, figure_word
 from lockstep.core.protocols import Task
+from lockstep.core.table import Column, csv_row, show_table
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.shards import EvalLoader
@@ -163,11 +162,9 @@ def csv_lines(evaluations: Sequence[Evaluation]) -> Iterator[bytes]:
 
 def show_figures(head: str, key: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
     """Show a table of rows: what they have at `key`, in the column `head`, their images, and these figures."""
-    table = Table(head, *(Column(name, justify="right") for name in ("images", *map(figure_word, names))))
-    for row in rows:
-        images = f"{row['images']:,}" if "images" in row else ""
-        table.add_row(str(row[key]), images, *(shown(name, row.get(name)) for name in names))
-    log.show_table(table)
+    images = [f"{row['images']:,}" if "images" in row else "" for row in rows]
+    figures = [Column(figure_word(name), [shown(name, row.get(name)) for row in rows]) for name in names]
+    show_table([Column(head, [str(row[key]) for row in rows]), Column("images", images), *figures])
 
 
 def shown(name: str, value: float | None) -> str:

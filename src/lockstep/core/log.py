@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from lockstep.core.errors import Interrupted, escaped
@@ -18,8 +17,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
 from lockstep.core.terminal import SafeStream, impatient
 
-USUAL_WIDTH, NARROW = 80, 40
-WIDE = 10_000  # columns of a table that no terminal limits
+USUAL_WIDTH = 80
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
 logger.addHandler(logging.NullHandler())
@@ -139,20 +137,6 @@ def wrapped(text: str, indent: int) -> Text:
         wrapper.replace_whitespace = False
         line = wrapper.fill(line)
     return Text(line)
-
-
-def show_table(table: Table) -> None:
-    """Print a table: as wide as the terminal, or as wide as it is where there is none or a very narrow one.
-
-    A pipe gets columns without lines around them, which other programs would have to cut off.
-    """
-    for column in table.columns:
-        column.overflow = "fold"  # not an ellipsis, which hides what differs
-    if not has_terminal():
-        table.box, table.pad_edge = None, False
-    if not has_terminal() or console.width < NARROW:  # there rich would leave no room for a column
-        table.width = console.measure(table, options=console.options.update(max_width=WIDE)).maximum
-    console.print(table, crop=False)
 
 
 def show_command(text: str, command: str) -> None:

@@ -12,6 +12,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import TypeVar
+
+T = TypeVar("T")
 
 TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
 AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
@@ -91,6 +94,12 @@ def chosen_on_itself(keys: Container[str]) -> str:
     key = next((key for key in ("test_share", "val_share") if key in keys), None)
     override = "" if key is None else f" (dataset.{key}=0.1)"
     return f"the score was chosen on the split that it is measured on; a test split gives an honest one{override}"
+
+
+def telling(figures: Mapping[str, T], classes: int | None) -> dict[str, T]:
+    """Figures by name, or tag, without the top-5 of a few classes, which is always 100 %. None: it is not known."""
+    says_nothing = classes is not None and classes <= 5
+    return {name: value for name, value in figures.items() if not (says_nothing and name in ("top5", TAGS["top5"]))}
 
 
 def figure_name(name: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, close_to
-from lockstep.core.run_dir import BEST, LATEST, RunDir, relative
+from lockstep.core.run_dir import BEST, LATEST, SWEEP, RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_name, read_text
 
 
@@ -60,9 +60,11 @@ def near_path(path: Path, words: Iterable[str] = ()) -> str:
 def pointed(path: Path, root: Path, key: str) -> Path:
     """The folder that a user's path names: the newest run for `latest`, the best job for `best` of a sweep.
 
-    `latest` without a folder is the newest run of `root`. `key` begins the error: an InputError if the path does not
-    exist and another has a similar name; see also `latest`.
+    `SWEEP/3` is job 3 of a sweep, and `latest` without a folder the newest run of `root`. `key` begins the error: an
+    InputError if the path does not exist and another has a similar name; see also `latest`.
     """
+    if path.name.isdecimal() and (path.parent / SWEEP).is_file() and not path.exists():
+        return next(path.parent.glob(f"{int(path.name):03}-*"), path)
     if path.name != LATEST and not path.exists() and (near := near_path(path, [LATEST])):
         raise InputError(f"{key}: {path} does not exist.{near}".removeprefix(f"{path}: "))
     if path.name == BEST and path.parent.is_dir() and not path.exists():

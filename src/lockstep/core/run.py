@@ -22,8 +22,8 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
-from lockstep.core.monitor import Monitor
-from lockstep.core.run_dir import RunDir
+from lockstep.core.monitor import Monitor, figure_parts
+from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
 
 Content = TypeVar("Content")
@@ -56,11 +56,9 @@ class Run:
     Fields:
         damage: a sentence for each file that was read so far and is damaged.
         unnamed: the monitor of a run that does not name it, as one that has not begun, or an older one.
-        rung: how far it came in a successive halving; empty without one.
     """
 
     unnamed = Monitor()
-    rung = ""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.run_dir = folder, RunDir(folder)
@@ -85,6 +83,11 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """`summary.json`, whose values have the types of `core.run_dir`."""
         return self.read(self.run_dir.summary, lambda _: self.run_dir.read_summary(), {})
+
+    @property
+    def path(self) -> Path:
+        """Its path in a command."""
+        return self.folder
 
     @property
     def id(self) -> str | None:
@@ -120,6 +123,15 @@ class Run:
         if status == State.running and not _is_held(self.run_dir.lock):
             return State.killed
         return State.done if status == "completed" else status
+
+    @property
+    def status(self) -> str:
+        """The state for people; of a pruned run, with how far it came."""
+        evaluations = self.series(*self.monitor.tags) if self.state == State.pruned else []
+        if not evaluations:
+            return str(self.state)
+        best = max((value for _, value in evaluations), key=self.monitor.direction.gain)
+        return f"pruned at step {evaluations[-1][0]} with {figure_parts(self.monitor.name, best)[0]}"
 
     @cached_property
     def started(self) -> float:
@@ -193,7 +205,7 @@ class Run:
         """The values of this run for the keys that its sweep varies; empty for a run alone."""
         values = dict(word.partition("=")[::2] for word in self.overrides)
         with suppress(UnreadableFile, LookupError, TypeError):
-            keys = safe_read.read_json(self.folder.parent / "sweep.json")["swept"]
+            keys = safe_read.read_json(self.folder.parent / SWEEP)["swept"]
             return {key: values[key] for key in keys if key in values}
         return {}
 
@@ -216,6 +228,11 @@ class Run:
     @cached_property
     def predictions(self) -> Predictions | None:
         return next(iter(self.read(self.run_dir.validation, lambda path: [Predictions.read(path)], [])), None)
+
+    @property
+    def classes(self) -> int | None:
+        """The number of classes, labels or values; None if no predictions say it."""
+        return len(self.predictions.names) if self.predictions else None
 
     @property
     def checkpoints(self) -> list[Path]:

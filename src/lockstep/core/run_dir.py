@@ -21,11 +21,12 @@ from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
 LATEST, BEST = "latest", "best"  # text files with the name of a folder beside them
+SWEEP = "sweep.json"  # in the folder of a sweep
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
 # The types of what is read in `summary.json`; each key may be missing or null.
 TEXTS = ("status", "run", "error", "monitor", "stopped_early")
 NUMBERS = (
-    *("started", "seconds", "step", "steps", "objective", "best", "best_step", "skipped"),
+    *("started", "seconds", "step", "steps", "steps_per_epoch", "objective", "best", "best_step", "skipped"),
     *("img_per_s", "data_wait_pct", "gpu_memory", "cpu_mem_gb"),
 )
 TABLES = ("spent", "time", "scores", "test")  # numbers by their names

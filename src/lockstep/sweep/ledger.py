@@ -29,7 +29,7 @@ from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError,
 from lockstep.core.fields import leaves
 from lockstep.core.monitor import TOP1, Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
 from lockstep.runtime import signals
@@ -38,7 +38,7 @@ from lockstep.runtime.signals import StopNow
 from lockstep.sweep.record import SCORE, Identify, Record, best_of, job_key, parsed_record
 
 VERSION = 1
-SWEEP, JOBS, BEST = "sweep.json", "jobs", "best"
+JOBS, BEST = "jobs", "best"
 DIFFERENCES_SHOWN = 3
 
 

@@ -82,6 +82,7 @@ class Pool:
         tasks: Sequence[Task],
         enough: Callable[[Record], bool] = lambda record: False,
         more: Callable[[Record], Sequence[Task]] = lambda record: (),
+        cut: State = State.waiting,
     ) -> None:
         """Run all tasks. One that fails or dies ends no other.
 
@@ -89,6 +90,7 @@ class Pool:
             tasks: the first ones.
             enough: asked again and again whether a running job has trained enough for now; then it saves and waits.
             more: the tasks that follow the end of a job.
+            cut: the state of a job that has trained enough.
 
         Raises:
             Stopped: a signal asked for it; every running job has saved its state and ended.
@@ -104,11 +106,11 @@ class Pool:
                         request.repeat()  # for a job that began while the stop arrived
                     self._start_what_fits(waiting)
                     self.wait([process.sentinel for _, _, process in self.running], REFRESH_S)
-                    ended = self._collect(enough)
+                    ended = self._collect(enough, cut)
                     if not request.requested:
                         waiting += [task for record in ended for task in more(record)]
                     self._cut(enough)
-                    self.view.refresh()
+                    self.view.refresh(len(waiting))
             finally:
                 self.send(signal.SIGKILL)  # an error here leaves no job alive
             if request.requested:
@@ -126,7 +128,7 @@ class Pool:
                 self.running.append((task, share, self.start(self.ledger, task, share)))
                 self.view.started(task.record)
 
-    def _collect(self, enough: Callable[[Record], bool]) -> list[Record]:
+    def _collect(self, enough: Callable[[Record], bool], cut: State) -> list[Record]:
         """Free the devices of the jobs that have ended, and record those that could not do so themselves."""
         ended = []
         for entry in [entry for entry in self.running if entry[2].exitcode is not None]:
@@ -138,7 +140,7 @@ class Pool:
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
             if record.state is State.stopped and (record.number in self.cut or enough(record)):
-                record = self.ledger.write(replace(record, state=State.waiting, exit_code=0, error=""))
+                record = self.ledger.write(replace(record, state=cut, exit_code=0, error=""))
             self.cut.discard(record.number)
             self.view.ended(record)
             ended.append(record)

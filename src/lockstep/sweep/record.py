@@ -2,17 +2,17 @@
 
 import re
 import socket
-import statistics
-from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.options import options_of
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import Direction, Monitor, figure_name, figure_parts
+from lockstep.core.monitor import METRIC, TAGS, Direction, Monitor, figure_name, figure_parts
 from lockstep.core.run import TEST, Run, State, born
+from lockstep.core.safe_read import is_number
 
 SCORE, SEED, FOLD = "score", "seed", "dataset.fold"
 SAMPLES = (SEED, FOLD)  # keys whose jobs are samples of one setting: their scores have a mean and a spread
@@ -100,13 +100,15 @@ def score_text(score: float | None, figure: str) -> str:
         return ""
     if figure == SCORE:
         return f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
-    return f"{score:.3g}" if figure in COSTS else figure_parts(Monitor.parse(figure).name, score)[0]
+    return f"{score:.3g}" if figure in COSTS else figure_parts(evaluation_figure(figure) or figure, score)[0]
 
 
 def head(name: str, score: str) -> str:
     """The head of a column, `val top-1`, `val f1`, `test` or `seconds`, where the score is the figure `score`."""
-    name = score if name == SCORE else name
-    return name if name in (TEST, *OBJECTIVES) else figure_name(Monitor.parse(name).name)
+    if name == SCORE != score:
+        return figure_name(score)
+    figure = evaluation_figure(name)
+    return name if figure is None else figure_name(figure)
 
 
 def columns_of(runs: Iterable[Run]) -> list[str]:
@@ -129,23 +131,6 @@ def swept_keys(jobs: Iterable[Sequence[str]]) -> tuple[str, ...]:
 def varied(overrides: Iterable[str], keys: Sequence[str]) -> list[str]:
     """The overrides that set these keys."""
     return [word for word in overrides if word.partition("=")[0] in keys]
-
-
-def seeds_together(records: Sequence[Record], swept: Sequence[str], monitor: Monitor) -> list[str]:
-    """A line for each combination of the other keys with several seeds: the mean and the spread of the scores."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for record in records:
-        if record.score is not None and {*SAMPLES} & {*swept}:
-            others = [key for key in swept if key not in SAMPLES]
-            scores[" ".join(varied(record.overrides, others)) or "all"].append(record.score)
-    kind = "jobs" if {*SAMPLES} <= {*swept} else "folds" if FOLD in swept else "seeds"
-    rows = [
-        (statistics.mean(of), statistics.stdev(of), len(of), words) for words, of in scores.items() if len(of) > 1
-    ]
-    return [
-        f"{words}: {score_text(mean, monitor.name)} ± {score_text(spread, monitor.name)} over {number} {kind}"
-        for mean, spread, number, words in sorted(rows, key=lambda row: (-monitor.direction.gain(row[0]), row[3]))
-    ]
 
 
 def parsed_record(number: int, facts: Any) -> Record:
@@ -183,11 +168,27 @@ COSTS: Mapping[str, Callable[[Run], float | None]] = {
 OBJECTIVES = (SCORE, *COSTS)
 
 
-def _value(folder: Path, record: Record, name: str) -> float | None:
-    if name == SCORE:
-        return record.score
-    run = Run(folder / record.folder)
-    return COSTS[name](run) if name in COSTS else (run.summary.get("scores") or {}).get(Monitor.parse(name).name)
+def figure_of(run: Run, name: str) -> float | None:
+    """A figure of a run: its score, a column, a cost, a score or a number of its summary, or a tag that it logged.
+
+    A tag such as `loss/train` has its value at the step of the best evaluation, or else its last one.
+    """
+    if name in (SCORE, *COSTS):
+        return run.score if name == SCORE else COSTS[name](run)
+    facts: Mapping[str, Any] = {**run.summary, **run.spent, **(run.summary.get("scores") or {}), **run.columns}
+    value = facts.get(evaluation_figure(name) or name)
+    if value is not None and is_number(value):
+        return float(value)
+    values = dict(run.series(name))
+    return values.get(run.summary.get("best_step") or 0, next(reversed(values.values()), None))
+
+
+def evaluation_figure(name: str) -> str | None:
+    """The name of a figure of an evaluation from this name, or its tag, or a monitor; None for anything else."""
+    tags, bare = {tag: figure for figure, tag in TAGS.items()}, name.removeprefix("-")
+    figure = tags.get(bare, bare.removeprefix(METRIC))
+    is_figure = figure in TAGS or bare.startswith(METRIC) or figure.partition("/")[0] in options_of("metric")
+    return figure if is_figure else None
 
 
 def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]) -> None:
@@ -203,14 +204,19 @@ def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]
 
 def objectives_of(folder: Path, record: Record, names: Sequence[str]) -> list[float]:
     """The objectives of a job in the `folder` of its sweep, if it is done; empty if one is unknown."""
-    known = [_value(folder, record, name) for name in names] if record.score is not None else []
+    run = Run(folder / record.folder)
+    known = (
+        [record.score if name == SCORE else figure_of(run, name) for name in names]
+        if record.score is not None
+        else []
+    )
     return [] if None in known else [value for value in known if value is not None]
 
 
 def unmeasured(folder: Path, records: Sequence[Record], names: Sequence[str]) -> list[str]:
     """A sentence for each objective that jobs that are done do not have."""
     done = [record for record in records if record.score is not None]
-    without = {name: [str(r.number) for r in done if _value(folder, r, name) is None] for name in names}
+    without = {name: [str(r.number) for r in done if not objectives_of(folder, r, [name])] for name in names}
     return [
         f"sweep.objectives: {name} was not measured in job{'s' * (len(jobs) > 1)} {', '.join(jobs)}, which cannot be "
         f"compared by it; remove it: sweep.objectives=[{','.join(other for other in names if other != name)}]"

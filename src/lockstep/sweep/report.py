@@ -13,8 +13,10 @@ from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
+from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, seeds_together, swept_keys, varied
+from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, score_text, swept_keys, varied
+from lockstep.sweep.runs import JobRun, Row, groups
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, Curve, line_chart
 from lockstep.telemetry.report import number, rendered
@@ -43,7 +45,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     records, identity = ledger.records(), ledger.identity()
     monitor, figure = identity.monitor, identity.figure
     swept = swept_keys(record.overrides for record in records) or identity.swept
-    jobs = {record.number: Run(ledger.folder / record.folder) for record in records}
+    jobs = {record.number: JobRun(ledger, record, monitor) for record in records}
     costs = {number: costs_of(job) for number, job in jobs.items()}
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
@@ -56,7 +58,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
         "best": best_text,
-        "over the seeds": "; ".join(seeds_together(records, swept, monitor)),
+        "over the seeds": "; ".join(_seeds(groups([*jobs.values()]), figure)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
     ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
@@ -81,9 +83,9 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
                 _link(ledger, record),
                 [
                     str(record.number),
-                    record.present_state,
+                    jobs[record.number].status,
                     *_values(record, swept),
-                    *cells({**jobs[record.number].columns, SCORE: record.objective}, columns, figure),
+                    *cells({**jobs[record.number].columns, SCORE: record.score}, columns, figure),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
                 ],
             )
@@ -91,6 +93,15 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         ],
         "command": shell_command(["lockstep", *command]),
     }
+
+
+def _seeds(rows: Sequence[Row], figure: str) -> Iterator[str]:
+    """The mean and the spread of the scores of each setting with several seeds or folds."""
+    for row in rows:
+        if row["spread"] is not None:
+            keys = " ".join(f"{key}={value}" for key, value in row.items() if isinstance(value, Setting))
+            mean, spread = (score_text(row[key], figure) for key in (SCORE, "spread"))
+            yield f"{keys or 'all'}: {mean} ± {spread} over {row['done']} jobs"
 
 
 def costs_of(job: Run) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Finds the runs of a folder and compares them: seeds of one config together, and what differs between two runs."""
 
+import functools
 import math
 import os
 import statistics
@@ -9,15 +10,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lockstep.config.defaults import differences
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import leaves
-from lockstep.core.monitor import Direction, Monitor
+from lockstep.core.monitor import Direction, Monitor, chosen_monitor
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
+from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, columns_of
+from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, columns_of, evaluation_figure, figure_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -44,8 +47,13 @@ class JobRun(Run):
 
     def __init__(self, ledger: Ledger, record: Record, monitor: Monitor) -> None:
         super().__init__(ledger.folder / record.folder)
-        self.record, self.unnamed, self.rung = record, monitor, record.rung
+        self.ledger, self.record, self.unnamed = ledger, record, monitor
         self.started = record.started
+
+    @property
+    def path(self) -> Path:
+        """A short path of it for a command."""
+        return self.folder.parent / str(self.record.number)
 
     @cached_property
     def overrides(self) -> list[str]:
@@ -139,8 +147,10 @@ def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...],
     return members
 
 
-def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
+def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = ()) -> list[Row]:
     """A row for the runs of a monitor that differ in the seed alone, or are equal in the keys `by`; the best first.
+
+    Each row has the figures `names`, besides the score and the metrics of the runs.
 
     Raises:
         InputError: no run has a key of `by`.
@@ -152,24 +162,36 @@ def groups(runs: Sequence[Run], by: Sequence[str] = ()) -> list[Row]:
     together: dict[Monitor, list[Run]] = {}
     for run in runs:
         together.setdefault(run.monitor, []).append(run)
-    return ordered([row for monitor, of in together.items() for row in _groups(of, by, monitor)], SCORE)
+    return ordered([row for monitor, of in together.items() for row in _groups(of, by, monitor, names)], SCORE)
 
 
-def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor) -> list[Row]:
+def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Sequence[str]) -> list[Row]:
     keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
     members = by_values(runs, keys)
+    more_keys = [name for name in names if any(name in run.settings for run in runs)]
+    figures = [
+        *columns_of(runs)[1:],
+        *(name for name in names if any(figure_of(run, name) is not None for run in runs)),
+    ]
     scores = {values: _samples(group, SCORE) for values, group in members.items()}
     images = {values: _validated_on(group) for values, group in members.items()}
     rows: list[Row] = []
     for values, group in members.items():
         rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
         best = max(rivals, key=lambda rival: monitor.direction.gain(statistics.mean(rival)) if rival else -math.inf)
-        count = Counter(run.state for run in group if run.state != State.done)
-        not_done = ", ".join(f"{number} {state}" for state, number in count.items())
-        settings = dict(zip(keys, values, strict=True))
-        row = {**settings, **_figures(scores[values], best), "not_done": not_done}
+        row: dict[str, Any] = {key: setting(group[0], key) for key in (*keys, *more_keys)}
+        row |= _figures(scores[values], best)
+        count = Counter(run.state for run in group)
+        row["state"] = ", ".join(f"{number} {state}" for state, number in count.items())
+        row["state"] = group[0].status if len(group) == 1 else row["state"]
+        if all(isinstance(run, JobRun) for run in runs) and len({run.folder.parent for run in runs}) == 1:
+            row["jobs"] = [run.record.number for run in group if isinstance(run, JobRun)]
         row |= {"monitor": monitor.name, "direction": monitor.direction}
-        rows.append(row | {name: _mean(group, name) for name in columns_of(runs) if name not in row})
+        for name in (name for name in dict.fromkeys([*columns_of(runs)[1:], *figures]) if name not in row):
+            samples = _samples(group, name)
+            row[name] = statistics.mean(samples) if samples else None
+            row[f"{name}_spread"] = statistics.stdev(samples) if len(samples) > 1 else None
+        rows.append(row)
     return rows
 
 
@@ -180,13 +202,22 @@ def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
 
 
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
-    """A column of the runs that have it. A run that was made twice, with the same seed, is one sample."""
-    pairs = ((run, run.score if name == SCORE else run.columns.get(name)) for run in runs)
+    """A figure of the runs that are done and have it. A run that was made twice with one seed is one sample."""
+    pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None)
     return [*{frozenset(run.settings.items()): value for run, value in pairs if value is not None}.values()]
 
 
-def _mean(runs: Sequence[Run], name: str) -> float | None:
-    return statistics.mean(values) if (values := _samples(runs, name)) else None
+def setting(run: Run, key: str) -> Setting:
+    """The value of a key of a run; empty if it does not have the key."""
+    value = Setting(run.settings.get(key, ""))
+    value.is_default = bool(run.composed) and key not in usual_differences(run)
+    return value
+
+
+@functools.cache
+def usual_differences(run: Run) -> set[str]:
+    """The keys of a run whose values are not the defaults."""
+    return {key for key, _, _ in differences(run.composed, run.choices)}
 
 
 def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
@@ -231,20 +262,33 @@ def tables(rows: Sequence[Row]) -> dict[Monitor, list[Row]]:
 
 
 def ordered(rows: Sequence[Row], key: str) -> list[Row]:
-    """Each table by a column: numbers by size, then texts, then what has none; of the score, the best first."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    if rows and key not in names:
-        hint = did_you_mean(key, names, prefix="--sort ") or f" There are {', '.join(names)}."
-        raise InputError(f"--sort {key}: there is no such column.{hint}")
+    """Each table by a column: numbers by size, figures of an evaluation best first; then texts, then others."""
+    check_columns("--sort", [key], rows)
 
     def place(row: Row) -> tuple[int, float, str]:
         try:
-            is_best_first = key in (SCORE, TEST) and row["direction"] is Direction.maximize
-            return 0, float(row[key]) * (-1 if is_best_first else 1), ""
+            return 0, -direction_of(key, row["direction"]).gain(float(row[key])), ""
         except (KeyError, TypeError, ValueError):
             return (1, 0.0, str(row[key])) if row.get(key) else (2, 0.0, "")
 
     return [row for table in tables(sorted(rows, key=place)).values() for row in table]
+
+
+def check_columns(flag: str, columns: Sequence[str], rows: Sequence[Row]) -> None:
+    names = dict.fromkeys(name for row in rows for name in row)
+    for key in columns:
+        if rows and key not in names:
+            others = f" There are {', '.join(names)}, and the tags of logged figures."
+            hint = did_you_mean(key, names, prefix=f"{flag} ") or others
+            raise InputError(f"{flag} {key}: there is no such column.{hint}")
+
+
+def direction_of(name: str, score: Direction) -> Direction:
+    """Which values of a column come first: better figures of an evaluation, smaller values of anything else."""
+    if name in (SCORE, TEST):
+        return score
+    figure = evaluation_figure(name)
+    return Direction.minimize if figure is None else chosen_monitor(figure, task="", metrics={}).direction
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:

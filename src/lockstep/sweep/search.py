@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import Stopped
@@ -77,6 +78,10 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         return record.number in tasks and record.state is not State.done
 
     for number, share in enumerate(rounds, 1):
+        pool.view.share, pool.view.portion = share, share - ([0.0, *rounds][number - 1])
+        sizes = [math.ceil(len(racing) / factor**later) for later in range(1, len(rounds) - number + 1)]
+        steps = [after - before for before, after in pairwise(rounds[number - 1 :])]
+        pool.view.later = sum(size * step for size, step in zip(sizes, steps, strict=True))
         is_last, rung = share == 1, f"{number} of {len(rounds)}"
         racing = [ledger.write(replace(record, rung=rung)) if runs(record) else record for record in racing]
 
@@ -104,7 +109,8 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         for record in best_first[ahead:]:
             if runs(record):
                 score_here = scores[record.number]
-                ledger.write(replace(record, state=State.pruned, objective=score_here, exit_code=0, error=""))
+                pruned = replace(record, state=State.pruned, objective=score_here, exit_code=0, error="")
+                pool.view.ended(ledger.write(pruned))
         judged = max(_judged_at(ledger, record, share) for record in racing)
         if judged >= rounds[number]:
             pool.view.show(

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Group
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from lockstep.core import log, safe_read
+from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
-from lockstep.core.monitor import figure_text
-from lockstep.core.run import Run, State
+from lockstep.core.run import State
 from lockstep.core.run_dir import relative
+from lockstep.core.table import Column, column_of_settings, lines_of, shortened
 from lockstep.runtime.program import say
 from lockstep.sweep.ledger import Ledger, output_of
+from lockstep.sweep.progress import JobProgress
 from lockstep.sweep.record import (
     SCORE,
     Record,
     best_of,
-    cells,
     columns_of,
     head,
     objectives_of,
     score_text,
-    seeds_together,
     swept_keys,
     trade_offs,
     unmeasured,
     varied,
 )
+from lockstep.sweep.runs import JobRun, groups
+from lockstep.sweep.tables import show_groups
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
-OVER = (State.done, State.failed)
-TAIL = 4096  # bytes of the end of a file of metrics: its last line is shorter
+OVER = (State.done, State.failed, State.pruned)
 
 
 class SweepView:
@@ -47,6 +47,9 @@ class SweepView:
         records: those of its line, also those that were done before.
         open: the numbers of the jobs that have not ended, or run again.
         left: the jobs of a search that are not known yet.
+        share: the share of its steps that each job has done at the end of the present round; 1 without halving.
+        portion: the share of its steps that each job does in this round.
+        later: the work of the later rounds, in jobs that train all of their steps.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class SweepView:
     ) -> None:
         self.ledger, self.begun = ledger, begun
         self.records: dict[int, Record] = {}
-        self.running: list[int] = []
+        self.running: dict[int, JobProgress] = {}
         self.open: set[int] = set()
-        self.began, self.ended_now = time.monotonic(), 0
+        self.share, self.portion, self.later = 1.0, 1.0, 0.0
+        self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
         self.enter(records, waiting)
         # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
         self.live = Live(
@@ -86,19 +90,24 @@ class SweepView:
         self.monitor = identity.monitor
 
     def started(self, record: Record) -> None:
+        is_first = not (self.running or self.durations)
         self.records[record.number] = record
-        self.running.append(record.number)
-        if not self.live.is_started:
-            self.show(f"{self._name(record)}  {self.begun}")
+        self.running[record.number] = JobProgress(JobRun(self.ledger, record, self.monitor))
+        if is_first or not self.live.is_started:
+            where = f"; its log: {relative(output_of(self.ledger, record))}" if is_first else ""
+            self.show(f"{self._name(record)}  {self.begun}{where}")
 
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
-        self.running = [number for number in self.running if number != record.number]
+        self.running.pop(record.number, None)
         if record.state in OVER:
             self.open.discard(record.number)
-            self.ended_now += 1
-        state = "paused" if record.state is State.waiting else record.state  # others may be better
-        ending = f"{state}: {record.error}" if record.error else f"{state} {self._score(record)}".rstrip()
+        if record.state in (State.done, State.waiting) and record.started:
+            self.durations.append((record.ended - record.started) / self.portion)
+        status = JobRun(self.ledger, record, self.monitor).status
+        state = "paused" if record.state is State.waiting else status  # others may be better
+        is_done = record.state is State.done
+        ending = f"{state}: {record.error}" if record.error else f"{state} {self._score(record) * is_done}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
         duration = f"  in {format_duration(record.ended - record.started)}" if record.started else ""
@@ -108,42 +117,57 @@ class SweepView:
         if is_failure and not (self.live.is_started and sys.stderr.isatty()):
             say(LockstepError(*record.error.split("\n")), label=f"job {record.number}: ")
 
-    def refresh(self) -> None:
-        """Draw what runs, and how far the sweep is."""
+    def refresh(self, waiting: int = 0) -> None:
+        """Draw what runs, and how far the sweep is; `waiting` jobs are to start in this round."""
         if not self.live.is_started:
             return
-        for number in self.running:  # each job writes its own record
+        for number, progress in self.running.items():  # each job writes its own record
             self.records[number] = self.ledger.read(self.records[number])
-        lines = [self._progress(self.records[number]) for number in self.running]
-        self.live.update(Group(*lines, self._summary()), refresh=True)
+            progress.update(self.records[number], self.share)
+        width = self.live.console.width
+        table = lines_of([*self._columns()], width, second_lines=False) if self.running else ()
+        self.live.update(Group(*table, self._summary(waiting)), refresh=True)
 
-    def _progress(self, record: Record) -> Text:
-        columns = [FigureColumn("", self._name(record), "", ALWAYS)]
-        if (progress := progress_of(self.ledger, record)) and progress["steps"] > 0:
-            step, total, rate = progress["step"], progress["steps"], progress["rate"]
-            columns.append(FigureColumn("", f"{100 * step / total:3.0f}", " %", 5))
-            columns += [FigureColumn("", f"{rate:6,.0f}", " img/s", 4)] if rate else []
-            if step and record.started:
-                left = (time.time() - record.started) / step * (total - step)
-                columns.append(FigureColumn("left", format_duration(left), "", ALWAYS))
-        return fitting(columns, self.live.console.width)
+    def _columns(self) -> Iterator[Column]:
+        """The table of the running jobs."""
+        records = [self.records[number] for number in self.running]
+        values = [dict(word.partition("=")[::2] for word in record.overrides) for record in records]
+        yield Column("job", [str(record.number) for record in records])
+        yield from (column_of_settings(key, [job.get(key, "") for job in values]) for key in self.swept)
+        yield Column("epoch", [progress.epoch for progress in self.running.values()])
+        scores = [score_text(progress.best, self.monitor.name) for progress in self.running.values()]
+        yield Column(head(SCORE, self.monitor.name), scores)
+        yield Column("img/s", [f"{job.rate:,.0f}" if job.rate else "" for job in self.running.values()])
+        left = [job.left() for job in self.running.values()]
+        yield Column("left", ["starting" if seconds is None else format_duration(seconds) for seconds in left])
 
-    def _summary(self) -> Text:
+    def _summary(self, waiting: int) -> Text:
         count = Counter(record.state for record in self.records.values())
-        columns = [
-            FigureColumn(state, f"{count[state]}", "", ALWAYS if state is State.done else 5)
-            for state in State
-            if count[state]
-        ]
+        total = len(self.records) + self.left
+        columns = [FigureColumn("done", f"{len(self.records) - len(self.open)} of {total}", "", ALWAYS)]
+        states = [state for state in State if count[state] and state not in (State.done, State.waiting)]
+        columns += [FigureColumn(state, f"{count[state]}", "", 5) for state in states]
         if best := best_of(self.records.values(), self.monitor.direction):
             columns.append(FigureColumn("best", self._score(best), f" (job {best.number})", 6, "green"))
-        if self.ended_now:
-            seconds = (time.monotonic() - self.began) / self.ended_now * (len(self.open) + self.left)
+        if (seconds := self.seconds_left(waiting)) is not None:
+            form = "%H:%M" if seconds < 12 * 3600 else "%a %H:%M"
             columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
+            columns.append(FigureColumn("ends", time.strftime(form, time.localtime(time.time() + seconds)), "", 7))
         return fitting(columns, self.live.console.width)
 
+    def seconds_left(self, waiting: int) -> float | None:
+        """The seconds until the end of the sweep, at least those of each running job; None if no pace is known."""
+        running = [*self.running.values()]
+        known = self.durations or [job.duration for job in running if job.duration is not None]
+        if not known:
+            return None
+        usual, places = statistics.mean(known), max(1, len(running))
+        lefts = [usual * self.portion if (left := job.left()) is None else left for job in running]
+        of_round = (sum(lefts) + (waiting + self.left) * usual * self.portion) / places
+        return max([of_round, *lefts]) + self.later * usual / places
+
     def _name(self, record: Record) -> str:
-        words = " ".join(varied(record.overrides, self.swept)) or "as configured"
+        words = shortened(" ".join(varied(record.overrides, self.swept))) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
 
     def _score(self, record: Record) -> str:
@@ -154,28 +178,18 @@ class SweepView:
         self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
 
     def show_table(self, names: Sequence[str] = (SCORE,)) -> None:
-        """Print each job with its score and the other objectives, the seeds together, and why jobs failed."""
-        folder, numbers = self.ledger.folder, self.records
-        records = [record for record in self.ledger.records() if record.number in numbers]
+        """Print the jobs with their scores and the other objectives, the seeds together, and why jobs failed."""
+        folder = self.ledger.folder
+        records = [record for record in self.ledger.records() if record.number in self.records]
         names = [SCORE, *(name for name in names if name != SCORE)]
-        runs = {record.number: Run(folder / record.folder) for record in records}
-        columns = [name for name in columns_of(runs.values()) if not {name, f"-{name}"} & {*names[1:]}] + names[1:]
-        table = Table("job", "overrides", *(head(name, self.monitor.name) for name in columns), "ended")
-        figures = {record.number: objectives_of(folder, record, names) for record in records}
-        for record in records:
-            ending = f"{record.state} ({record.exit_code})" if record.exit_code else record.state
-            ending += f", rung {record.rung}" if record.rung and record.state is not State.done else ""
-            known = dict(zip(names, figures[record.number], strict=False))
-            texts = cells(
-                {**runs[record.number].columns, **known, SCORE: record.objective}, columns, self.monitor.name
-            )
-            words = " ".join(varied(record.overrides, self.swept))
-            table.add_row(str(record.number), words, *texts, ending)
+        runs = [JobRun(self.ledger, record, self.monitor) for record in records]
+        columns = [name for name in columns_of(runs) if not {name, f"-{name}"} & {*names[1:]}] + names[1:]
         # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
         log.console.print(f"sweep in {relative(folder)}", soft_wrap=True)
-        log.show_table(table)
-        for line in self._conclusions(records, names, figures):
+        show_groups(runs, groups(runs, names=columns), columns)
+        for line in self._conclusions(records, names):
             log.console.print(line, soft_wrap=True)
+        self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
         for record in records:
             if record.error:
                 for line in record.error.split("\n"):
@@ -184,37 +198,12 @@ class SweepView:
                     output = relative(output_of(self.ledger, record))
                     log.console.print(f"    what it printed: {output}", soft_wrap=True)
 
-    def _conclusions(
-        self, records: Sequence[Record], names: Sequence[str], figures: Mapping[int, Sequence[float]]
-    ) -> Iterator[str]:
-        """The lines below the table: the seeds together, the trade-offs, and the best job."""
-        yield from seeds_together(records, self.swept, self.monitor)
-        known = {number: values for number, values in figures.items() if values}
+    def _conclusions(self, records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
+        """The lines about several objectives: the trade-offs, and what was not measured."""
+        known = {record.number: objectives_of(self.ledger.folder, record, names) for record in records}
+        known = {number: values for number, values in known.items() if values}
         if len(names) > 1 and (best_ones := trade_offs(known, names, self.monitor.direction)):
             jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
             compared = " and ".join(head(name, self.monitor.name) for name in names)
             yield f"no other job is better in {compared} than {jobs}"
         yield from unmeasured(self.ledger.folder, records, names)
-        if best := best_of(records, self.monitor.direction):
-            self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
-            path = relative(self.ledger.folder / best.folder)
-            yield f"best: job {best.number} with {figure_text(self.monitor.name, best.objective or 0.0)}, {path}"
-
-
-def progress_of(ledger: Ledger, record: Record) -> Mapping[str, float]:
-    """How far a job is, if it writes `summary.json` with `steps`, and `metrics.jsonl` with `step`; else empty."""
-    run = Run(ledger.folder / record.folder)
-    try:
-        with safe_read.opened(run.run_dir.metrics) as file:
-            start = max(0, file.seek(0, 2) - TAIL)
-            file.seek(start)
-            texts = file.read().decode(errors="replace").splitlines()[start > 0 :]  # without one that is cut
-        lines = [safe_read.parsed_json(text) for text in texts]
-        rates = [line["perf/img_per_s"] for line in lines if "perf/img_per_s" in line]  # of log points
-        return {
-            "step": float(lines[-1]["step"]) if lines else 0.0,
-            "steps": float(run.summary["steps"]),
-            "rate": float(rates[-1]) if rates else 0.0,
-        }
-    except (InputError, LookupError, TypeError, ValueError, AttributeError):
-        return {}

@@ -10,7 +10,7 @@ import numpy as np
 
 from lockstep.core.figures import Figures, Predictions, finite
 from lockstep.core.model_card import LABELS
-from lockstep.core.monitor import METRIC
+from lockstep.core.monitor import METRIC, telling
 from lockstep.core.run import Run
 from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
@@ -19,7 +19,6 @@ SHOWN = 20  # curves of a chart, and charts of single figures
 OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/|test/)"  # the beginning of the tags that a task has named
 POINTS = 400  # of a curve: more are averaged
 LEFT, RIGHT, TOP, BOTTOM = 46, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
-FEW_CLASSES = 5  # top-5 says nothing about so few
 Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 Curves = Mapping[str, tuple[str, str]]  # for each tag, or beginning of tags, the label and the colour of its curve
 VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
@@ -64,12 +63,8 @@ def learning_titles(run: Run) -> dict[str, Curves]:
 
     several: dict[str, Curves] = {"Metrics, validation": {f"({'|'.join(map(re.escape, together))})$": ("", "")}}
     others = (several if len(together) > 1 else each(together)) | each(alone[:SHOWN])
-    few = run.predictions is not None and len(run.predictions.names) <= FEW_CLASSES
-    usual = {
-        title: {tag: style for tag, style in curves.items() if not (few and "top5" in tag)}
-        for title, curves in CURVES.items()
-    }
-    return each(first) | usual | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
+    curves = {title: telling(tags, run.classes) for title, tags in CURVES.items()}
+    return each(first) | curves | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
 
 
 def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, dict[str, Any]]]:

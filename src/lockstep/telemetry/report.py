@@ -15,13 +15,22 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.schema import CONF, GROUPS, MANY
+from lockstep.config.defaults import differences, value_text
 from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import LOSS, TOP1, Monitor, chosen_on_itself, figure_parts, figure_text, figure_word
+from lockstep.core.monitor import (
+    LOSS,
+    TOP1,
+    Monitor,
+    chosen_on_itself,
+    figure_parts,
+    figure_text,
+    figure_word,
+    telling,
+)
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
@@ -128,7 +137,10 @@ def facts_of(run: Run) -> dict[str, Any]:
         "usage": lambda: [*charts(figures, USAGE), *charts(run.gpu, USAGE)],
         "predictions": lambda: _predictions(run, predictions) if predictions else {},
         "channels": lambda: pictures.channels_shown((run.composed.get("dataset") or {}).get("channels", 3)),
-        "differences": lambda: [*_differences(run.composed, run.choices)],
+        "differences": lambda: [
+            (key, value_text(value), value_text(usual))
+            for key, value, usual in differences(run.composed, run.choices)
+        ],
         "environment": lambda: [
             (key, str(value)) for key, value in leaves(environment) if value not in (None, [], {})
         ],
@@ -168,7 +180,7 @@ def figure(name: str, value: Any) -> str:
 
 def _scores(run: Run) -> dict[str, Any]:
     """The figures of the best weights on the validation split, and on the test split if there is one."""
-    scores, test = ({**(run.summary.get(key) or {})} for key in ("scores", "test"))
+    scores, test = (telling(run.summary.get(key) or {}, run.classes) for key in ("scores", "test"))
     rows = [
         (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))
         for name in {**scores, **test}
@@ -306,28 +318,3 @@ def _findings(facts: Mapping[str, Any]) -> Iterator[dict[str, str]]:
     for name, finding in (("learning", facts.get("learning")), ("speed", facts.get("verdict"))):
         if finding:
             yield {"name": name, **{key: str(finding.get(key) or "") for key in ("sentence", "evidence", "override")}}
-
-
-def _differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """The keys of a config, as it was composed, whose values are not the defaults: key, value and default."""
-    defaults = safe_read.read_yaml(CONF / "config.yaml")
-    options = {
-        key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()
-    }
-    for group in (*GROUPS, "experiment"):
-        own = [*composed.get(group, ())] if group in MANY else choices.get(group)
-        if composed and own != options[group]:
-            yield group, _shown(own), _shown(options[group])
-        for name in own if isinstance(own, list) else [own]:
-            path = CONF / group / f"{name}.yaml"
-            if group != "experiment" and re.fullmatch(r"\w+", str(name)) and path.is_file():
-                option = safe_read.read_yaml(path)
-                defaults[group] = {**defaults.get(group, {}), **option} if group in MANY else option
-    usual = dict(leaves(defaults))
-    for key, value in leaves(composed):
-        if key in usual and value != usual[key] and "${" not in str(usual[key]) and not key.startswith("hydra."):
-            yield key, _shown(value), _shown(usual[key])
-
-
-def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -13,8 +13,9 @@ from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.config.options import name_of
 from lockstep.core import log
+from lockstep.core.data_protocols import Source
 from lockstep.core.model_card import CLASSES, VALUES
-from lockstep.core.monitor import figure_text
+from lockstep.core.monitor import figure_text, telling
 from lockstep.core.protocols import Optimizer, Precision
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -229,11 +230,16 @@ def say_start(
     last_words = {key_of(word): word for word in Run(run_dir.path).overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
-        "changed": " ".join(last_words.values()) or "nothing, these are the defaults",
+        "overrides": " ".join(last_words.values()) or "none, these are the defaults",
         "model": ", ".join(
-            filter(None, (named(job.model), f"{_count(state.parameters)} parameters", str(state.freezing)))
+            [
+                named(job.model),
+                f"{_count(state.parameters)} parameters",
+                *["random weights"] * (not job.starts_trained and not origin),
+                *[str(state.freezing)] * bool(str(state.freezing)),
+            ]
         ),
-        "data": f"{named(job.dataset, frozenset({'root'}) | auto_sizes)}, {len(data.train):,} to train on, "
+        "data": f"{type(job.dataset).__name__}{_place(job.dataset)}, {len(data.train):,} to train on, "
         f"{len(data.val):,} to evaluate, {test}{_classes(job, data)}, {shape}"
         f"{_input_reason(job, composed, auto_sizes)}",
         "input": f"{job.loader} ({data.loader_reason}); augmentation: {job.augment}",
@@ -249,6 +255,11 @@ def say_start(
         rows["from"] = f"{origin}, step {progress.step:,}"
     for key, value in rows.items():
         log.say_row(key, str(value))
+
+
+def _place(source: Source) -> str:
+    """The path of a data set, or its name where it comes from: ` photos`; empty without one."""
+    return f" {relative(Path(path))}" if (path := str(getattr(source, "path", ""))) else ""
 
 
 def _classes(job: ResolvedJob, data: TrainingData) -> str:
@@ -290,7 +301,8 @@ def say_ending(
     chosen = {figure: progress.best_figures.get(figure) for figure in job.metric if figure != name}
     if scores := ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None):
         log.say_row("scores", scores, indent=16)
-    shown = (figure for figure in trainer.tested.items() if "/" not in figure[0] or figure[0] == name)
+    tested_figures = telling(trainer.tested, job.dataset.classes).items()
+    shown = (figure for figure in tested_figures if "/" not in figure[0] or figure[0] == name)
     if tested := ", ".join(figure_text(*figure) for figure in shown):
         log.say_row("test", tested, indent=16)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)

@@ -95,6 +95,7 @@ class RunRecord:
             started=self.started,
             step=progress.step,
             steps=plan.total_steps,
+            steps_per_epoch=plan.steps_per_epoch,
             spent=spent,
             seconds=round(3600 * spent["hours"], 3),
         )

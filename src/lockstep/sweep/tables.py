@@ -1,0 +1,93 @@
+"""What people see of runs side by side: a column for each key that differs, and for figures.
+
+`lockstep compare` and the end of a sweep are one table; `lockstep runs` and the jobs that run have the same columns.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
+
+from lockstep.core import log
+from lockstep.core.monitor import Monitor, figure_text
+from lockstep.core.run import TEST, Run
+from lockstep.core.run_dir import relative
+from lockstep.core.table import Column, column_of_settings, show_table
+from lockstep.sweep.record import SCORE, columns_of, head, score_text
+from lockstep.sweep.runs import JobRun, Row, direction_of, tables
+
+INTERVAL = (
+    "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it contains 0, "
+    "the difference is within the spread: other seeds could reverse it"
+)
+
+
+def columns_of_keys(rows: Sequence[Row], keys: Iterable[str], names: Sequence[str] = ()) -> list[Column]:
+    """A column for each key; those among the chosen columns `names` alone, if there are any."""
+    keys = [*keys]
+    chosen = [key for key in keys if key in names] or keys
+    return [column_of_settings(key, [row.get(key, "") for row in rows]) for key in chosen]
+
+
+def column_of_figure(rows: Sequence[Row], name: str, monitor: Monitor) -> Column:
+    """The column of a figure: the mean and the spread of each row, the best one in bold."""
+    spread = "spread" if name == SCORE else f"{name}_spread"
+    figure = monitor.name if name in (SCORE, TEST) else name
+    texts = [[score_text(row.get(key), figure) for key in (name, spread)] for row in rows]
+    direction = direction_of(name, monitor.direction)
+    gains = {number: direction.gain(row[name]) for number, row in enumerate(rows) if row.get(name) is not None}
+    best = max(gains, key=gains.__getitem__) if len(gains) > 1 else None
+    cells = [" ± ".join(filter(None, text)) for text in texts]
+    return Column(head(name, monitor.name), cells, may_move=name != SCORE, best=best)
+
+
+def show_groups(
+    runs: Sequence[Run],
+    rows: Sequence[Row],
+    names: Sequence[str] = (),
+    *,
+    form: str = "table",
+    differences: bool = True,
+) -> None:
+    """Show the rows of `groups`, a table for each monitor, and its best run.
+
+    The figures are `names`, or the score and the metrics of the runs.
+    """
+    for number, (monitor, of) in enumerate(tables(rows).items()):
+        if number:
+            log.show("")
+        members = [run for run in runs if run.monitor == monitor]
+        show_table([*_columns(of, monitor, names or columns_of(members), names, differences=differences)], form)
+        if form != "table":
+            continue
+        if differences and any(row["low"] is not None for row in of):
+            log.show(INTERVAL)
+        if scored := [run for run in members if run.score is not None]:
+            best = max(scored, key=lambda run: monitor.direction.gain(run.score or 0))
+            job = f"job {best.record.number} with " if isinstance(best, JobRun) and "jobs" in of[0] else ""
+            text = f"best: {job}{figure_text(monitor.name, best.score or 0)}, {relative(best.folder)}"
+            log.console.print(text, soft_wrap=True)
+
+
+def _columns(
+    rows: Sequence[Row], monitor: Monitor, names: Sequence[str], chosen: Sequence[str], *, differences: bool
+) -> Iterator[Column]:
+    keys = dict.fromkeys(key for row in rows for key in takewhile(lambda key: key != SCORE, row))
+    if "jobs" in rows[0]:
+        yield Column("job", [_numbers(row["jobs"]) for row in rows])
+    yield from columns_of_keys(rows, keys, chosen)
+    yield from (column_of_figure(rows, name, monitor) for name in names if name not in keys)
+    yield Column("state", [row["state"] for row in rows])
+    if differences and any(row["difference"] for row in rows):
+        yield Column("to the best", [_difference(row, monitor.name) for row in rows], may_move=True)
+
+
+def _numbers(jobs: Sequence[int]) -> str:
+    """Numbers of jobs: `3`, `0-2` or `0, 2`."""
+    is_range = len(jobs) > 2 and [*jobs] == [*range(jobs[0], jobs[-1] + 1)]
+    return f"{jobs[0]}-{jobs[-1]}" if is_range else ", ".join(map(str, jobs))
+
+
+def _difference(row: Row, figure: str) -> str:
+    """The difference to the best, and its interval, with signs."""
+    numbers = [row[key] for key in ("difference", "low", "high") if row[key] is not None]
+    difference, *ends = ["-+"[number >= 0] + score_text(abs(number), figure) for number in numbers] or [""]
+    return f"{difference} [{', '.join(ends)}]" if ends else difference if row["difference"] else ""
