@@ -44,8 +44,8 @@ def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(shown: Done) -> None
 
 def test_the_command_alone_shows_its_help_and_its_version() -> None:
     lockstep = (sys.executable, "-m", "lockstep")
-    alone, asked = command(*lockstep), command(*lockstep, "--help")
-    assert (alone.code, alone.out) == (0, asked.out)
+    alone, with_flag = command(*lockstep), command(*lockstep, "--help")
+    assert (alone.code, alone.out) == (0, with_flag.out)
     assert command(*lockstep, "--version").out == f"lockstep {metadata.version('lockstep')}\n"
 
 

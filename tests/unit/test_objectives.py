@@ -134,4 +134,4 @@ def test_the_table_names_the_figure_and_has_a_column_for_each_metric_and_the_tes
     assert re.search(r"^ *0 +1 +90 +0\.5123 +91\.5 +done +\+50$", out, re.MULTILINE)
     assert "best: job 2 with loss 40, " in out
     page = write_sweep_report(ledger).read_text()
-    assert re.findall("<th>(.*?)</th>", page) == ["job", "lr", "val loss", "val f1", "test", "state"]
+    assert re.findall("<th.*?>(.*?)</th>", page) == ["job", "state", "lr", "val loss", "val f1", "test"]

@@ -149,9 +149,9 @@ def _of_runs(commands: Any) -> None:
     runs = commands.add_parser(
         "runs",
         help="list the runs and sweeps in a folder, or show one run",
-        description="List the runs and sweeps in a folder, or the jobs of a sweep: start, differing keys, score, size, "
-        "state. For one run, show its overrides, scores, time and the commands to use it. The exit code is 2 if a run "
-        "is damaged; all others are still listed.",
+        description="List the runs and sweeps in a folder, or the jobs of a sweep: start, differing keys, score, "
+        "size, state. For one run, show its overrides, scores, time and commands to use it. The exit code is 2 if a "
+        "run is damaged; all others are still listed.",
     )
     folder = "folder of runs, a sweep, a run, or `latest` [outputs]"
     runs.add_argument("folder", nargs="?", default="outputs", metavar="FOLDER", help=folder)
