@@ -295,7 +295,7 @@ def test_the_sentences_of_halving_stand_above_the_live_lines(tmp_path: Path) -> 
     words = ("optimizer.lr=1e-3,1e-2,2e-2,3e-2", "model=linear", *SHORT, "train.eval_every=25%", "sweep.halving=2")
     code, shown = on_a_terminal("-m", *words, f"output_root={tmp_path}")
     assert code == 0
-    for sentence in ("2 of 4 jobs go on", "1 of 2 jobs go on"):
+    for sentence in ("2 of 4 jobs continue", "1 of 2 jobs continue"):
         before = shown[: shown.index(sentence)].replace("\x1b[2K", "").replace("\x1b[1A", "")
         assert before[-1] in "\r\n", before[-80:]
 
