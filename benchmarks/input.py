@@ -7,7 +7,7 @@ folders. Small images are padded, cropped and mirrored. For large images the box
 to 224 and mirrored, as in torchvision's training recipe (ImageFolder, RandomResizedCrop, RandomHorizontalFlip,
 ToTensor, Normalize, a DataLoader). Arrays of 32x32 are resized to 336. The result is always normalised float32 on
 the CPU. The same small images are read packed, too, and the policies of
-augmentation are called on smooth noise. One thread computes; workers
+augmentation are called on smooth noise; random erasing on normalised noise. One thread computes; workers
 are processes in a DataLoader and threads in Lockstep. The files are in the page cache. Figures "of a core" count the
 processor time of the process, all others the elapsed time. The last tables have the decoders alone, and two threads
 against two processes and, if there is a GPU, against its decoder.
@@ -29,6 +29,7 @@ import simplejpeg
 import torch
 from PIL import Image
 from timm.data.auto_augment import augment_and_mix_transform, auto_augment_transform, rand_augment_transform
+from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -39,7 +40,7 @@ from torchvision.transforms import v2
 
 from lockstep.core.data_protocols import Source, Split
 from lockstep.core.plan import Plan
-from lockstep.core.rng import SampleRNG
+from lockstep.core.rng import ERASE, SampleRNG, sample_keys
 from lockstep.core.world import World
 from lockstep.data.datasets.builtin import CIFAR10
 from lockstep.data.datasets.decode import ImageFile
@@ -50,6 +51,7 @@ from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.data.transforms.erase import Erase
 from lockstep.data.transforms.policies import (
     AugMix,
     AutoAugment,
@@ -267,6 +269,17 @@ def augmented(policy: str, size: int, batch: int) -> Cases:
     return {name: partial(per_second, once, batch, time.process_time) for name, once in cases.items()}
 
 
+def erased(size: int, batch: int) -> Cases:
+    """A rectangle of each normalised image is set to zero."""
+    images, keys = torch.randn(batch, 3, size, size), sample_keys(0, 0, torch.arange(batch), ERASE)
+    cases: dict[str, Callable[[], Iterable[Any]]] = {
+        "torchvision, tensors": partial(map, v2.RandomErasing(p=1), images),
+        "timm, tensors": partial(map, RandomErasing(1.0, mode="const", device="cpu"), images),
+        "lockstep": partial(map, partial(Erase(1.0).apply, keys=keys), [images]),
+    }
+    return {name: partial(per_second, once, batch, time.process_time) for name, once in cases.items()}
+
+
 def upsampled() -> Cases:
     """32x32 arrays resized to 336: sample by sample, as the tutorial does it, and in batches."""
     images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
@@ -383,9 +396,13 @@ def main() -> None:
                 "32x32, crop and mirror, packed": partial(packed, few),
             },
             "policies, img/s of a core": {
-                f"{policy}, {size} px": partial(augmented, policy, size, batch)
-                for policy in policies()
-                for size, batch in ((32, 512), (224, 64))
+                **{
+                    f"{policy}, {size} px": partial(augmented, policy, size, batch)
+                    for policy in policies()
+                    for size, batch in ((32, 512), (224, 64))
+                },
+                "random erasing, 32 px": partial(erased, 32, 512),
+                "random erasing, 224 px": partial(erased, 224, 64),
             },
             "to the model, two workers, img/s": {
                 "32x32 JPEG, crop and mirror": partial(small, few, 2),
