@@ -103,6 +103,8 @@ TWO["tuned"] = (
 )
 AGAIN = (*COMMON, *NORMED, "model.grad_checkpointing=true")
 TWO["again-fsdp"] = (*AGAIN, "strategy=fsdp")
+SIZES = (*COMMON, *NORMED, "train.sizes={0: 8, 2: [16,12], 75%: 16}")
+TWO |= {f"sizes-{strategy}": (*SIZES, f"strategy={strategy}") for strategy in ("fsdp", "pipeline")}
 # Five blocks of images for the statistics of batch norm: of two ranks, one has a block fewer.
 MEAN = (*COMMON, *NORMED, "train.ema=null", "train.swa_from=2", "train.swa_every=1", "train.eval_batch=36")
 TWO |= {f"mean-{strategy}": (*MEAN, f"strategy={strategy}") for strategy in ("ddp", "fsdp", "pipeline")}
@@ -129,6 +131,7 @@ REFERENCES = {
     "attention": (*COMMON, *ATTENTION),
     "bn": (*COMMON, *NORMED),
     "again": AGAIN,
+    "sizes": SIZES,
     "mean": MEAN,
     **{name: (*BASE, *PLAIN, *words) for name, words in LOSSES.items()},
     **{name: (*BASE, *words) for name, words in FROZEN.items()},
@@ -196,6 +199,8 @@ ALIKE = [
     ("bn", 2, "again-fsdp"),
     ("bn", 2, "bn-replicas"),
     ("again", 3, "again-ddp"),
+    ("sizes", 2, "sizes-fsdp"),
+    ("sizes", 2, "sizes-pipeline"),
 ]
 
 

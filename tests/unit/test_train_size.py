@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from helpers import FAKE, resolved, train
+from helpers import FAKE, losses, photos_of_two_classes, resolved, train, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.job.validate import check_job
 
@@ -33,6 +33,45 @@ def test_training_images_are_those_of_a_job_with_this_size_for_both(augment: str
     assert next(apart.evaluation())[0].shape[1:] == (1, 8, 8)
 
 
+PROGRESSIVE = "train.sizes={0: 16, 2: [24,16], 75%: 32}"  # of 8 steps, 2 an epoch
+
+
+@pytest.mark.parametrize(
+    "loader", ["resident", "streaming loader.workers=2 loader.prefetch=4 dataset.crop_from=file"]
+)
+def test_each_step_has_the_images_of_a_run_with_its_size_alone(tmp_path: Path, loader: str) -> None:
+    data = photos_of_two_classes(tmp_path, 40, "png") / "photos"
+    words = [
+        "dataset=folder",
+        f"dataset.path={data}",
+        "dataset.decode_size=40",
+        "batch=27",
+        "steps=8",
+        "train.mixup=0.2",
+    ]
+    words += ["model=test_resnet", "augment=standard", "dataset.input_size=48", *f"loader={loader}".split()]
+    alone = {
+        size: [images for _, images, _ in lockstep.compose([*words, f"train.size={size}"]).batches()]
+        for size in ("16", "[24,16]", "32")
+    }
+    job = lockstep.compose([*words, PROGRESSIVE])
+    for after in (0, 1, 2, 6, 7):
+        for step, images, _ in job.batches(after):
+            size = "16" if step <= 2 else "[24,16]" if step <= 6 else "32"
+            assert torch.equal(images, alone[size][step - 1])
+
+
+@pytest.mark.numerics
+def test_a_run_of_several_sizes_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    words = (*PHOTOS, PROGRESSIVE, "steps=8", "train.micro_batches=2", "telemetry.interval=1")
+    whole = train_here(tmp_path / "whole", *words)
+    train_here(tmp_path / "parts", *words, stop_at=3)
+    parts = train_here(tmp_path / "parts", *words)
+    assert losses(whole) == losses(parts)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(parts)[name], tensor)
+
+
 def test_a_run_trains_small_and_evaluates_large(tmp_path: Path) -> None:
     done = train(*PHOTOS, "train.size=24", "steps=2", "launcher.ranks=2", "train.ema=0.9", cwd=tmp_path)
     assert done.code == 0, done.err
@@ -43,6 +82,10 @@ def test_a_run_trains_small_and_evaluates_large(tmp_path: Path) -> None:
     ("words", "sentence"),
     [
         (["train.size=[32,32]"], "train.size is 32, which is the size of the evaluation too"),
+        (["train.size=24", "train.sizes={0: 24}"], "train.size and train.sizes both choose"),
+        (["train.sizes={0: 32, 50%: 32}"], "train.sizes is 32, which is the size of the evaluation too"),
+        (["train.sizes={0: 24, 1ep: [16,24]}", "model=linear"], "train.sizes is 24, but this model takes images of"),
+        (["train.sizes={0: 24, 50%: 32}", "train.cuda_graph=true"], "the recorded step takes images of one size"),
         (["train.size=[24,32]", "model=linear"], "this model takes images of 32x32 alone"),
         (["train.size=24", "model=test_vit"], "this model takes images of 32x32 alone"),
     ],

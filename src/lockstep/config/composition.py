@@ -158,7 +158,12 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
             raise InputError(f"{key}: this key is required; remove ~{key}")
         if "${" in repr(plain[key]):  # it was escaped; the ranks read the config from a file and would resolve it
             raise InputError(f"{key} has ${{ in its value, which a config reads as a reference; remove it")
-    return {str(key): value for key, value in plain.items()}
+    return {str(key): _with_text_keys(value) for key, value in plain.items()}
+
+
+def _with_text_keys(value: Any) -> Any:
+    """A value whose dictionaries have texts for keys, as files of runs have, such as 0 of `train.sizes`."""
+    return {str(key): _with_text_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def recompose(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> dict[str, Any]:

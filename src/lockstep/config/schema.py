@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lockstep.core.fields import LONGEST, TEXT, choice, duration, pathname, pixels, ranged, ruled, sides
+from lockstep.core.fields import (
+    LONGEST,
+    TEXT,
+    choice,
+    duration,
+    pathname,
+    pixels,
+    pixels_by_start,
+    ranged,
+    ruled,
+    sides,
+)
 from lockstep.core.model_card import INTERPOLATIONS
 
 if TYPE_CHECKING:
@@ -47,6 +59,7 @@ class TrainBlock:
 
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
     size: Any = pixels(None, None)
+    sizes: Any = pixels_by_start()
     mixup: float = ranged(0.0, least=0, most=1000)
     cutmix: float = ranged(0.0, least=0, most=1000)
     mix_by: str = choice("example", "example", "batch")
@@ -188,10 +201,15 @@ class Job:
     logger: dict[str, Logger] = field(default_factory=dict)
 
     @property
+    def train_shapes(self) -> list[tuple[int, int, int]]:
+        """(channels, height, width) of the images that the model gets in training, one after another."""
+        shape, sizes = self.dataset.input_shape, (self.train.sizes or {0: self.train.size}).values()
+        return [shape if size is None else (shape[0], *sides(size)) for size in sizes]
+
+    @property
     def train_shape(self) -> tuple[int, int, int]:
-        """(channels, height, width) of an image that the model gets in training."""
-        shape, size = self.dataset.input_shape, self.train.size
-        return shape if size is None else (shape[0], *sides(size))
+        """The largest of `train_shapes`."""
+        return max(self.train_shapes, key=math.prod)
 
     @property
     def starts_trained(self) -> bool:

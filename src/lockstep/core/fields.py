@@ -139,6 +139,21 @@ def _pixels(*words: Any) -> Check:
     return Check(expected, fits, short, lists=True)
 
 
+def pixels_by_start() -> Any:
+    """A field for sizes in pixels by the durations after which they begin, the first of them 0; or null."""
+    size = _pixels()
+
+    def fits(value: Any) -> bool:
+        if not isinstance(value, Mapping) or not all(map(size.fits, value.values())):
+            return False
+        starts = [parse_duration(start) for start in value]
+        return None not in starts and [start is not None and start[0] == 0 for start in starts].count(True) == 1
+
+    example = "{0: 128, 50%: 192}"
+    expected = f"sizes by the steps, epochs or shares of the run after which they begin, one of them 0: {example}"
+    return ruled(None, Check(expected, fits, f"sizes by their starts ({example})"))
+
+
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
     """The (height, width) of a size in pixels."""
     height, width = (size, size) if isinstance(size, int) else size

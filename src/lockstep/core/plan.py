@@ -2,13 +2,15 @@
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import TIME, duration_rule, is_timed, parse_duration, parse_time
 
 Event = Literal["log", "eval", "save"]
+T = TypeVar("T")
 
 
 def seconds(key: str, value: str | float) -> float:
@@ -31,6 +33,11 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
     if unit == "%":
         return round(amount / 100 * total_steps)
     return int(amount)
+
+
+def at_step(values: Mapping[int, T], step: int) -> T:
+    """The value of a step, counted from 1, from values by the steps after which they begin, the first 0."""
+    return values[max(start for start in values if start < step)]
 
 
 def share(n: int, parts: int, part: int) -> slice:

@@ -270,6 +270,10 @@ def _check_graph(job: ResolvedJob) -> None:
             f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task",
         ),
         (
+            job.train.sizes is not None,
+            "the recorded step takes images of one size; remove train.sizes",
+        ),
+        (
             mode != "default",
             f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default",
         ),
@@ -296,19 +300,26 @@ def _check_recompute(job: ResolvedJob) -> None:
 
 
 def _check_train_size(job: ResolvedJob) -> None:
-    """Refuse a size in training that the model does not take, or that changes nothing."""
-    if job.train.size is None:
-        return
-    (_, height, width), size = job.dataset.input_shape, str(as_pixels(*job.train_shape[1:])).replace(" ", "")
-    if (height, width) == job.train_shape[1:]:
-        raise InputError(f"train.size is {size}, which is the size of the evaluation too; remove it")
+    """Refuse sizes in training that the model does not take, or that change nothing."""
+    if job.train.size is not None and job.train.sizes is not None:
+        raise InputError("train.size and train.sizes both choose the size of training; remove one of them")
+    key, shapes, usual = "train.sizes" if job.train.sizes else "train.size", job.train_shapes, job.dataset.input_shape
+    if {*shapes} == {usual} and (job.train.size or job.train.sizes):
+        size = as_pixels(*usual[1:])
+        raise InputError(f"{key} is {size}, which is the size of the evaluation too; remove it")
+    for shape in dict.fromkeys(shape for shape in shapes if shape != usual):
+        _check_model_takes(job, shape, key)
+
+
+def _check_model_takes(job: ResolvedJob, shape: tuple[int, int, int], key: str) -> None:
+    (_, height, width), size = job.dataset.input_shape, str(as_pixels(*shape[1:])).replace(" ", "")
     model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
     try:
-        forward_on_meta(model, job.train_shape)
+        forward_on_meta(model, shape)
     except Exception as error:  # networks raise all kinds of errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"train.size is {size}, but this model takes images of {height}x{width} alone ({reason}); use "
+            f"{key} is {size}, but this model takes images of {height}x{width} alone ({reason}); use "
             f"dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
         ) from error
 

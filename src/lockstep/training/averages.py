@@ -147,7 +147,7 @@ def renew_statistics(
 
     def blocks() -> Iterator[Tensor]:
         for done, group in enumerate(loader.blocks_of_epoch(epoch, number), start=1):
-            yield transforms.augmented(group.images, group.epoch, group.indices)
+            yield transforms.augmented(group.images, group.epoch, group.indices, group.steps[0].step)
             between(done, rounds)
 
     def forward(model: nn.Module, block: Tensor) -> Tensor:

@@ -221,8 +221,9 @@ def say_start(
     plan = data.plan
     auto_sizes = frozenset(name for name in SIZES if _setting(composed, "dataset", name) == AUTO)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
-    if job.train.size is not None:
-        shape += f" ({'x'.join(map(str, job.train_shape[1:]))} in training)"
+    if job.train.size is not None or job.train.sizes is not None:
+        sizes = (f"{height}x{width}" for height, width in data.transforms.train_sizes.values())
+        shape += f" ({', then '.join(sizes)} in training)"
     micro = f" in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"

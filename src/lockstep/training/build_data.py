@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.core.data_protocols import LoaderContext, Split
+from lockstep.core.data_protocols import ImageReader, LoaderContext, Split
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import Crop, FileSplit, crops_files, with_input
@@ -93,7 +93,15 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     elif job.train.repeats > 1:
         order_of = partial(repeated_order, job.seed, plan=data.plan, repeats=job.train.repeats)
     own = job.strategy.data_world(world)
-    values = max(math.prod(job.dataset.image_shape), math.prod(job.dataset.input_shape))
+    values = max(math.prod(shape) for shape in (job.dataset.image_shape, job.dataset.input_shape, job.train_shape))
+    feed = job.loader.feed(data.train, world)
+
+    def cropping_to(size: tuple[int, int]) -> ImageReader:
+        if not isinstance(data.train, FileSplit) or data.train.crop is None:
+            return feed
+        return job.loader.feed(replace(data.train, crop=replace(data.train.crop, size=size)), world)
+
+    (_, first), *later = data.transforms.train_sizes.items()
     return Loader(
         world=own,
         plan=data.plan,
@@ -102,7 +110,8 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
         # Copied, because the loader marks broken images in the labels.
         train_labels=data.train.labels.to(world.device, copy=True),
         eval_labels=data.val.labels.to(world.device, copy=True),
-        train_feed=job.loader.feed(data.train, world),
+        train_feed=cropping_to(first),
+        later_feeds={start: cropping_to(size) for start, size in later},
         eval_feed=job.loader.feed(data.val, world),
         partners=data.transforms.mix is not None,
         stride=job.loader.stride(data.plan.batch // own.size, values, world),
@@ -137,7 +146,7 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
     if crops_files(job.dataset):
         assert isinstance(train, FileSplit)
         assert isinstance(job.augment, RandomResizedCrop)
-        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.train_shape[1:]))
+        train = replace(train, crop=Crop(job.augment.boxes, job.seed, job.train_shapes[0][1:]))
     return train, val, test
 
 
@@ -153,6 +162,13 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
         boxes=crops_files(job.dataset),
         training_rate=lambda: training_rate(job, world),
     )
+
+
+def _sizes(job: ResolvedJob, plan: Plan) -> dict[int, tuple[int, int]]:
+    """The (height, width) of the model's input in training, by the steps after which they begin, in their order."""
+    starts = [plan.in_steps("train.sizes", start) for start in job.train.sizes or (0,)]
+    sizes = dict(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))
+    return dict(sorted(sizes.items()))
 
 
 def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
@@ -179,5 +195,5 @@ def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
         mean=job.input.mean,
         std=job.input.std,
         interpolation=job.input.interpolation,
-        train_size=job.train_shape[1:],
+        train_sizes=_sizes(job, plan),
     )

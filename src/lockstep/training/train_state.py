@@ -156,7 +156,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     until = job.train.freeze_until
     until = None if until is None else plan.in_steps("train.freeze_until", until)
     peak = peak_flops(world.device, precision.dtype, tf32=precision.matmul == "high") * world.size
-    flops = training_flops(model, shape) if peak else 0.0
+    flops = training_flops(model, shape) if peak and len(job.train_shapes) == 1 else 0.0
     blank = torch.zeros((2, *shape), device=world.device, dtype=precision.storage)
     blank = blank.to(memory_format=job.model.memory_format)
     draws = key_draws(model, blank[:1], job.seed)

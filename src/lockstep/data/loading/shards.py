@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.core import log
 from lockstep.core.data_protocols import Broken, ImageReader, ReadRequest, Shard
 from lockstep.core.errors import InputError
-from lockstep.core.plan import Plan
+from lockstep.core.plan import Plan, at_step
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import ShardIndices, batch_groups, blocks, shard_indices
 
@@ -134,6 +134,8 @@ class Loader(EvalLoader):
     Fields:
         train_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
         train_feed: reads the images.
+        later_feeds: the readers after `train_feed`, by the steps after which they begin, in their order.
+            Steps of two readers are not read together, and nothing is read ahead of the change.
         partners: whether a shard also has the mix partner of its last example.
         stride: the most steps whose shards are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
@@ -145,6 +147,7 @@ class Loader(EvalLoader):
     seed: int
     train_labels: Tensor
     train_feed: ImageReader
+    later_feeds: Mapping[int, ImageReader] = field(default_factory=dict)
     partners: bool = False
     stride: int = 1
     order_device: torch.device | None = None
@@ -153,22 +156,33 @@ class Loader(EvalLoader):
 
     def train(self, after: int) -> Iterator[BatchGroup]:
         """This rank's shards for every step after step `after`."""
+        ends = [*self.later_feeds, self.plan.total_steps]
+        for (start, feed), end in zip(self._feeds.items(), ends, strict=True):
+            yield from self._train(feed, max(after, start), min(end, self.plan.total_steps))
+
+    def _train(self, feed: ImageReader, after: int, end: int) -> Iterator[BatchGroup]:
+        """The shards for the steps after `after`, up to `end`, from one reader."""
         requested: deque[list[ShardIndices]] = deque()
 
         def requests() -> Iterator[ReadRequest]:
-            own = self._steps(after, self.world, mix_partners=self.partners, device=self.order_device)
+            plan = replace(self.plan, total_steps=end)
+            own = self._steps(after, self.world, plan, mix_partners=self.partners, device=self.order_device)
             for steps in batch_groups(own, self.stride):
                 requested.append(steps)
                 yield self._request(steps)
 
-        for images, broken in self.train_feed(requests()):
+        for images, broken in feed(requests()) if after < end else ():
             self._mark_broken(broken, self.train_labels)
             yield self._group(requested.popleft(), images, self.world.rank, self.world.size, self.partners)
+
+    @property
+    def _feeds(self) -> dict[int, ImageReader]:
+        return {0: self.train_feed, **self.later_feeds}
 
     def global_batch(self, step: int) -> Shard:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
         whole = next(self._steps(step - 1, World.solo()))
-        images, _ = next(iter(self.train_feed([self._request([whole])])))
+        images, _ = next(iter(at_step(self._feeds, step)([self._request([whole])])))
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
     def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
@@ -185,7 +199,7 @@ class Loader(EvalLoader):
                 if (example := int(own[place])) in remaining:
                     remaining.remove(example)
                     piece = replace(step, indices=step.indices[place : place + 1 + self.partners])
-                    images, _ = next(iter(self.train_feed([self._request([piece])])))
+                    images, _ = next(iter(at_step(self._feeds, step.step)([self._request([piece])])))
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
     def blocks_of_epoch(self, epoch: int, number: int) -> Iterator[BatchGroup]:
@@ -198,10 +212,10 @@ class Loader(EvalLoader):
         rounds = -(-number // self.world.size)
         turns = ((round * self.world.size + self.world.rank) % number for round in range(rounds))
         parts = [order[turn * self.eval_batch : (turn + 1) * self.eval_batch] for turn in turns]
-        steps = [ShardIndices(0, epoch, part, len(part)) for part in parts]
-        for step, (images, broken) in zip(
-            steps, self.train_feed(self._request([step]) for step in steps), strict=True
-        ):
+        last = min((epoch + 1) * self.plan.steps_per_epoch, self.plan.total_steps)
+        steps = [ShardIndices(last, epoch, part, len(part)) for part in parts]
+        feed = at_step(self._feeds, last)
+        for step, (images, broken) in zip(steps, feed(self._request([step]) for step in steps), strict=True):
             self._mark_broken(broken, self.train_labels)
             yield self._group([step], images, rank=0, ranks=1, mix_partners=False)
 

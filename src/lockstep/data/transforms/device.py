@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from lockstep.core.data_protocols import Augment, Shard, Source
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
+from lockstep.core.plan import at_step
 from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, ERASE, MIX, MIX_BATCH, SampleRNG, key, sample_keys, uniform
 from lockstep.data.datasets.files import crops_files
@@ -38,7 +39,8 @@ class DeviceTransforms:
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         erase: random erasing; None is none.
         mix: mixup and CutMix; None is neither.
-        train_size: (height, width) of the model's input in training; None is that of the evaluation.
+        train_sizes: (height, width) of the model's input in training, by the steps after which they begin; empty is
+            that of the evaluation.
     """
 
     augment: Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]
@@ -53,7 +55,7 @@ class DeviceTransforms:
     erase: Erase | None = None
     mix: Mix | None = None
     interpolation: str = INTERPOLATION
-    train_size: tuple[int, int] | None = None
+    train_sizes: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -96,7 +98,7 @@ class DeviceTransforms:
     def train(self, groups: Iterable[BatchGroup]) -> Iterator[Shard]:
         """The shards of `groups`, with their images augmented and normalised."""
         for group in groups:
-            yield from group.shards(self.augmented(group.images, group.epoch, group.indices))
+            yield from group.shards(self.augmented(group.images, group.epoch, group.indices, group.steps[0].step))
 
     def mixed(self, micro: Shard) -> tuple[Tensor, Tensor]:
         """The images (b, C, H, W) and targets of a micro-batch of `train`.
@@ -114,9 +116,9 @@ class DeviceTransforms:
         images, targets = self.mix.apply(micro.images, micro.known_labels, keys, probability)
         return images.to(self.dtype, memory_format=self.memory_format), targets
 
-    def augmented(self, images: Tensor, epoch: int, indices: Tensor) -> Tensor:
-        """Augment and normalise uint8 images (n, C, H, W) of an epoch to the model's input (n, C, h, w)."""
-        size = self.train_size or self.input_shape[1:]
+    def augmented(self, images: Tensor, epoch: int, indices: Tensor, step: int = 1) -> Tensor:
+        """Augment and normalise uint8 images (n, C, H, W) of an epoch to the model's input (n, C, h, w) at a step."""
+        size = at_step(self.train_sizes, step) if self.train_sizes else self.input_shape[1:]
         if len(images) == 0:
             blank = (0, images.shape[1], *size)
             return images.new_empty(blank, dtype=self.scale.dtype if self.mix else self.dtype)
