@@ -64,10 +64,10 @@ def outside(rule: Any) -> list[Any]:
         ends = [rule.low if rule.low_open else below, rule.high if rule.high_open else above]
         far = [math.nan, math.inf, -math.inf, True, 10**400, -(10**400)]
         return [end for end in ends if math.isfinite(end)] + far + ["automatic"] * bool(rule.words)
-    if rule.lists:
-        return [0, -1, 2**14 + 1, True, 1.5, math.nan, "automatic", [], [3], [3, 4, 5], [0, 4], [[3, 4], 4]]
     if rule.short.startswith("sizes by"):
         return [128, [], {}, {5: 128}, {0: 128, "0ep": 192}, {0: 0}, {0: [3, 4, 5]}, {0: 128, "half": 192}, {0.5: 9}]
+    if rule.lists:
+        return [0, -1, 2**14 + 1, True, 1.5, math.nan, "automatic", [], [3], [3, 4, 5], [0, 4], [[3, 4], 4]]
     if rule.values:
         return [math.nan, "neither", -1]
     if rule.short.startswith("a duration"):

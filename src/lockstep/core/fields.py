@@ -145,13 +145,13 @@ def pixels_by_start() -> Any:
 
     def fits(value: Any) -> bool:
         if not isinstance(value, Mapping) or not all(map(size.fits, value.values())):
-            return False
+            return value is None
         starts = [parse_duration(start) for start in value]
         return None not in starts and [start is not None and start[0] == 0 for start in starts].count(True) == 1
 
     example = "{0: 128, 50%: 192}"
     expected = f"sizes by the steps, epochs or shares of the run after which they begin, one of them 0: {example}"
-    return ruled(None, Check(expected, fits, f"sizes by their starts ({example})"))
+    return ruled(None, Check(expected, fits, f"sizes by their starts ({example}), or null", lists=True))
 
 
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
