@@ -148,8 +148,7 @@ CHECKS: dict[Check, tuple[str, ...]] = {
         "python train.py experiment=cifar10_resnet34_modern",
         "python train.py experiment=mnist_tutorial seed=1",
         "python train.py train.patience=3 epochs=100",
-        "python train.py dataset=folder dataset.path=photos dataset.input_size=224 augment=standard model=resnet50d "
-        "model.pretrained=true",
+        "python train.py experiment=photos dataset.path=photos",
         "python train.py dataset=folder dataset.path=photos model=resnet50.a1_in1k model.pretrained=true",
         "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 train.py "
         "experiment=cifar10_resnet34 batch=2048",

@@ -136,7 +136,7 @@ dataset=imagenet augment=standard loader=resident -> loader=resident decodes eac
 """)
 PLACES = table("""
 dataset=folder -> dataset.path has no value; give it one with dataset.path=VALUE
-dataset=folder dataset.path=/nowhere -> dataset.path: there is no folder /nowhere/train, expected one subfolder
+dataset=folder dataset.path=/nowhere -> dataset.path: there is no folder /nowhere, expected one subfolder
 resume=latest -> resume=latest: no run has been started in
 init_from=/nowhere.safetensors -> init_from: there are no weights at /nowhere.safetensors, expected a
 init_from=/etc/passwd -> init_from: there are no weights at /etc/passwd, expected a .safetensors file

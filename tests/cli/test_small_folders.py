@@ -78,47 +78,82 @@ def layout(root: Path, name: str, *places: str) -> Path:
 
 
 SPLITS = ("train/lamp", "train/mug", "val/lamp", "val/mug")
-# What is in a folder, and the path that is typed below it.
+# What is in a folder, and the folders below it that are trained and evaluated: the same one if it is cut.
 LAYOUTS = {
-    "one level too high": (tuple(f"photos/{place}" for place in SPLITS), ""),
-    "two levels too high": (tuple(f"a/b/{place}" for place in SPLITS), ""),
-    "one level too low": (SPLITS, "train"),
-    "a class": (SPLITS, "train/mug"),
-    "a misspelt path": (tuple(f"photos/{place}" for place in SPLITS), "photso"),
-    "a misspelt split": (SPLITS, "trian"),
-    "classes alone": (("lamp", "mug"), ""),
-    "classes, one level too high": (("photos/lamp", "photos/mug"), ""),
-    "a class of classes": (("lamp", "mug"), "mug"),
-    "a misspelt folder of classes": (("photos/lamp", "photos/mug"), "photso"),
-    "val alone": (("val/lamp", "val/mug"), ""),
-    "train alone": (("train/lamp", "train/mug"), ""),
-    "train and test": (("train/lamp", "train/mug", "test/lamp", "test/mug"), ""),
-    "other names": (("Training/lamp", "Training/mug", "Validation/lamp", "Validation/mug"), ""),
+    "splits": (SPLITS, "train", "val"),
+    "one level too high": (tuple(f"photos/{place}" for place in SPLITS), "photos/train", "photos/val"),
+    "two levels too high": (tuple(f"a/b/{place}" for place in SPLITS), "a/b/train", "a/b/val"),
+    "classes alone": (("lamp", "mug"), "", ""),
+    "classes with folders": (("lamp/old", "lamp/new", "mug/steam_train"), "", ""),
+    "a class that is called a train": (("lamp/old", "mug/old", "steam_train/old"), "", ""),
+    "classes, one level too high": (("photos/lamp", "photos/mug"), "photos", "photos"),
+    "val alone": (("val/lamp", "val/mug"), "val", "val"),
+    "train alone": (("train/lamp", "train/mug"), "train", "train"),
+    "train and test": (("train/lamp", "train/mug", "test/lamp", "test/mug"), "train", "test"),
+    "validation and test": (
+        tuple(f"{split}/{name}" for split in ("train", "test", "validation") for name in ("lamp", "mug")),
+        "train",
+        "validation",
+    ),
+    "valid": (("train/lamp", "train/mug", "valid/lamp", "valid/mug"), "train", "valid"),
+    "capitals": (("Training/lamp", "Training/mug", "Validation/lamp", "Validation/mug"), "Training", "Validation"),
+    "doubled names": (
+        tuple(f"seg_{split}/seg_{split}/{name}" for split in ("pred", "test", "train") for name in ("lamp", "mug")),
+        "seg_train/seg_train",
+        "seg_test/seg_test",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_folder_in_another_form_is_answered_with_a_line_that_works(name: str, tmp_path: Path) -> None:
-    places, below = LAYOUTS[name]
-    path = layout(tmp_path, "given", *places) / below
-    with pytest.raises(InputError) as refused:
-        Folder(path=str(path)).listings()
-    words = dict(re.findall(r"dataset\.(\w+)=([^\s,;?]+)", str(refused.value).replace("dataset.path=FOLDER", "")))
-    if words.get("val_folder") == "NAME":
-        del words["val_folder"]  # the other half of an "or"
-    if {"val_folder", "val_share"} <= words.keys():
-        del words["val_share"]
-    changed = {key: float(text) if key == "val_share" else text for key, text in words.items()}
-    listings = Folder(**{"path": str(path), **changed}).listings()
-    train, val = listings["train"], listings["val"]
-    assert train.classes == val.classes == ("lamp", "mug")
-    assert set(train.labels.tolist()) == set(val.labels.tolist()) == {0, 1}
+def test_the_splits_of_a_folder_are_found(name: str, tmp_path: Path) -> None:
+    places, trained, evaluated = LAYOUTS[name]
+    folder = Folder(path=str(layout(tmp_path, "given", *places)))
+    listings = folder.listings()
+    train, val = ({*listings[split]} for split in ("train", "val"))
+    images = [{*(Path(folder.path) / place).rglob("*.png")} for place in (trained, evaluated)]
+    assert set(listings["val"].labels.tolist()) == {*range(len(listings["train"].classes))}
+    assert not train & val
+    if trained == evaluated:
+        assert train | val == images[0]
+        assert len(val) == len(listings["val"].classes)
+    else:
+        assert [train, val] == images
+
+
+def test_a_share_or_a_folder_that_is_typed_is_what_is_evaluated(tmp_path: Path) -> None:
+    path = str(layout(tmp_path, "given", *SPLITS, "lamp", "mug"))
+    cut = Folder(path=path, train_folder=".", val_share=0.34).located()
+    assert (cut.train_folder, cut.val_share) == (".", 0.34)
+    assert Folder(path=path, val_folder="train").located().val_folder == "train"
+    assert Folder(path=path, test_folder="val").located().val_share == 0.1
+    assert Folder(path=path, folds=3, fold=0, val_folder="none").located().val_share is None
+
+
+@pytest.mark.parametrize(
+    ("places", "below", "meant"),
+    [
+        (SPLITS, "train/mug", "train"),
+        (tuple(f"photos/{place}" for place in SPLITS), "photso", "photos"),
+        (SPLITS, "trian", "train"),
+        (("lamp", "mug"), "mug", "."),
+        (("photos/lamp", "photos/mug"), "photso", "photos"),
+    ],
+)
+def test_a_path_beside_the_folder_that_is_meant_is_answered_with_that_folder(
+    places: tuple[str, ...], below: str, meant: str, tmp_path: Path
+) -> None:
+    path = layout(tmp_path, "given", *places)
+    with pytest.raises(InputError, match=r"did you mean dataset\.path=(.+)\?") as refused:
+        Folder(path=str(path / below)).listings()
+    assert str(path / meant) == re.findall(r"path=(.+)\?", str(refused.value))[0]
+    assert Folder(path=str(path / meant)).listings()["train"].classes == ("lamp", "mug")
 
 
 @pytest.mark.parametrize(
     ("places", "says"),
     [
-        (("",), "move the images into folders of their classes, such as"),
+        (("",), "move its images into folders of their classes, such as"),
         (("train", "val"), "move its images into folders of their classes, such as"),
         (
             ("train/Mug", "train/lamp", "val/mug", "val/lamp"),
@@ -128,7 +163,7 @@ def test_a_folder_in_another_form_is_answered_with_a_line_that_works(name: str, 
 )
 def test_what_no_line_fixes_is_said_with_what_to_do(places: tuple[str, ...], says: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=says):
-        Folder(path=str(layout(tmp_path, "given", *places))).list_files()
+        Folder(path=str(layout(tmp_path, "given", *places))).listings()
 
 
 def test_one_class_alone_is_refused(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Each recipe for ImageNet trains: two steps with the smallest network of its family, on one rank and on two."""
+"""Each recipe for image files trains: two steps with the smallest network of its family, on one rank and on two."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +27,19 @@ SMALLEST = {
     "deit_s": VIT,
     "deit3_s": VIT,
     "bigvision_vit_s16": VIT,
+    "photos": ("model=test_resnet", "model.pretrained=false", "train.freeze=[backbone]", "train.freeze_until=1"),
     "swin_t": (*SWIN, "+model.options.window_size=4"),
 }
 FILES = (ROOT / "conf" / "experiment").glob("*.yaml")
-RECIPES = sorted(path.stem for path in FILES if "/dataset: imagenet" in path.read_text())
-SMALL = ("dataset.decode_size=36", "dataset.input_size=32", "dataset.crop=0.9", "loader.workers=0", "precision=fp64")
+RECIPES = sorted(path.stem for path in FILES if re.search("/dataset: (imagenet|folder)", path.read_text()))
+SMALL = (
+    "train.patience=null",
+    "dataset.decode_size=36",
+    "dataset.input_size=32",
+    "dataset.crop=0.9",
+    "loader.workers=0",
+    "precision=fp64",
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,15 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
 def test_two_steps_of_a_recipe_are_the_same_on_two_ranks_that_stop_and_go_on(
     recipe: str, folder: Path, two_ranks: Gang, tmp_path: Path
 ) -> None:
-    words = (f"experiment={recipe}", *SMALLEST[recipe], *SMALL, f"dataset.path={folder}", "batch=12", "epochs=1")
+    words = (
+        f"experiment={recipe}",
+        *SMALLEST[recipe],
+        *SMALL,
+        f"dataset.path={folder}",
+        "train.patience=null",
+        "batch=12",
+        "epochs=1",
+    )
     words = (*words, "schedule.milestones=[1]" if recipe == "resnet50_v1" else "schedule.warmup=1")
     alone = losses(train_here(tmp_path / "one", *words))
     two_ranks.train(Case(tmp_path / "two", words, stop_at=1))

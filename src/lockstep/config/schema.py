@@ -60,7 +60,7 @@ class TrainBlock:
     micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
     size: Any = pixels(None, None)
     sizes: Any = pixels_by_start()
-    mixup: float = ranged(0.0, least=0, most=1000)
+    mixup: int | float | str = ranged(0.0, least=0, most=1000, words=("auto",))
     cutmix: float = ranged(0.0, least=0, most=1000)
     mix_by: str = choice("example", "example", "batch")
     mix_switch: float = ranged(0.5, above=0.0, below=1)
@@ -70,7 +70,7 @@ class TrainBlock:
     erase: float = ranged(0.0, least=0, most=1)
     erase_mode: str = choice("const", "const", "rand", "pixel")
     clip_norm: float | None = ranged(None, above=0.0, most=1e12)
-    ema: float | None = ranged(None, above=0.0, below=1)
+    ema: int | float | str | None = ranged(None, above=0.0, below=1, words=("auto",))
     ema_warmup: bool = True
     ema_every: int = ranged(1, least=1, most=1_000_000_000)
     swa_from: int | str | None = duration(None)
@@ -79,8 +79,8 @@ class TrainBlock:
     sampling: str = choice("shuffled", "shuffled", "balanced")
     repeats: int = ranged(1, least=1, most=1_000_000)
     freeze: list[str] = ruled([], TEXT)
-    freeze_until: int | str | None = duration(None)
-    patience: int | str | None = duration(None, unit="evaluations")
+    freeze_until: int | str | None = duration(None, words=("auto",))
+    patience: int | str | None = duration(None, unit="evaluations", words=("auto",))
     min_delta: float = ranged(0.0, least=0.0, most=1e9)
     eval_every: int | str = duration("1ep")
     eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
@@ -167,7 +167,7 @@ class Job:
     Some keys may be `auto`. In a `ResolvedJob`, only those are that depend on a rank's memory or speed.
     """
 
-    epochs: int = ranged(20, least=1, most=LONGEST)
+    epochs: int | str = ranged(20, least=1, most=LONGEST, words=("auto",))
     steps: int | None = ranged(None, least=1, most=LONGEST)
     batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
     seed: int = ranged(0, least=0, most=2**63 - 1)

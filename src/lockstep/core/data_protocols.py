@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -180,6 +180,10 @@ class Source(Component, Protocol):
     def downloads(self) -> bool:
         """Whether `prepare` can fetch data that is missing."""
         return False
+
+    def located(self) -> Self:
+        """The data set with the names of the parts that its files have in place of `auto`."""
+        return self
 
     @property
     def usual_augment(self) -> str:

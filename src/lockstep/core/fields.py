@@ -174,19 +174,23 @@ def choice(default: Any, *values: Any) -> Any:
     return ruled(default, rule)
 
 
-def duration(default: Any, *, zero: bool = False, timed: bool = False, unit: str = "steps") -> Any:
+def duration(
+    default: Any, *, zero: bool = False, timed: bool = False, unit: str = "steps", words: tuple[str, ...] = ()
+) -> Any:
     """A field for steps, epochs or a share of the run. `zero` also allows 0, `timed` also a time such as `10min`.
 
-    `unit` is what a number alone counts.
+    `unit` is what a number alone counts; `words` are texts that are also allowed, such as `auto`.
     """
-    return ruled(default, duration_rule(zero=zero, timed=timed, unit=unit))
+    return ruled(default, duration_rule(zero=zero, timed=timed, unit=unit, words=words))
 
 
-def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps") -> Check:
+def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps", words: tuple[str, ...] = ()) -> Check:
     low = "from 0 to" if zero else "above 0 and at most"
     time = ", a time (10min)" * timed
 
     def fits(value: Any) -> bool:
+        if value in words:
+            return True
         if timed and is_timed(value):
             return parse_time(value) is not None
         parsed = parse_duration(value)
@@ -194,7 +198,7 @@ def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps") -> Ch
 
     number = 5 if unit == "evaluations" else 100
     expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
-    return Check(expected, fits, "a duration or a time" if timed else "a duration")
+    return Check(" or ".join([*words, expected]), fits, " or ".join(["a duration", *["a time"] * timed, *words]))
 
 
 def mapping(*, most: float) -> Any:

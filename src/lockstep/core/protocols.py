@@ -239,6 +239,10 @@ class Model(Component, Protocol):
         """Make sure that the pretrained weights are there; download them if allowed. Raises InputError."""
         return
 
+    def missing_weights(self) -> str:
+        """Why the pretrained weights are neither on this machine nor within reach of it; empty if they are."""
+        return ""
+
     def initialise(self, model: nn.Module, images: Callable[[int], Tensor]) -> None:
         """Set the weights that depend on the data: `images(n)` returns n training images as inputs of `model`."""
         return

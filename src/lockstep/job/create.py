@@ -26,7 +26,10 @@ from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.job import worker  # noqa: F401  # what each rank needs, before ranks are forked
+from lockstep.job import (
+    by_images,
+    worker,  # noqa: F401  # what each rank needs, before ranks are forked
+)
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
@@ -80,7 +83,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     sweep = invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
     fetch_data(resume, job.dataset)
-    job = with_fitting_batch(job, resume, sweep=sweep)
+    job = fitted_to_images(job, resume, sweep=sweep)
     plan = check_plan(job)
     if resume.checkpoint is None:
         job.model.prepare()
@@ -94,30 +97,38 @@ def job_of(overrides: Sequence[str]) -> ResolvedJob:
     with composition.invoked(words) as (values, invocation):
         job = checked_job(resume := decide_resume(values, invocation))
         fetch_data(resume, job.dataset)
-        return with_fitting_batch(job, resume)
+        return fitted_to_images(job, resume)
 
 
-def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
+def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = None) -> ResolvedJob:
     """The job of a command, resolved, and checked as far as that is possible without its data.
 
-    `sweep` is whether other jobs run in this process.
+    `sweep` is whether other jobs run in this process, `images` the number of training images once it is known.
     """
     job = components.build_job(resume.values)
-    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
+    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint, images=images)
     if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")
     check_job(resolved)
     return resolved
 
 
-def with_fitting_batch(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -> ResolvedJob:
-    """The job with its training split as its batch, if its batch is larger and nobody has typed it."""
-    examples = len(job.dataset.train())
+def fitted_to_images(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -> ResolvedJob:
+    """The job with what its number of training images decides, now that its data is there.
+
+    That is what `auto` leaves to it; and a batch that nobody has typed is at most the training split.
+    """
+    images, values = len(job.dataset.train()), resume.values
     has_typed = any(key_of(word) == "batch" and "auto" not in word for word in resume.overrides)
-    if has_typed or not 0 < examples < job.batch:
-        return job
-    log.note(f"batch is {examples}, all images of the training split; it would be {job.batch} with more images")
-    return checked_job(replace(resume, values={**resume.values, "batch": examples}), sweep=sweep)
+    if not has_typed and 0 < images < job.batch:
+        log.note(f"batch is {images}, all images of the training split; it would be {job.batch} with more images")
+        values = {**values, "batch": images}
+    composed = components.build_job(values)
+    if values is not resume.values or by_images.is_open(composed):
+        job = checked_job(replace(resume, values=values), sweep=sweep, images=images)
+    for note in by_images.notes(composed, job, images):
+        log.note(note)
+    return job
 
 
 def check_plan(job: ResolvedJob) -> Plan:

@@ -18,6 +18,7 @@ from lockstep.core.monitor import LOSS, USUAL, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
+from lockstep.job.by_images import with_choices, with_start
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -30,10 +31,10 @@ from lockstep.training.resolved_job import ResolvedJob
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
-def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJob:
+def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int | None = None) -> ResolvedJob:
     """The job with its device, ranks, strategy, launcher and paths decided.
 
-    `resumed` is the checkpoint from which the job resumes.
+    `resumed` is the checkpoint from which the job resumes, `images` the number of training images once it is known.
 
     Raises:
         InputError: this machine lacks a device that the job asks for, or two keys contradict each other.
@@ -49,8 +50,10 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         job = replace(job, launcher=launcher.as_rank() if is_launched() else launcher)
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
+    job = with_start(job, resumed)
     trained = _trained_input(job, resumed)
-    dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset), trained), job.task.targets)
+    dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset).located(), trained), job.task.targets)
+    job = with_choices(replace(job, dataset=dataset), images)
     strategy, metrics = _strategy(job), _metrics(job)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     world_size = ranks * job.launcher.node_range[1]
@@ -71,7 +74,6 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         ),
         augment=_augment(job.augment, dataset),
         input=_input(job.input, dataset, trained),
-        dataset=dataset,
         task=job.task.absolute(),
         metric=metrics,
         monitor=str(monitor_of(job)),

@@ -52,7 +52,7 @@ def check_effects(job: ResolvedJob) -> None:
     if job.train.freeze_until is not None and not job.train.freeze:
         raise InputError(
             f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
-            "train.freeze=[backbone], or remove train.freeze_until"
+            "train.freeze=[backbone], or set train.freeze_until=null"
         )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"

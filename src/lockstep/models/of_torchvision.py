@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.config.options import TORCHVISION, option, tagged_names, torchvision_models
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import TEXT, mapping, ruled
+from lockstep.core.fields import TEXT, choice, mapping, ruled
 from lockstep.core.model import Convolution, head_layers
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
 from lockstep.models.nets import Network
@@ -24,7 +24,7 @@ class Torchvision(Network):
 
     imports: ClassVar[tuple[str, ...]] = ("torchvision",)
     name: str = ruled("resnet50", TEXT)
-    pretrained: bool = False
+    pretrained: bool | str = choice(False, False, True, "auto")
     options: dict[str, Any] = mapping(most=16_384)
 
     @property
@@ -86,7 +86,7 @@ class Torchvision(Network):
             return model
 
         usual = int(self._weights.transforms().crop_size[0])
-        return built(make, input_shape, name=self.library_name, usual=usual, pretrained=self.pretrained)
+        return built(make, input_shape, name=self.library_name, usual=usual, pretrained=bool(self.pretrained))
 
     def trained_input(self) -> TrainedInput:
         usual = self._weights.transforms()
@@ -102,6 +102,11 @@ class Torchvision(Network):
     def prepare(self) -> None:
         if self.pretrained:
             self._fetched()
+
+    def missing_weights(self) -> str:
+        url = self._weights.url
+        reason = "" if cached_file(url).is_file() else unreachable(url)
+        return reason and f"the weights of {self.library_name} cannot be fetched ({reason})"
 
     def _fetched(self) -> Any:
         """The weights, as torchvision names them, in the cache of torch. Raises InputError."""

@@ -36,7 +36,7 @@ class Timm(Network):
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
     name: str = ruled("resnet50d", TEXT)
-    pretrained: bool = False
+    pretrained: bool | str = choice(False, False, True, "auto")
     drop_rate: float = ranged(0.0, least=0, below=1)
     drop_path_rate: float = ranged(0.0, least=0, below=1)
     options: dict[str, Any] = mapping(most=16_384)
@@ -88,7 +88,7 @@ class Timm(Network):
         return built(
             lambda: timm.create_model(
                 self.name,
-                pretrained=self.pretrained,
+                pretrained=bool(self.pretrained),
                 num_classes=classes,
                 in_chans=channels,
                 drop_rate=self.drop_rate,
@@ -97,7 +97,7 @@ class Timm(Network):
             input_shape,
             name=self.library_name,
             usual=self._usual_size(),
-            pretrained=self.pretrained,
+            pretrained=bool(self.pretrained),
         )
 
     def trained_input(self) -> TrainedInput | None:
@@ -115,6 +115,9 @@ class Timm(Network):
     def prepare(self) -> None:
         if self.pretrained:
             published_weights(self.name)
+
+    def missing_weights(self) -> str:
+        return missing_weights(self.name)
 
     @property
     def _cfg(self) -> Any:
@@ -199,36 +202,80 @@ def published_weights(name: str) -> dict[str, Any]:
     Raises:
         InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
     """
-    import timm
-    from huggingface_hub import constants
-    from huggingface_hub.errors import EntryNotFoundError
-
-    cfg = timm.get_pretrained_cfg(name)
-    if cfg is None or not (cfg.hf_hub_id or cfg.url):
-        raise InputError(f"model={name}: timm has no published weights for it; remove model.pretrained")
-    url = str(cfg.url or "")
-    file = cached_file(url)
-    of_url = {"file": str(file), "custom_load": bool(cfg.custom_load)}
-    if cfg.hf_hub_id:
-        with suppress(EntryNotFoundError):
-            return _of_hub(cfg, cached=True)
-    if url and file.is_file():
-        return of_url
-    address = constants.ENDPOINT if cfg.hf_hub_id else url
-    reason = "HF_HUB_OFFLINE is set" if cfg.hf_hub_id and constants.is_offline_mode() else unreachable(address)
+    cfg = _published(name)
+    if (weights := _cached(cfg)) is not None:
+        return weights
+    reason = _barred(cfg)
     try:
         if not reason and cfg.hf_hub_id:
             return _of_hub(cfg, cached=False)
         if not reason:
+            file = cached_file(cfg.url)
             file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(file), progress=False)
-            return of_url
+            torch.hub.download_url_to_file(cfg.url, str(file), progress=False)
+            return _of_url(cfg)
     except Exception as error:  # the libraries raise all kinds of errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-    place = f"{cfg.hf_hub_id} of {address}" if cfg.hf_hub_id else address
     raise InputError(
-        f"model.pretrained: the weights of {name} are not in the cache of this machine, and cannot be fetched from "
-        f"{place} ({reason}); use init_from=FILE.safetensors for a file that you have, or model.pretrained=false"
+        f"model.pretrained: {_not_here(cfg, name, reason)}; use init_from=FILE.safetensors for a file that you have, "
+        "or model.pretrained=false"
+    )
+
+
+@functools.cache
+def missing_weights(name: str) -> str:
+    """Why the weights of timm's model `name` are in no cache and cannot be fetched; empty if they can be had."""
+    try:
+        cfg = _published(name)
+    except InputError:
+        return f"timm has no published weights for {name}"
+    reason = "" if _cached(cfg) is not None else _barred(cfg)
+    return reason and _not_here(cfg, name, reason)
+
+
+def _published(name: str) -> Any:
+    """timm's facts about the published weights of a model. Raises InputError if it has none."""
+    import timm
+
+    cfg = timm.get_pretrained_cfg(name)
+    if cfg is None or not (cfg.hf_hub_id or cfg.url):
+        raise InputError(f"model={name}: timm has no published weights for it; remove model.pretrained")
+    return cfg
+
+
+def _cached(cfg: Any) -> dict[str, Any] | None:
+    """The weights in a cache of this machine; None if no cache has them."""
+    from huggingface_hub.errors import EntryNotFoundError
+
+    if cfg.hf_hub_id:
+        with suppress(EntryNotFoundError):
+            return _of_hub(cfg, cached=True)
+    return _of_url(cfg) if cfg.url and cached_file(cfg.url).is_file() else None
+
+
+def _of_url(cfg: Any) -> dict[str, Any]:
+    return {"file": str(cached_file(cfg.url)), "custom_load": bool(cfg.custom_load)}
+
+
+def _address(cfg: Any) -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT if cfg.hf_hub_id else cfg.url)
+
+
+def _barred(cfg: Any) -> str:
+    """Why weights cannot be fetched; empty if their host answers."""
+    from huggingface_hub import constants
+
+    if cfg.hf_hub_id and constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    return unreachable(_address(cfg))
+
+
+def _not_here(cfg: Any, name: str, reason: str) -> str:
+    place = f"{cfg.hf_hub_id} of {_address(cfg)}" if cfg.hf_hub_id else _address(cfg)
+    return (
+        f"the weights of {name} are not in the cache of this machine, and cannot be fetched from {place} ({reason})"
     )
 
 

@@ -17,6 +17,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.strategy.base import copy_back, flattened
 from lockstep.training.evaluate import outputs_of
+from lockstep.training.resolved_job import ResolvedTrainBlock
 
 
 class EMA(AveragedModel):
@@ -156,7 +157,7 @@ def renew_statistics(
     average.renew_statistics(frozen, blocks(), number, forward, loader.world)
 
 
-def build_average(train: TrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
+def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
     """The average that `train.*` asks for, kept in `copy`."""
     if train.ema is not None:
         return EMA(model, train.ema, copy, warmup=train.ema_warmup, every=train.ema_every)

@@ -21,7 +21,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
-from lockstep.data.datasets.files import AUTO, SIZES
+from lockstep.data.datasets.files import AUTO, SIZES, FileSource
 from lockstep.runtime.host import format_bytes
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_duration
@@ -186,9 +186,9 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
         name = f"dimensions_{parameter.dim()}"
         if not hasattr(small, name):
             small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
+    of_layers = {name: None for name in ("layer_decay", "head_lr") if getattr(option, name, None) is not None}
     changed: Any = option
-    if getattr(option, "layer_decay", None) is not None:
-        changed = dataclasses.replace(changed, layer_decay=None)  # the small module has no layers
+    changed = dataclasses.replace(changed, **of_layers)  # the small module has no layers
     try:
         with torch.random.fork_rng(devices=[]):  # some optimizers draw numbers
             optimizer = changed.build(small)
@@ -327,6 +327,9 @@ def say_ending(
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
     longer = patient if trainer.ended_early else [train_longer(job)]
     log.say_command("train longer", resume_command(run_dir, *longer))
+    if isinstance(job.dataset, FileSource):
+        for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
+            log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:

@@ -50,6 +50,8 @@ class ResolvedTrainBlock(TrainBlock):
     """`train.*`. What the memory of the ranks allows is known later: until then, `micro_batches` may be `auto`."""
 
     eval_batch: int
+    ema: float | None
+    mixup: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,7 @@ class ResolvedInputBlock(InputBlock):
 class ResolvedJob(Job):
     """A job for this machine. Only the ranks, which have the data, choose its loader and `train.micro_batches`."""
 
+    epochs: int
     batch: int
     train: ResolvedTrainBlock
     input: ResolvedInputBlock
@@ -82,7 +85,11 @@ class ResolvedJob(Job):
             InputError: a value is open, because somebody has edited the config of a run.
         """
         values: dict[str, Any] = {
+            "epochs": job.epochs,
             "batch": job.batch,
+            "model.pretrained": getattr(job.model, "pretrained", False),
+            "train.ema": job.train.ema or 0.0,
+            "train.mixup": job.train.mixup,
             "train.eval_batch": job.train.eval_batch,
             "input.mean": job.input.mean,
             "input.std": job.input.std,

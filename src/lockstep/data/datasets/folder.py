@@ -1,4 +1,4 @@
-"""Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`.
+"""Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`, or `PATH/CLASS/*.jpg`.
 
 A class folder may contain folders to any depth. Hidden files, and files without the suffix of an image, are left out;
 a note gives their number.
@@ -8,7 +8,9 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets import bands, photos
 from lockstep.data.datasets.bands import GREY, RGB
-from lockstep.data.datasets.files import FileSource
+from lockstep.data.datasets.files import AUTO, FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
 
 SUFFIXES = frozenset(
@@ -35,7 +37,9 @@ SUFFIXES = frozenset(
 # Made by storage servers (thumbnails, deleted files) and by macOS in archives.
 SYSTEM_FOLDERS = frozenset(["@eaDir", "__MACOSX", "#recycle", "@Recycle", "#snapshot", "$RECYCLE.BIN"])
 HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder above"
-VAL = ("val", "test")  # parts of the names of folders that hold a validation split
+# The usual names of the folders of a split, the likelier ones first, and the parts of others.
+TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
+USUAL_SHARE = 0.1  # of each class, evaluated if there is no folder for it
 KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
 
 
@@ -44,11 +48,32 @@ class Folder(FileSource):
     """Any data set with one folder per class."""
 
     path: str = pathname("???")
-    train_folder: str = pathname("train")
-    val_folder: str = pathname("val")
+    train_folder: str = pathname(AUTO)
+    val_folder: str = pathname(AUTO)
     test_folder: str | None = pathname(None)
 
     part = "folder"
+
+    def located(self) -> Self:
+        """The data set with the folders that are there in place of `auto`.
+
+        Without one to train on, PATH itself has the classes; without one to evaluate, a share of each is evaluated.
+        """
+        train, val = self.train_folder, self.val_folder
+        if AUTO not in (train, val):
+            return self
+        of_train, of_val = _splits(Path(self.path))
+        train = of_train if train == AUTO else train
+        if val == AUTO and not self.is_cut:
+            others = [name for name in of_val if name not in (train, self.test_folder)] if train != "." else []
+            if not others and Path(self.path, train).is_dir():
+                return replace(self, train_folder=train, val_folder="none", val_share=USUAL_SHARE)
+            val = next(iter(others), VAL[0])
+        return replace(self, train_folder=train, val_folder=VAL[0] if val == AUTO else val)
+
+    def listings(self) -> dict[str, Files]:
+        located = self.located()
+        return super().listings() if located == self else located.listings()
 
     def list_files(self) -> dict[str, Files]:
         train = Path(self.path, self.train_folder)
@@ -56,11 +81,13 @@ class Folder(FileSource):
         splits = {key: Path(self.path, name) for key, name in self.wanted(self._places).items()}
         for key, folder in splits.items():
             if not folder.is_dir():
-                others = (name for part in VAL for name in _subfolders(Path(self.path)) if part in name.lower())
-                other = next((name for name in others if Path(self.path, name) not in splits.values()), "NAME")
+                others = (
+                    name for name in _splits(Path(self.path))[1] if Path(self.path, name) not in splits.values()
+                )
                 raise InputError(
-                    f"dataset.{key}: there is no folder {folder}; name another with dataset.{key}={other}, or hold "
-                    f"out a share of {train} with dataset.{key.partition('_')[0]}_share=0.1"
+                    f"dataset.{key}: there is no folder {folder}; name another with dataset.{key}="
+                    f"{next(others, 'NAME')}, or hold out a share of {train} with "
+                    f"dataset.{key.partition('_')[0]}_share=0.1"
                 )
         return {key: list_split(folder, train, suffixes_of(self.channels)) for key, folder in splits.items()}
 
@@ -72,6 +99,8 @@ class Folder(FileSource):
 class ImageNet(Folder):
     """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
 
+    train_folder: str = pathname("train")
+    val_folder: str = pathname("val")
     crop_from: str = choice("file", "square", "file")
 
 
@@ -125,21 +154,27 @@ def scan_split(folder: Path) -> tuple[dict[str, list[str]], Counter[str]]:
         InputError: there is no such folder, or it has no class folders.
     """
     if not folder.is_dir():
-        raise InputError(f"dataset.path: there is no folder {folder}, {_expected(folder)}")
+        near = [override("dataset.path", path) for path in near_paths(folder) if path.is_dir()]
+        remedy = f"did you mean {shell_command(near[:1])}?" if near else "name another with dataset.path=FOLDER"
+        raise InputError(
+            f"dataset.path: there is no folder {folder}, expected one subfolder per class in it; {remedy}"
+        )
     entries = _entries(folder)
     names = {entry.name for entry in entries if entry.is_dir() and kind_of(entry.name) != HIDDEN}
     if not names:
         remedy = f"; move its images into folders of their classes, such as {folder / 'cats'}" * _has_images(folder)
+        is_class = any(_has_images(path) for path in folder.parent.iterdir() if path != folder)
+        if remedy and is_class and folder.name.lower() not in (*TRAIN, *VAL):
+            remedy = f"; did you mean {shell_command([override('dataset.path', folder.parent)])}?"
         raise InputError(f"dataset.path: {folder} has no subfolders, expected one per class{remedy}")
     folders: dict[str, list[str]] = {}
     for name in sorted(names):
         folders.setdefault(class_name(name), []).append(name)
-    if [*folders] == [folder.name] and _innermost(folder) != folder:
-        raise InputError(f"dataset.path: {folder} holds only another folder {folder.name}, {_expected(folder)}")
     others = Counter(kind_of(entry.name) for entry in entries if entry.name not in names)
     return {name: folders[name] for name in in_order(sorted(folders))}, others
 
 
+@functools.cache
 def _subfolders(folder: Path) -> list[str]:
     """The names of the folders in a folder, sorted; empty if there is no folder."""
     entries = _entries(folder) if folder.is_dir() else []
@@ -153,37 +188,26 @@ def _innermost(folder: Path) -> Path:
     return folder
 
 
+@functools.cache
+def _splits(path: Path) -> tuple[str, tuple[str, ...]]:
+    """The folder to train on, and those that can be evaluated, relative to `path`. Read once per process."""
+    top = _innermost(path)
+    folders = _subfolders(top)
+    of_folders = [name for name in folders if _subfolders(top / name)]
+
+    def like(usual: tuple[str, ...]) -> list[str]:
+        named = [name for word in usual for name in folders if name.lower() == word]
+        longer = [name for word in usual for name in of_folders if word in name.lower()]
+        return [str(_innermost(top / name).relative_to(path)) for name in dict.fromkeys([*named, *longer])]
+
+    of_train, of_val = like(TRAIN), like(VAL)
+    if of_train and (of_val or Path(of_train[0]).name.lower() in TRAIN):  # and not a class such as `steam_train`
+        return of_train[0], tuple(of_val)
+    return str(top.relative_to(path)), ()
+
+
 def _has_images(folder: Path) -> bool:
     return folder.is_dir() and any(kind_of(entry.name) in SUFFIXES for entry in _entries(folder))
-
-
-def _expected(folder: Path) -> str:
-    """The end of the error for a missing split: the expected folders, and the override that helps."""
-    expected, named = "expected one subfolder per class in it", folder.parent
-    place = named
-    if not place.exists():
-        if not (near := [path for path in near_paths(place) if path.is_dir()]):
-            return f"{expected}; name another with dataset.path=FOLDER"
-        place, folder = near[0], near[0] / folder.name
-        if folder.is_dir():
-            return f"{expected}; did you mean {shell_command([override('dataset.path', place)])}?"
-    if _has_images(place) and not _subfolders(place):
-        if not any(_has_images(path) for path in place.parent.iterdir() if path != place):  # they are in no class
-            return f"{expected}; move the images into folders of their classes, such as {folder / 'cats'}"
-        folder = place.parent / folder.name
-    top = _innermost(folder.parents[folder.name == folder.parent.name])
-    words, share = [override("dataset.path", top)], "dataset.val_share=0.1"
-    splits = [name for name in _subfolders(top) if _subfolders(top / name)]
-    if train := next((name for name in splits if "train" in name.lower()), ""):
-        splits.remove(train)
-        val = next((name for part in VAL for name in splits if part in name.lower()), "")
-        for key, name in (("train_folder", train), ("val_folder", val)):
-            inner = _innermost(top / name).relative_to(top)
-            words.append(override(f"dataset.{key}", inner) if name else share)
-        return f"{expected}; use {shell_command(words)}"
-    words = [*words[top == named :], "dataset.train_folder=.", share]
-    classes = f", or, if the folders in {top} are the classes, use {shell_command(words)}" * bool(_subfolders(top))
-    return f"{expected}; name another with dataset.path=FOLDER{classes}"
 
 
 def image_files(folder: Path, left_out: Counter[str], suffixes: frozenset[str] = SUFFIXES) -> Iterator[str]:

@@ -1,0 +1,115 @@
+"""Chooses what a job leaves to `auto` by the number of its training images and by the weights that it starts from.
+
+`conf/experiment/photos.yaml` has the sources of the numbers.
+"""
+
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import components
+from lockstep.config.schema import Job
+from lockstep.core.errors import InputError
+from lockstep.core.run_dir import RunDir
+from lockstep.data.datasets.files import AUTO
+from lockstep.training.freezing import BACKBONE
+
+LONGER = 3  # times as many epochs from random weights
+FROZEN, PATIENCE = "10%", "50%"  # of the run: with frozen layers, and without a better score
+LEAST = 4  # epochs of a run with patience
+
+
+@dataclass(frozen=True)
+class Row:
+    """The choices for fewer than `below` training images."""
+
+    below: float
+    epochs: int
+    ema: float
+    mixup: float = 0.0
+
+
+ROWS = (Row(500, 40, 0.99), Row(5_000, 20, 0.99), Row(20_000, 10, 0.999), Row(math.inf, 10, 0.999, mixup=0.1))
+
+
+def with_start(job: Job, resumed: Path | None) -> Job:
+    """The job with its weights and its frozen layers chosen. `resumed` is the checkpoint that it continues."""
+    model: Any = job.model
+    if getattr(model, "pretrained", False) == AUTO:
+        job = replace(job, model=replace(model, pretrained=_has_weights(job, resumed)))
+    train, layers = job.train, job.train.freeze
+    if AUTO in layers:
+        layers = [name for name in layers if name != AUTO] + [BACKBONE] * job.starts_trained
+    if train.freeze_until == AUTO:
+        train = replace(train, freeze_until=FROZEN if layers else None)
+    return replace(job, train=replace(train, freeze=layers))
+
+
+def _has_weights(job: Job, resumed: Path | None) -> bool:
+    """Whether to start from published weights: as the run did that is continued, else if they can be had."""
+    if resumed is not None:
+        with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
+            return bool(components.load(RunDir(resumed.parents[1]).config)["model"]["pretrained"])
+    return job.init_from is None and not job.model.missing_weights()
+
+
+def with_choices(job: Job, images: int | None) -> Job:
+    """The job with its choices by the number of its training images; while it is not known, as for many."""
+    row = _row(images)
+    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
+    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
+    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
+    if train.patience == AUTO:  # half of a run of few evaluations would end it at once
+        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
+    return replace(job, epochs=epochs, train=train)
+
+
+def is_open(job: Job) -> bool:
+    """Whether a job leaves something to these choices."""
+    train, pretrained = job.train, getattr(job.model, "pretrained", False)
+    values = (job.epochs, train.ema, train.mixup, train.patience, train.freeze_until, *train.freeze, pretrained)
+    return AUTO in values
+
+
+def _row(images: int | None) -> Row:
+    return ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
+
+
+def notes(job: Job, resolved: Job, images: int) -> list[str]:
+    """What was chosen in a job for its images and its weights, with the reasons."""
+    row, trained = _row(images), resolved.starts_trained
+    reason = f"with fewer than {row.below:,} images" if row.below < math.inf else f"with {images:,} images"
+    lines = []
+    if (share := getattr(resolved.dataset, "val_share", None)) != getattr(job.dataset, "val_share", None):
+        lines.append(f"dataset.val_share is {share}: there is no folder to evaluate, so this share of each class is")
+    if getattr(job.model, "pretrained", False) == AUTO:
+        lines.append(_about_weights(job, trained=trained))
+    if AUTO in job.train.freeze:
+        why = "the new head learns first" if trained else "random weights have nothing to keep"
+        until = f" until {resolved.train.freeze_until}" * (resolved.train.freeze_until is not None)
+        lines.append(f"train.freeze is [{','.join(resolved.train.freeze)}]{until}: {why}")
+    if job.epochs == AUTO and job.steps is None:
+        longer = f", {LONGER} times as many from random weights" * (not trained)
+        lines.append(f"epochs is {resolved.epochs}: {row.epochs} {reason}{longer}")
+    if job.train.mixup == AUTO:
+        lines.append(f"train.mixup is {row.mixup:g} {reason}, and 0.1 from {ROWS[-2].below:,} on")
+    if job.train.ema == AUTO:
+        lines.append(f"train.ema is {row.ema}: an average over {1 / (1 - row.ema):,.0f} steps {reason}")
+    if resolved.train.patience is not None and job.train.patience == AUTO:
+        lines.append(
+            f"train.patience is {PATIENCE}: the run ends when its score has not become better for half of it"
+        )
+    return lines
+
+
+def _about_weights(job: Job, *, trained: bool) -> str:
+    if job.init_from is not None:
+        return "model.pretrained is false: init_from has the weights"
+    if trained:
+        return "model.pretrained is true: published weights are on this machine or can be downloaded"
+    return (
+        f"model.pretrained is false: {job.model.missing_weights() or 'the run began without them'}. Random weights "
+        "need many more images: run this once with a network, or name a file of weights with init_from=FILE"
+    )

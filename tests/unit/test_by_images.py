@@ -1,0 +1,85 @@
+"""What `experiment=photos` chooses by the number of images and by the weights that are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import lockstep
+from helpers import built, photos_of_two_classes
+from lockstep.core.errors import InputError
+from lockstep.job import by_images
+from lockstep.job.resolve import resolve
+from lockstep.models import Timm
+from lockstep.training.resolved_job import ResolvedJob, load_job
+
+RECIPE = ("experiment=photos", "dataset.path=nowhere", "model=test_resnet.r160_in1k")
+REASON = "the weights are not here"
+
+
+@pytest.fixture(params=["", REASON], ids=["published", "random"])
+def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Why there are no published weights; empty if there are."""
+    reason: str = request.param
+    monkeypatch.setattr(Timm, "missing_weights", lambda self: reason)
+    return reason
+
+
+def chosen(*words: str, images: int) -> ResolvedJob:
+    return resolve(built(*RECIPE, *words), sweep=False, images=images)
+
+
+@pytest.mark.parametrize(
+    ("images", "epochs", "ema", "mixup"),
+    [(80, 40, 0.99, 0), (499, 40, 0.99, 0), (500, 20, 0.99, 0), (5_000, 10, 0.999, 0), (20_000, 10, 0.999, 0.1)],
+)
+def test_the_number_of_images_and_the_weights_choose(
+    images: int, epochs: int, ema: float, mixup: float, missing: str
+) -> None:
+    job = chosen(images=images)
+    assert (job.epochs, job.train.ema, job.train.mixup) == (epochs * (3 if missing else 1), ema, mixup)
+    assert job.starts_trained == (not missing)
+    assert (job.train.freeze, job.train.freeze_until) == (([], None) if missing else (["backbone"], "10%"))
+    assert job.optimizer.lr == pytest.approx(1e-3 * (32 / 64) ** 0.5 * (1 if missing else 0.1))
+    assert job.train.patience == "50%"
+    assert chosen("epochs=3", images=images).train.patience is None
+    assert job.dataset.input_shape[1] == (224 if missing else 160)
+
+
+def test_what_is_typed_is_kept_and_every_choice_has_a_reason(missing: str) -> None:
+    job = built(*RECIPE)
+    lines = by_images.notes(job, resolve(job, sweep=False, images=80), 80)
+    assert [line.partition(" is ")[0] for line in lines] == [
+        *("model.pretrained", "train.freeze", "epochs", "train.mixup", "train.ema", "train.patience")
+    ]
+    assert bool(missing) == any(REASON in line and "init_from=FILE" in line for line in lines)
+    block = ("train.ema=null", "train.mixup=0", "train.freeze=[conv1]", "train.freeze_until=1ep", "train.patience=2")
+    words = ("epochs=3", "model.pretrained=false", *block)
+    typed = chosen(*words, images=80)
+    assert not by_images.is_open(built(*RECIPE, *words))
+    assert (typed.epochs, typed.train.ema, typed.train.freeze, typed.starts_trained) == (3, None, ["conv1"], False)
+
+
+def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
+    start = by_images.with_start(replace(built(*RECIPE), init_from="file.safetensors"), None)
+    assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
+
+
+def test_an_edited_config_leaves_nothing_open() -> None:
+    with pytest.raises(InputError, match=r"model\.pretrained is auto"):
+        ResolvedJob.of(replace(chosen(images=80), model=Timm(pretrained="auto")))
+
+
+def test_a_resume_keeps_the_choices_when_the_weights_come_or_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Timm, "missing_weights", lambda self: REASON)
+    monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
+    words = ("dataset.path=photos", "dataset.decode_size=32", "loader.workers=0", "device=cpu", "train.patience=null")
+    run = lockstep.train([*RECIPE[::2], *words, "epochs=2"]).folder
+    monkeypatch.setattr(Timm, "missing_weights", lambda self: "")
+    lockstep.train([f"resume={run}", "epochs=3"])
+    job = load_job(run / "config.yaml")
+    assert (job.starts_trained, job.train.freeze, job.epochs) == (False, [], 3)
