@@ -146,7 +146,7 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
         words.append(f"the head of {path} does not fit these classes: {', '.join(head)} start from random weights")
     elif moved:
         new, gone = sorted({*here} - {*there}), sorted({*there} - {*here})
-        words.append(f"the head of {path} is matched by class name; new: {shown(new)}, left out: {shown(gone)}")
+        words.append(f"the head of {path} is matched by class name; new: {shown(new)}, dropped: {shown(gone)}")
     elif here and not card:
         words.append(f"{path} does not name its classes; their order is taken to be {shown(here)}")
     return "; ".join(words)
