@@ -226,7 +226,7 @@ def test_a_folder_that_cannot_be_written_is_told(photos: Path, monkeypatch: pyte
 def test_a_clock_that_differs_from_that_of_the_disk_is_told(photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time
     monkeypatch.setattr(examination.time, "time", lambda: now() - 60)
-    assert "differs from this machine's by +60 s" in problems(of_photos(photos))["clock"][1]
+    assert "is +60 s off this machine's" in problems(of_photos(photos))["clock"][1]
 
 
 def test_a_port_that_is_in_use_is_told(photos: Path) -> None:
@@ -281,7 +281,7 @@ def test_the_jobs_of_a_line_are_those_of_hydra(words: tuple[str, ...], jobs: int
     [
         (("optimizer.lr=interval(0.1,1)",), "use hydra/sweeper=optuna, or values with commas"),
         (("hydra/launcher=nope",), "nope"),
-        (("resume=latest",), "cannot be part of a sweep"),
+        (("resume=latest",), "cannot be combined with a sweep"),
     ],
 )
 def test_what_is_wrong_with_the_line_of_a_sweep_is_told(words: tuple[str, ...], says: str, photos: Path) -> None:

@@ -573,7 +573,7 @@ def test_a_rung_that_ends_late_because_jobs_are_rarely_evaluated_says_so(
         (ledger.folder / record.folder / "metrics.jsonl").write_text('{"step": 4, "acc/val_top1": 1.0}\n')
     halve(ledger, records, 2)
     assert (
-        "rung 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
+        "round 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
         "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
     )
 
@@ -732,7 +732,7 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
         search.halve(SimpleNamespace(ledger=ledger, view=SHOWN, run=run), records, tasks, 2)  # type: ignore[arg-type]
         return [(record.number, record.state, record.rung) for record in ledger.records()]
 
-    with pytest.raises(Stopped, match=r"jobs were stopped in rung 1 of 4: 7; rerun the command"):
+    with pytest.raises(Stopped, match=r"jobs were stopped in round 1 of 4: 7; rerun the command"):
         line()
     stops = False
     first = line()

@@ -98,7 +98,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         racing = [ledger.read(record) for record in racing]
         scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
-            raise Stopped(f"jobs were stopped in rung {rung}: {', '.join(stopped)}; rerun the command to continue")
+            raise Stopped(f"jobs were stopped in round {rung}: {', '.join(stopped)}; rerun the command to continue")
         # One that failed after this round keeps its place here: the line typed again has the same rounds.
         racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
@@ -114,7 +114,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         judged = max(_judged_at(ledger, record, share) for record in racing)
         if judged >= rounds[number]:
             pool.view.show(
-                f"warning: rung {rung} was to end after {100 * share:.3g} % of the steps, and a job was first "
+                f"warning: round {rung} was to end after {100 * share:.3g} % of the steps, and a job was first "
                 f"evaluated after {100 * judged:.3g} %; "
                 f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
