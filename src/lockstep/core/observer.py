@@ -1,4 +1,4 @@
-"""The base class of all that observes a run, and what it is told about the run; the protocol of loggers."""
+"""The base class of observers, the facts of a run that they get, and the protocol of loggers."""
 
 from __future__ import annotations
 

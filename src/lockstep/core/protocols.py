@@ -1,4 +1,4 @@
-"""The protocols of the options that a config chooses (those of data are in `data_protocols`), with their defaults."""
+"""The protocols of config options, with their defaults (for data see `data_protocols`)."""
 
 from __future__ import annotations
 

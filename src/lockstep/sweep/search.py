@@ -99,7 +99,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
         if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
             raise Stopped(f"jobs were stopped in round {rung}: {', '.join(stopped)}; rerun the command to continue")
-        # One that failed after this round keeps its place here: the line typed again has the same rounds.
+        # A job that failed after this round keeps its place, so rerunning the command has the same rounds.
         racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
             return

@@ -149,10 +149,10 @@ class Gain(NamedTuple):
 
 
 def tried(job: ResolvedJob, others: Mapping[str, ResolvedJob], world: World, *, seconds: float) -> dict[str, Gain]:
-    """How many times as many images per second than the job a rank trains on with other settings, by name.
+    """Throughput of a rank with other settings, relative to the job's, by name.
 
-    Each step is timed beside one of the job, so that other work on the machine slows both. Settings for which
-    `seconds` in all are too short are left out, as are those that do not fit into memory.
+    Steps alternate with steps of the job, so that other work on the machine slows both. Settings that do not fit into
+    memory, or into `seconds` in all, are skipped.
     """
     end = time.perf_counter() + seconds
     gains: dict[str, Gain] = {}
