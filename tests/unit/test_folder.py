@@ -68,7 +68,7 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
     folder = Folder(path=str(root), decode_size=8)
     assert len(folder.train()) == 6
     assert folder.notes()[0] == (
-        f"{root}/train: left out 8 other files (3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
+        f"{root}/train: skipped 8 other files (3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
     )
 
 
@@ -115,7 +115,7 @@ def test_a_held_out_share_is_taken_from_each_class_and_nothing_is_in_both(tmp_pa
     fill(tmp_path / "train", a=list(range(50)), b=list(range(10)), c=[1, 2], d=[1])
     (tmp_path / "train" / "a" / "notes.txt").touch()
     folder = Folder(path=str(tmp_path), val_share=0.2, decode_size=8)
-    assert sum("left out 1 other file" in note for note in folder.notes()) == 1
+    assert sum("skipped 1 other file" in note for note in folder.notes()) == 1
     assert torch.bincount(folder.eval().labels).tolist() == [10, 2, 1]
     assert torch.bincount(folder.train().labels).tolist() == [40, 8, 1, 1]
     train, val = names_of(folder.train()), names_of(folder.eval())

@@ -58,7 +58,7 @@ def test_shards_are_read_in_any_order(shards: Path) -> None:
     assert source.train().labels.tolist() == [0, 1, 0]
     assert levels(source, [2, 0, 1, 0]) == [30, 10, 20, 10]
     assert source.eval().fetch([0])[0, 0, 0, 0] == 40
-    assert source.notes()[0].endswith("left out 1 other file (1 .json)")
+    assert source.notes()[0].endswith("skipped 1 other file (1 .json)")
     assert "2" in source.notes()[1]
 
 
@@ -80,7 +80,7 @@ def test_a_share_of_the_shards_is_held_out(tmp_path: Path) -> None:
     source = WebDataset(path=str(tmp_path), val_share=0.3, decode_size=8)
     train, val = ({str(path) for path in split.paths} for split in (source.train(), source.eval()))
     assert (len(train), len(val), train & val) == (7, 3, set())
-    assert [note for note in source.notes() if "left out" in note] == [f"{tmp_path}: left out 1 other file (1 .json)"]
+    assert [note for note in source.notes() if "skipped" in note] == [f"{tmp_path}: skipped 1 other file (1 .json)"]
     with pytest.raises(InputError, match=r"no val\*\.tar .*dataset\.val_share=0\.1"):
         WebDataset(path=str(tmp_path)).prepare()
 
@@ -98,9 +98,9 @@ def test_images_of_one_name_in_other_shards_are_different_ones(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ({"a__png": b"x"}, r"train-2.tar:a.png has no label, expected a.cls beside it"),
+        ({"a__png": b"x"}, r"train-2.tar:a.png has no label, expected a.cls next to it"),
         ({"a__png": b"x", "a__PNG": b"x", "a__cls": b"1"}, r"train-2\.tar has two images a\.png, expected one"),
-        ({"a__png": b"x", "a__cls": b"\xff\xfe"}, "train-2.tar:a.cls is no label"),
+        ({"a__png": b"x", "a__cls": b"\xff\xfe"}, "train-2.tar:a.cls is not a label"),
     ],
 )
 def test_a_shard_that_does_not_fit_is_named(shards: Path, files: dict[str, bytes], sentence: str) -> None:
@@ -207,16 +207,16 @@ def test_values_beside_an_image_are_its_numbers(
             r"train\.tar:1\.png has nan for 'value_1', expected a finite number",
         ),
         ("json", b"[1]", {"targets": "values"}, "has 1 number, expected 2, as the first example to train on has"),
-        ("json", b"{", {}, r"train\.tar:1\.json is no label \(Expecting property"),
-        ("json", b"[" * 9999, {}, r"train\.tar:1\.json is no label"),
+        ("json", b"{", {}, r"train\.tar:1\.json is not a label \(Expecting property"),
+        ("json", b"[" * 9999, {}, r"train\.tar:1\.json is not a label"),
         ("json", b"[0, 1]", {}, r"has the label \[0, 1\], expected a class; correct it, or use task=multilabel"),
         ("json", b'{"y": 1}', {"label_keys": ["x"]}, r"dataset\.label_keys: .*1\.json has no 'x'; name a field"),
         ("json", b"[[1], 2]", {"targets": "labels"}, r"has the labels \[\[1\], 2\], expected a list of classes"),
         ("npy", npy([1, 2]), {"targets": "labels"}, "has 2.0 for 'label_1', expected 0 or 1"),
-        ("npy", npy(["a", "b"]), {"targets": "values"}, r"1\.npy is no label \(Cannot cast"),
-        ("npy", npy(np.array([None])), {"targets": "values"}, r"1\.npy is no label \(Object arrays cannot be loaded"),
-        ("npy", b"no", {"targets": "values"}, r"1\.npy is no label"),
-        ("cls", b"x" * 2**21, {"targets": "labels"}, r"1\.cls is no label \(it has more than 1,048,576 bytes\)"),
+        ("npy", npy(["a", "b"]), {"targets": "values"}, r"1\.npy is not a label \(Cannot cast"),
+        ("npy", npy(np.array([None])), {"targets": "values"}, r"1\.npy is not a label \(Object arrays cannot be loaded"),
+        ("npy", b"no", {"targets": "values"}, r"1\.npy is not a label"),
+        ("cls", b"x" * 2**21, {"targets": "labels"}, r"1\.cls is not a label \(it has more than 1,048,576 bytes\)"),
     ],
 )
 def test_a_file_that_is_no_label_is_one_sentence(

@@ -509,8 +509,8 @@ def test_weights_that_are_not_finite_are_never_saved() -> None:
 @pytest.mark.parametrize("every", [1, 2])
 def test_the_average_follows_the_steps_from_the_first_weights_on(every: int) -> None:
     model = network()
-    ema = EMA(model, 0.75)
-    trainer = trainer_of(model, World.solo(), steps=3, ema=ema, ema_every=every)
+    ema = EMA(model, 0.75, every=every)
+    trainer = trainer_of(model, World.solo(), steps=3, ema=ema)
     expected: list[Tensor] = []
     for shard in trainer.transforms.train(trainer.loader.train(after=0)):
         trainer.step(shard)
@@ -602,6 +602,7 @@ class Predicted(Scores):
 def test_the_average_of_the_weights_decides_where_there_is_one(label: int, averaged: int) -> None:
     model = Always(averaged)
     ema = EMA(model, 0.9)
+    ema.n_averaged += 1
     model.label = label
     scored = Predicted()
     trainer = trainer_of(model, World.solo(), ema=ema, scores=scored, predictions=scored)

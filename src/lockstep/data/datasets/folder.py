@@ -260,4 +260,4 @@ def left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]
     shown = ", ".join(kinds[:KINDS_SHOWN] + ["others"] * (len(kinds) > KINDS_SHOWN))
-    return (f"{folder}: left out {number:,} other file{'s' * (number != 1)} ({shown})",)
+    return (f"{folder}: skipped {number:,} other file{'s' * (number != 1)} ({shown})",)
