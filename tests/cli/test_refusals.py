@@ -65,7 +65,7 @@ model=null -> a config group takes the name of one of its options: GROUP=NAME
 optimizer=timm optimizer.opt=lambb -> optimizer.opt is 'lambb', which timm does not have. Did you mean 'lamb'
 """)
 TYPES = table("""
-epochs=abc -> epochs is 'abc', expected a whole number: epochs=10
+epochs=abc -> epochs is 'abc', expected auto or a whole number
 epochs=null -> epochs is null, expected a value: epochs=VALUE
 optimizer.lr=x -> optimizer.lr is 'x', expected auto or a number above 0
 optimizer.betas=3 -> optimizer.betas is 3, expected a list: optimizer.betas=[0.9,0.999]
@@ -82,7 +82,7 @@ batch=0 -> batch is 0, expected auto or a whole number from 1
 batch=2000 -> batch is 2000, but the training split has 1442 examples; use batch=1442 or less
 train.micro_batches=65 -> train.micro_batches is 65, but a global batch has 64 examples; use train.micro_batches=64
 train.eval_every=0 -> train.eval_every is 0, expected steps (100), epochs (2ep) or a share of the run
-train.patience=5x -> train.patience is '5x', expected evaluations (5), epochs (2ep) or a share of the run
+train.patience=5x -> train.patience is '5x', expected auto or evaluations (5), epochs (2ep) or a share of the run
 train.eval_every=5x -> train.eval_every is '5x', expected steps (100), epochs (2ep) or a share
 optimizer.lr=0 -> optimizer.lr is 0, expected auto or a number above 0
 launcher.timeout=5parsec -> launcher.timeout is '5parsec', expected a time such as 30s, 10min or 2h
@@ -150,7 +150,7 @@ optimizer._target_=subprocess.run -> optimizer._target_ is 'subprocess.run', exp
 """)
 ABSURD = [
     ("model=resnet18 +model.options.depth=[" + "1," * 1000 + "1]", "lists of at most 1,000, and texts without"),
-    ("epochs=" + "9" * 250, "epochs is a number of more than 30 digits, expected a whole number"),
+    ("epochs=" + "9" * 250, "epochs is a number of more than 30 digits, expected auto or a whole number"),
     ("loss=" + "a" * 300, "there is no loss of that name"),
     ("resume=" + "a" * 300, "expected a path of at most 3,500 bytes and 255 a name, without control characters"),
     ("dataset=folder dataset.path=" + "a" * 256, "dataset.path is 'aaa"),
