@@ -13,11 +13,13 @@ import pytest
 import timm
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lockstep.config.options import timm_models
 from lockstep.core.errors import InputError
-from lockstep.models import BasicNet, DigitNet, ResNet34, Timm
+from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
 from lockstep.models.nets import MaxPoolTo, TimeLimit, TooSlowError, check_size, sketch
+from lockstep.models.wide_resnet import Block
 from lockstep.models.zoo import network_options
 
 
@@ -220,3 +222,24 @@ def test_an_encoder_of_timm_is_refused_with_a_whole_model(name: str) -> None:
         InputError, match=rf"^model={name} is the encoder .* Did you mean '{name.removesuffix('_enc')}"
     ):
         Timm(name=name).build(4, (3, 32, 32))
+
+
+@pytest.mark.parametrize(("depth", "width", "size"), [(16, 4, 2_748_890), (40, 2, 2_243_546), (28, 10, 36_479_194)])
+def test_a_wide_resnet_has_the_parameters_of_its_authors_code(depth: int, width: int, size: int) -> None:
+    with torch.device("meta"):
+        assert parameters(WideResNet(depth=depth, width=width).build(10, (3, 32, 32))) == size
+
+
+def test_a_wide_resnet_of_another_depth_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(InputError, match=r"model.depth is 30, expected 6 n \+ 4, .* model.depth=28"):
+        WideResNet(depth=30)
+
+
+def test_a_block_of_a_wide_resnet_is_the_formula() -> None:
+    block = Block(4, 8, 2, 0.0).double().eval()
+    features = torch.randn(2, 4, 6, 6, dtype=torch.float64)
+    norm = (1 + 1e-5) ** -0.5  # of batch norm with its initial statistics
+    active = (features * norm).relu()
+    middle = (F.conv2d(active, block.conv1.weight, stride=2, padding=1) * norm).relu()
+    inner = F.conv2d(middle, block.conv2.weight, padding=1)
+    torch.testing.assert_close(block(features), inner + F.conv2d(active, block.shortcut.weight, stride=2))
