@@ -96,7 +96,7 @@ class Distill(Multiclass):
             own, other = getattr(card, key), getattr(predictor.card, key)
             if own != other:
                 raise InputError(
-                    f"task.teacher: the {key} of {self.teacher} are {other}, expected this job's, {own}; "
+                    f"task.teacher: the {key} of {self.teacher} are {other}, but this job has {own}; "
                     "train the teacher on the same data set, or name another one with task.teacher=RUN"
                 )
         transforms, trained = predictor.transforms, predictor.card

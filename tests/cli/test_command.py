@@ -35,7 +35,7 @@ def sentence(done: Done) -> str:
         ("epoch=3", "Did you mean epochs=3?"),
         ("--config-name=nope", "there is no config named 'nope'"),
         ("hydra.run.dir=/dev/null/run", "/dev/null/run cannot be written (Not a directory)"),
-        ("-m epochs=1,abc", "epochs is 'abc', expected a whole number"),
+        ("-m epochs=1,abc", "epochs is 'abc', expected auto or a whole number"),
         ("epochs=1 -m seed=1,2 output_root=/dev/null/runs", "cannot be written (Not a directory)"),
         ("precision=fp16 device=cpu", "precision=fp16 needs a CUDA GPU"),
     ],
@@ -51,7 +51,9 @@ def test_a_traceback_is_shown_when_asked_for(tmp_path: Path) -> None:
     done = train("epochs=0", f"output_root={tmp_path}", HYDRA_FULL_ERROR="1")
     assert done.code == 2
     assert "Traceback (most recent call last)" in done.err
-    assert done.err.endswith("lockstep: epochs is 0, expected a whole number from 1 to 1,000,000,000: epochs=20\n")
+    assert done.err.endswith(
+        "lockstep: epochs is 0, expected auto or a whole number from 1 to 1,000,000,000: epochs=20\n"
+    )
 
 
 @pytest.fixture

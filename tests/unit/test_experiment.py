@@ -131,7 +131,7 @@ def test_two_machines_with_other_files_share_no_run(tmp_path: Path, monkeypatch:
         (tmp_path / name / "train" / "a" / "1.png").rename(tmp_path / name / "train" / "a" / f"{number}.png")
 
     def refuse(world: World) -> None:
-        with pytest.raises(InputError, match="the data of rank 1, here, is not that of rank 0, there"):
+        with pytest.raises(InputError, match="rank 1 here has different data from rank 0"):
             build_data(jobs[world.rank], replace(world, local_rank=0, local_size=1))
 
     ThreadRanks(2, monkeypatch).run(refuse)

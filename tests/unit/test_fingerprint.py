@@ -80,7 +80,7 @@ def test_every_rank_is_told_which_rank_has_other_data(other: int, monkeypatch: p
     ranks.run(lambda world: check_same_data({"examples": 10}, world))
 
     def refuse(world: World) -> None:
-        with pytest.raises(InputError, match=f"data of rank {other}, here, .*examples: here 9, there 10"):
+        with pytest.raises(InputError, match=f"rank {other} here has different data.*examples: here 9, there 10"):
             check_same_data({"examples": 9 if world.rank == other else 10}, world)
 
     ranks.run(refuse)

@@ -183,8 +183,8 @@ def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_p
     ("words", "expected"),
     [
         (("task.teacher=nowhere",), "task.teacher: there are no weights at nowhere"),
-        (("dataset.classes=4",), "task.teacher: the classes of .* are 3, expected those of this job, 4; train the"),
-        (("dataset.size=9",), r"task.teacher: the input_shape of .* are \(1, 8, 8\), expected"),
+        (("dataset.classes=4",), "task.teacher: the classes of .* are 3, but this job has 4; train the"),
+        (("dataset.size=9",), r"task.teacher: the input_shape of .* are \(1, 8, 8\), but this job has"),
     ],
 )
 def test_a_teacher_that_does_not_fit_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
