@@ -2,9 +2,9 @@
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
-manifest has a hash of itself and of each file, and a file whose hash matches is trusted. A checkpoint may be a whole
-one of another run. So the facts and the state both name their run and step, and the summary names the run of all
-checkpoints in its folder.
+manifest has a hash of itself and of each file, and a file whose hash matches is trusted. A complete
+checkpoint may come from another run. So the facts and the state both name their run and step, and the summary names
+the run of all checkpoints in its folder.
 """
 
 import hashlib

@@ -128,7 +128,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load the result of `optimizer_state` into an optimizer that has not stepped yet.
 
-    The optimizer keeps the options that it was built with, which are those of the current command. This function
+    The optimizer keeps the options that it was built with: the current command's options. This function
     changes the weights of the model, so restore them afterwards. It also clears their gradients.
 
     Raises:
@@ -138,7 +138,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
     names = _names(optimizer, model)
     examples, counters = _expected_state(optimizer)
-    elsewhere = set(every_name) - set(names)  # parameters that other ranks update, whose state they have
+    elsewhere = set(every_name) - set(names)  # parameters that other ranks update and keep the state of
     saved_here = {name: entries for name, entries in saved["state"].items() if name not in elsewhere}
     state = _check_state(saved_here, dict(zip(names, examples, strict=True)))
     groups_before = {name: group for group in saved["param_groups"] for name in group["params"]}

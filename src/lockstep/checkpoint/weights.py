@@ -28,7 +28,7 @@ from lockstep.core.safe_read import UnreadableFile, opened
 WRAPPER = re.compile("(module|_orig_mod|model|net)[.]")
 # Where programs keep a model's tensors in a file with other things.
 NESTED = ("state_dict", "model_state_dict", "model")
-# Objects beside the tensors in files of timm and others, which hold only values.
+# Objects that files of timm and others contain next to the tensors; they hold only values.
 PLAIN: list[Any] = [argparse.Namespace]
 COUNTERS = ("n_averaged",)  # of torch's AveragedModel
 SAFETENSORS, START = ".safetensors", "init_from"
@@ -112,7 +112,7 @@ def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:
 def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str:
     """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
 
-    Where `classes`, the names by label, are not those of the weights, the head gets the rows of the weights by name;
+    If `classes`, the names by label, differ from the weights' classes, the head gets the weights' rows by name;
     a class without one keeps its new row. A head without such rows stays new. The first convolution of a timm model
     is adapted from RGB to other channels, as timm does it. Returns a sentence about what is not taken as it is, or
     an empty text.
@@ -159,7 +159,7 @@ def _stems(model: nn.Module) -> tuple[str, ...]:
 
 
 def _is_rgb_of(saved: tuple[int, ...], own: torch.Size) -> bool:
-    """Whether weights are those of a convolution of RGB, and `own` is its shape for other channels."""
+    """Whether `saved` is the shape of an RGB convolution's weights, and `own` its shape for other channels."""
     return len(saved) == 4 and saved == (own[0], 3, *own[2:]) != own
 
 
@@ -170,7 +170,7 @@ def load_exported(model: nn.Module, file: Path) -> None:
 
 
 def check_tensors(model: nn.Module, file: Path, key: str) -> None:
-    """Raise InputError if the names or shapes of a file's tensors are not those of `model`, which can be on meta.
+    """Raise InputError if the names or shapes of a file's tensors do not match `model`, which can be on meta.
 
     Done before tensors are read, because they may not fit into memory.
     """

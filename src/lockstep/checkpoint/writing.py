@@ -1,4 +1,4 @@
-"""Writes checkpoints in a thread of main's process while training goes on, and removes old checkpoints."""
+"""Writes checkpoints in a thread of main's process while training continues, and removes old checkpoints."""
 
 import json
 import os
@@ -253,7 +253,7 @@ class Checkpointer:
                 write_atomic(self.run_dir.best, name)
         finally:  # even if the disk is full, and before the export, which may need the space
             self._retire(final)
-        if self.unexported is not None:  # the weights may be of an earlier step whose save failed
+        if self.unexported is not None:  # the weights may be of an earlier step that failed to save
             self._export(self.unexported.save)
             self.unexported = None
         return progress["step"], final
