@@ -69,7 +69,7 @@ def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
     if not ledger.is_new or any((folder / JOBS).glob("*.json")):
         return
     with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
-        lock.take(folder / ".lock")  # an InputError if another line goes on with this sweep already
+        lock.take(folder / ".lock")  # an InputError if another command already runs this sweep
         for name in ("multirun.yaml", SWEEP, "optuna.log"):
             (folder / name).unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep

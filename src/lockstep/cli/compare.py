@@ -15,7 +15,7 @@ from lockstep.sweep.tables import show_groups
 def compare(
     paths: Sequence[str], *, by: Sequence[str], sort: str | None, form: str, columns: Sequence[str] = ()
 ) -> None:
-    """Show the scores of runs by the keys in which they differ, but the seed, or by those of `by`.
+    """Show the scores of runs by the keys in `by`, or else by the keys that differ, except the seed.
 
     `columns` are the figures to show in the place of the score and the metrics, or some of the keys.
 
@@ -24,7 +24,7 @@ def compare(
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())
-    runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have a table of their own
+    runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have their own table
     damaged = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
     two = len(runs) == len(paths) == 2 and not (by or columns or damaged)
     rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])

@@ -62,7 +62,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
 def cells_of(job: ResolvedJob, images: int, epochs: int) -> list[list[Cell | None]]:
     """The first images of the first step: rows of their epochs, with None where an epoch leaves one out."""
     world = World.solo("cuda:0" if job.device == "cuda" else job.device)
-    # Read as they are needed, because a loader only moves bytes: the pixels are those of every loader.
+    # Stream the images: a loader only moves bytes, so all loaders give the same pixels.
     job = replace(job, loader=Streaming(workers=0), steps=None, epochs=max(epochs, job.epochs))
     job, data = build_data(job, world)
     loader = build_loader(job, data, world)

@@ -36,7 +36,7 @@ Findings = Iterable[Finding]
 def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: str) -> None:
     """Examine the job of a line, or all jobs with `multirun`, and show a line for each finding, or JSON.
 
-    Images are looked at for a limited time, unless `everything` is set.
+    Images are checked for a limited time, unless `everything` is set.
 
     Raises:
         InputError: a run would not start.
@@ -97,7 +97,7 @@ class Checkup:
             self.findings[Finding("time", text, amount=total)] = [*seconds]
 
     def split(self, words: Sequence[str]) -> Findings:
-        """Split the line of a sweep, whose words for Hydra itself compose too, into its jobs."""
+        """Split a sweep's command line into its jobs. Checks that its overrides of Hydra compose, too."""
         check_hydra_overrides(words, sweep=True)
         of_hydra = [word for word in words if is_of_hydra(word)]
         of_jobs = [word for word in words if word not in of_hydra]

@@ -193,7 +193,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
 def check_data(predictor: Predictor, source: Source) -> Tensor:
     """The model's label of each class of a data set, by name: int64 (classes,). Raises InputError for other data.
 
-    Labels and values must be those of the model, in its order.
+    Labels and values must match the model's, in the same order.
     """
     card = predictor.card
     labels = {name: label for label, name in enumerate(card.names)}

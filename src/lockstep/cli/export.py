@@ -27,9 +27,9 @@ from lockstep.inference.predictor import Predictor, find_weights, load, run_of, 
 from lockstep.precision import FP32, FP64
 from lockstep.telemetry.progress import progress
 
-# The most that a logit may differ, also as a share of the largest logit: those of a model that has hardly trained can
-# be large. Such a model can also amplify the roundings of float32. An exporter sums in another order and folds batch
-# norm into weights, so a logit may then differ by some times the model's own rounding.
+# The most that a logit may differ, also as a share of the largest logit: a model that has hardly trained can have
+# large logits. Such a model can also amplify the roundings of float32. An exporter sums in another order and folds
+# batch norm into weights, so a logit may then differ by some times the model's own rounding.
 TOLERANCE, SHARE, ROUNDINGS = 1e-4, 1e-5, 10
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20

@@ -56,7 +56,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
         folder = Path(place, target.name)
         timm.models.save_for_hf(model, str(folder), config, arguments, safe_serialization=True)
         written = read_json(folder / "config.json")
-        # It is beside them too, and Transformers takes it once.
+        # config.json also has it next to model_args, and Transformers accepts it only once.
         written.get("model_args", {}).pop("num_classes", None)
         write_atomic(folder / "config.json", json.dumps(written, indent=2) + "\n")
         write_atomic(folder / "README.md", readme(card, run, target.name))

@@ -1,7 +1,7 @@
-"""`lockstep ladder`: one job on each rung from one device to many, and what each brings on this machine.
+"""`lockstep ladder`: one job on each rung from one device to many, and how the rungs compare on this machine.
 
-A ladder is a sweep whose jobs are rungs: they run one at a time and in turns, and their folders and records are those
-of a sweep (`lockstep.sweep.ledger`). A rung that was cut is measured again from its start.
+A ladder is a sweep whose jobs are rungs. They run one at a time, in interleaved repeats, and have the folders and
+records of a sweep (`lockstep.sweep.ledger`). An interrupted rung is measured again from its start.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The table of a ladder: what its rungs brought, read out of their run folders."""
+"""The table of a ladder: the results of its rungs, read from their run folders."""
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ WIDEST = 20  # characters of a rung's name
 
 
 def row_of(rung: str, runs: Sequence[Run], first: Row | None, *, devices: int | None, **facts: Any) -> Row:
-    """The row of a rung from its runs that are done, beside the row of the first rung.
+    """The row of a rung from its runs that are done, compared with the row of the first rung.
 
     `devices` is the number of its GPUs; None if it has one device, or its ranks share the cores of a CPU.
     """

@@ -38,7 +38,7 @@ SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 def lr_find(
     overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None, form: str = "table"
 ) -> None:
-    """Train with rising learning rates, write the picture to `out` or beside the runs, and print a suggestion.
+    """Train with rising learning rates, write the picture to `out` or next to the runs, and print a suggestion.
 
     Raises:
         InputError: the job or the rates are wrong, or the loss is not finite from the start.
@@ -52,7 +52,7 @@ def lr_find(
         check_out(Path(out), ".svg")
     overrides = without_keys(overrides, OF_TEST, f"lr-find trains --steps={steps} steps at rising rates")
     job = job_of([*overrides, "launcher.ranks=1"])
-    # Room for short batches at the ends of epochs, which are left out.
+    # Twice the steps, because the short batches at the ends of epochs are skipped.
     job = replace(job, steps=2 * steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:
         test = range_test(build_parts(job), steps, low, high, advance)

@@ -32,7 +32,7 @@ def ending(code: int, err: str) -> str:
 
 
 class Command:
-    """A command in new processes that has started, in a session of its own. Of what it prints, the end is kept."""
+    """A command that has started in new processes, in its own session. The end of its output is kept."""
 
     def __init__(self, process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes]) -> None:
         self.process, self.pid = process, process.pid
@@ -66,7 +66,7 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
     """A running command. All its processes are killed at the end of the context, and it ends with this process.
 
     Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
-    it imports the modules beside it, which Lockstep's own processes do not.
+    it imports the modules next to it, which Lockstep's own processes do not.
     """
     # Files, because a script can print more than fits into memory, and leave processes that hold its streams.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

@@ -38,13 +38,13 @@ from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
 from lockstep.telemetry.progress import progress
 
-PREFIX = "lockstep-prove-"  # of the folders for the runs, in that of temporary files
+PREFIX = "lockstep-prove-"  # of the folders for the runs, in the folder of temporary files
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = MOST_STEPS = 1_000_000
-# The strategies besides `ddp` whose runs must be equal.
+# The strategies, besides `ddp`, whose runs must be equal.
 OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
-# Those that cut state over the ranks; besides ddp, they are killed and resumed.
+# The strategies that shard state over the ranks; these and ddp are killed and resumed.
 KILLED = frozenset({"fsdp", "zero", "pipeline"})
 EVALUATIONS = 5  # of a run whose scores decide its rates or its end; any other run is evaluated at its end
 # The overrides of every run, after the user's.
@@ -196,7 +196,7 @@ def cases(
 
 
 def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
-    """The user's overrides for a case. Keys of the user's strategy are left out if the case has another strategy."""
+    """The user's overrides for a case, without the keys of the user's strategy if the case has another strategy."""
     names = [override.partition("=")[2] for override in overrides if override.startswith("strategy=")]
     if not names or names[-1] == "auto" or f"strategy={names[-1]}" in case.overrides:
         return list(overrides)
@@ -288,7 +288,7 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
 
 
 def run_case(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
-    """Run a case to its end, with a kill and a resume if it asks for them, and read its results."""
+    """Run a case to its end, with a kill and a resume if the case has them, and read its results."""
     words = [*overrides, *case.overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
     command = [sys.executable, "-m", "lockstep", "train", *words]
     run_dir = RunDir(folder)

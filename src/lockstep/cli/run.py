@@ -59,7 +59,7 @@ def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
 
 
 def launch_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Run a job here; one of a sweep that goes on alone has its record there."""
+    """Run a job here. A sweep's job that is resumed alone updates its record in the sweep."""
     if is_launched():
         return _lead(decide, invocation, lock)
     agent = decide().has_several_machines
@@ -92,7 +92,7 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
         launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
         return None
     run_dir = RunDir(resume.folder) if resume.folder is not None else RunDir.create(Path(job.output_root), job.name)
-    os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks goes on in it
+    os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks continues in it
     try:
         launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
     finally:

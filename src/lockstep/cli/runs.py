@@ -190,10 +190,10 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
 
 
 def report(path: str) -> None:
-    """Write `report.html` into the folder of a run; into that of a sweep, and of each of its jobs that has changed.
+    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each job that has changed.
 
     Raises:
-        InputError: the path is no run and no sweep, or its ledger is damaged; what can be read has its page.
+        InputError: the path is neither a run nor a sweep, or its ledger is damaged; what can be read has its page.
         StorageError: a page cannot be written.
     """
     folder = existing(path)
@@ -264,7 +264,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
 
 
 def _runs(folders: Sequence[str]) -> list[RunDir]:
-    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run elsewhere."""
+    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run outside it."""
     runs: dict[Path, RunDir] = {}
     for root in map(existing, folders):
         real = {path.resolve(): RunDir(path) for path in run_folders(root)}

@@ -33,7 +33,7 @@ from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate
 from lockstep.training.predictions import counts_by_class
 
-BY_LABEL = ("precision", "recall")  # of the table alone, beside the metrics of the run
+BY_LABEL = ("precision", "recall")  # only in the table, in addition to the metrics of the run
 TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
 OUTPUT = {CLASSES: "class", LABELS: "label", VALUES: "value"}
 SHOWN = 10  # the largest number of classes in the table
@@ -45,8 +45,8 @@ class EvaluatedSplit:
 
     Fields:
         labels: the targets of the examples; a class has the number that it has in the model.
-        metrics: the config nodes of the metrics, by name; None are those of every job of the task.
-        place: which of several parts it is: further columns of `predictions.csv`. A part has figures of its own.
+        metrics: the config nodes of the metrics, by name; None stands for the metrics that every job of the task has.
+        place: which of several parts it is: additional columns of `predictions.csv`. Each part has its own figures.
     """
 
     examples: Split
@@ -243,7 +243,7 @@ def evaluate_blocks(
 
 
 def _metrics(targets: str, metrics: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config nodes of the metrics of all examples, and of those of each class, label or value."""
+    """The config nodes of the metrics of all examples, and of the metrics of each class, label or value."""
     nodes = {**(metrics or _nodes(TASKS[targets].metrics))}
     tabled = {**_nodes(BY_LABEL if targets == LABELS else ()), **nodes}
     if targets == CLASSES:
