@@ -35,7 +35,7 @@ MESSAGES = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are sentences of ours."""
+    """A parser with Lockstep's own error messages."""
 
     def error(self, message: str) -> NoReturn:
         """Raise InputError with what to type instead."""

@@ -15,7 +15,7 @@ from lockstep.core.errors import InputError, shown
 from lockstep.core.named_paths import pointed
 from lockstep.core.run_dir import LATEST
 
-# The keys whose values are paths of runs and checkpoints, and the keys whose values are other folders.
+# The keys that hold paths of runs and checkpoints, and the keys that hold other folders.
 RUNS = ("resume", "init_from", "task.teacher")
 STARTS = ("init_from", "task.teacher")  # of these, `latest` means the run that is the newest now
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
@@ -100,7 +100,7 @@ def key_of(override: str) -> str:
 
 
 def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
-    """The overrides without those whose keys a command sets itself, so that it takes the line that trained a run.
+    """The overrides without the keys that a command sets itself, so that it accepts the command that trained a run.
 
     `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
 

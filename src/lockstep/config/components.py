@@ -1,4 +1,4 @@
-"""From the plain values of a config, which files keep as YAML, to a `Job` whose groups are built components."""
+"""Builds a `Job` with its components from the plain values of a config, which files keep as YAML."""
 
 import dataclasses
 import enum

@@ -162,14 +162,14 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
 
 
 def _with_text_keys(value: Any) -> Any:
-    """A value whose dictionaries have texts for keys, as files of runs have, such as 0 of `train.sizes`."""
+    """A value with texts as the keys of its dictionaries, as in the files of runs, such as 0 of `train.sizes`."""
     return {str(key): _with_text_keys(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def recompose(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> dict[str, Any]:
     """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
 
-    Later overrides win. Hydra's own config is then that of this composition: see `of_hydra`.
+    Later overrides win. Hydra's own config is then the one of this composition: see `of_hydra`.
 
     Raises:
         InputError: a stored override is one for Hydra itself; a run folder keeps no such override.
@@ -191,8 +191,8 @@ def of_hydra() -> str:
 def fitting(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> list[str]:
     """The `stored` overrides that still apply when `overrides` choose other options of groups.
 
-    A key that both options have keeps its value. What only the earlier option has is left out, and so is the removal
-    of a key that `overrides` set.
+    A key that both options have keeps its value. Keys that only the earlier option has are dropped, and so is the
+    removal of a key that `overrides` set.
     """
     keys = {text: _keys_set(text) for text in (*stored, *overrides)}
     chosen = [text for text in overrides if not keys[text]]
@@ -238,7 +238,7 @@ def composing() -> Iterator[None]:
 def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
     """The config that the command line `overrides` would compose, as plain values, and this command, without `main`.
 
-    In the context, further configs can be composed, such as those of the run that the command resumes.
+    In the context, more configs can be composed, such as the config of the run that the command resumes.
 
     Raises:
         InputError: an override does not fit.

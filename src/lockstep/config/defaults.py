@@ -14,7 +14,7 @@ _read: Any = functools.cache(safe_read.read_yaml)
 
 
 def differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of a config, as it was composed, whose values are not the defaults: key, value and default."""
+    """The keys of a composed config that are not at their defaults: key, value and default."""
     defaults = {**_read(CONF / "config.yaml")}
     options = {
         key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()

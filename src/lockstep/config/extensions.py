@@ -63,7 +63,7 @@ class Extension:
             ) from error
 
     def _place(self, error: Exception) -> str:
-        """The file and line of the extension where an error occurred; its folder if the error is elsewhere."""
+        """The file and line of the extension where an error occurred; its folder if the error is in other code."""
         if isinstance(error, SyntaxError):
             return f"{error.filename}:{error.lineno}"
         frames = traceback.extract_tb(error.__traceback__)

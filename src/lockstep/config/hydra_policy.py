@@ -6,7 +6,7 @@ into the config, in which folders runs are, and which packages are imported to s
 value below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys
 that name folders and texts.
 
-While Lockstep composes, Hydra and OmegaConf have a state of their own. Hydra keeps what it knows in singletons, and
+While Lockstep composes, Hydra and OmegaConf have a separate state. Hydra keeps what it knows in singletons, and
 OmegaConf its resolvers in one dict. Their public functions can replace both, but not give back what was there before:
 `Singleton.get_state` copies all of it, so that references to the `ConfigStore` go stale, and forgets the plugins. So
 this module, and no other, uses the names of the two dicts (`Singleton._instances` of Hydra 1.4.0rc3,
@@ -56,7 +56,7 @@ OURS: Mapping[Key, object] = {
 }
 # The folders of runs. A config file may only name one below `output_root` or the current folder.
 FOLDERS: tuple[Key, ...] = (("run", "dir"), ("sweep", "dir"), ("sweep", "subdir"))
-# The references in such a name whose values a config file cannot choose.
+# The references in such a name with values that a config file cannot choose.
 _REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
 # The keys that any config file may set below `hydra`, with everything below them.
 FREE: tuple[Key, ...] = (("sweeper", "params"), ("mode",), ("searchpath",), ("help",), ("hydra_help",))
@@ -112,7 +112,7 @@ class CheckedLoader:
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job of a sweep: once for its choices of options, to whose config its other values are added.
+        """Compose a job of a sweep: once for its choices of options; the job's other values are added to that config.
 
         A sweep composes each job twice, and Hydra takes 0.1 s each time.
         """
@@ -262,8 +262,8 @@ def is_own() -> bool:
 def own_hydra() -> Iterator[None]:
     """A context in which Hydra composes jobs of Lockstep. It then has the state from before, to the object.
 
-    Of OmegaConf's resolvers, the one for the environment is missing, and so are those of the program: somebody else
-    may have written a config, its values are written to files, and environment variables hold secrets.
+    OmegaConf's resolver for the environment is missing, and so are the program's own resolvers: somebody else may
+    have written a config, its values are written to files, and environment variables hold secrets.
     """
     Plugins.instance()  # their modules add configs to the store of the program when they are first imported
     stored = ConfigStore.instance().repo

@@ -126,7 +126,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     whole = path.removesuffix(".yaml")
     group, _, name = whole.rpartition("/")
     first, _, after_group = whole.partition("/")
-    if first in GROUPS:  # options are never in subfolders, so the name with further slashes is a path
+    if first in GROUPS:  # options are never in subfolders, so a name with more slashes is a path
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; remove --config-name for the default one"

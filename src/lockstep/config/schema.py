@@ -130,7 +130,7 @@ class TelemetryBlock:
 
 @dataclass(frozen=True)
 class SweepBlock:
-    """`sweep.*`: how the line of a sweep goes on with what it did before."""
+    """`sweep.*`: how a rerun of a sweep command resumes the sweep."""
 
     resume: str = pathname("auto")
     retry: bool = False

@@ -1,6 +1,6 @@
 """What a user meant: by a misspelt key, a word of another program, or a path in place of an option or KEY=VALUE.
 
-The words are those of timm, Lightning, torchvision, Accelerate, torchrun and the Trainer of Hugging Face.
+The words come from timm, Lightning, torchvision, Accelerate, torchrun and Hugging Face's Trainer.
 """
 
 import os
@@ -112,7 +112,7 @@ ABSENT: Mapping[str, str] = {
     "eval_batch_size per_device_eval_batch_size val_batch_size validation_batch_size": "the size of evaluation "
     "batches is train.eval_batch, images of one device",
 }
-# Values of a key or a group, and what they are called elsewhere.
+# Values of a key or a group, and their names in other tools.
 VALUES: Mapping[str, str] = {
     "device=cuda": "gpu",
     "launcher.ranks=auto": "-1",
@@ -260,7 +260,7 @@ def _data_set_at(path: Path, word: str) -> list[str]:
 
 
 def note(proposal: str) -> str:
-    """What to know about a proposal: a batch of most other programs is that of one device."""
+    """What to know about a proposal: in most other tools, the batch size is per device."""
     return " (batch counts the images of all devices)" if "batch=" in proposal else ""
 
 
