@@ -73,7 +73,7 @@ class Shard:
         number: the number of this piece, from 0.
         mix_partner: whether the three tensors have one more row, the mix partner of the piece's last example. It is
             false for a piece without examples.
-        labels: those of the piece's own examples.
+        labels: the labels of the piece's own examples.
     """
 
     step: int
@@ -108,7 +108,7 @@ class Shard:
     def micro_batches(self, parts: int) -> Sequence[tuple[Shard, bool]]:
         """The shard cut into `parts` pieces, which may be empty: each piece, and whether it is the last one.
 
-        The cuts are those of the global batch: two ranks with two pieces each have the four pieces of one rank.
+        The global batch decides the cuts: two ranks with two pieces each have the four pieces of one rank.
         """
         if parts == 1:
             return ((self, True),)
@@ -123,7 +123,7 @@ class Shard:
 
 
 class Source(Component, Protocol):
-    """A data set: images and labels. A subclass overrides only what differs from the defaults here."""
+    """A data set: images and labels. A subclass overrides only the defaults that it changes."""
 
     @property
     def classes(self) -> int:
@@ -234,7 +234,7 @@ class LoaderContext:
 class ImageLoader(Component, Protocol):
     """How images reach the device: decides when images are read and moved, not which images.
 
-    A subclass overrides only what differs from the defaults here.
+    A subclass overrides only the defaults that it changes.
     """
 
     @property

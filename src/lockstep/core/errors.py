@@ -96,7 +96,7 @@ class RankFailed(LockstepError):
 
 
 def as_known(error: BaseException) -> LockstepError:
-    """`error` itself if it is a LockstepError; any other as a LockstepError whose sentence begins with its type."""
+    """`error` itself if it is a LockstepError, otherwise a LockstepError with a message that begins with its type."""
     return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
 
 

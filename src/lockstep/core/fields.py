@@ -18,7 +18,7 @@ from lockstep.core.errors import InputError, is_one_line, shown
 
 _RULE = "rule"
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
-# The most bytes of a name in a path (the limit of file systems), and of a path (with room for the files of a run).
+# The most bytes of a name in a path (the limit of file systems), and of a path (with space for the files of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
 TEXT_CHARACTERS = 1000
 OPTION_VALUES = 1000  # in a mapping for a constructor of a library
@@ -33,7 +33,7 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Component(Protocol):
-    """One option of a config group: a frozen dataclass, whose fields are the keys."""
+    """One option of a config group: a frozen dataclass with the keys as its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -288,7 +288,7 @@ PATTERN = Check(
 
 
 def check_whole(key: str, value: object, least: int) -> None:
-    """Refuse what is no whole number from `least`, for a key of a plugin of Hydra, which no class describes."""
+    """Reject anything but a whole number from `least`, for a key of a Hydra plugin, which no class describes."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise InputError(f"{key} is {value!r}, expected a whole number from {least}: {key}={least}")
 

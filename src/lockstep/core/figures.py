@@ -145,7 +145,7 @@ class Predictions:
         write_atomic(path, json.dumps(own, allow_nan=False, separators=(",", ":")) + "\n")
 
     def in_words(self, answer: Any, names: Sequence[str] | None = None) -> str:
-        """A target or a prediction of `worst`, with other names in the place of its own."""
+        """A target or a prediction of `worst`, with `names` instead of its own names if given."""
         names = names or self.names
         if self.targets == CLASSES:
             return names[answer]

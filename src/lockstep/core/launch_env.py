@@ -78,7 +78,7 @@ def started_by() -> Starter:
 
 
 def check_launched() -> None:
-    """Raise InputError for variables that leave open which rank this is: each process would be a run of its own."""
+    """Raise InputError for variables that leave open which rank this is: each process would be a separate run."""
     if is_launched():
         return
     size = os.environ.get("WORLD_SIZE", "1")

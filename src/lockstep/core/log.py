@@ -78,7 +78,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     rank prints goes to its own file, so that only main writes to the terminal.
 
     Raises:
-        StorageError: there is no room for a file.
+        StorageError: there is no space for a file.
     """
     handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
     if rank == 0:

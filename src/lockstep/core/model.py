@@ -1,4 +1,4 @@
-"""Helpers for any nn.Module, also for one whose tensors are cut over the ranks.
+"""Helpers for any nn.Module, also for one with its tensors sharded over the ranks.
 
 A tensor can be cut over the ranks (torch's `DTensor`), or belong to a stage of the model on another rank: it is then
 on torch's meta device. For any other tensor, the whole and this rank's part are the tensor itself. This module does
@@ -92,11 +92,11 @@ def within(name: str, module: str) -> bool:
 
 
 def blocks(model: nn.Module, large: float = LARGE) -> Iterator[nn.Module]:
-    """The modules of a model whose parameters are gathered together.
+    """The modules of a model to gather as units: the parameters of each are gathered together.
 
     They are the largest modules within one of timm's groups (`group_matcher`). Of a model without groups they are its
-    children, and the children of its lists of modules. A single layer of fewer than `large` parameters is no block:
-    it is gathered with the rest of the model.
+    children, and the children of its lists of modules. A single layer of fewer than `large` parameters is
+    not a block: it is gathered with the rest of the model.
     """
     groups = _groups(model)
 
@@ -180,7 +180,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """This rank's parts of tensors, without gradients or a copy; tensors on other ranks are left out."""
+    """This rank's parts of tensors, without gradients or a copy; tensors on other ranks are skipped."""
     return [own_part(tensor.detach()) for tensor in tensors if not tensor.is_meta]
 
 

@@ -209,8 +209,8 @@ class ModelCard:
 class TrainedInput:
     """The images that weights were trained on. A model that starts from the weights gets images of the same kind.
 
-    `size` is the (height, width) of the model's input, and `stored` that of a stored image (None if it is not known).
-    The other fields are those of a `ModelCard`.
+    `size` is the (height, width) of the model's input, and `stored` the (height, width) of a stored image (None if it
+    is not known). The other fields are as in `ModelCard`.
     """
 
     size: tuple[int, int]

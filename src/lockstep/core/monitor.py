@@ -1,6 +1,6 @@
 """The monitor: the figure of an evaluation that decides which weights, job or trial is better. Imports no torch.
 
-A figure has a name: `loss`, `top1`, `top5`, the name of a metric (`f1`), or that of one of its classes
+A figure has a name: `loss`, `top1`, `top5`, the name of a metric (`f1`), or a metric and one of its classes
 (`recall/defect`). In files it has a tag, see `tagged`. A monitor is written as a name, with a minus if less is
 better.
 """
@@ -70,10 +70,10 @@ def chosen_monitor(
     """The monitor that a config names.
 
     Args:
-        text: the key `monitor`: `auto`, the name of a figure, or that with a minus in front, if less is better.
+        text: the key `monitor`: `auto`, or the name of a figure, with a minus in front if less is better.
         task: the option of the group `task`.
-        metrics: the class of each metric of the config, by its name. Any other name is that of an option, which the
-            task adds itself.
+        metrics: the class of each metric of the config, by its name. Any other name is the name of an option that
+            the task adds itself.
         less_is_better: the classes of other metrics of which less is better, by option.
     """
     monitor = Monitor.parse(USUAL.get(task, LOSS) if text == "auto" else text)
@@ -84,7 +84,7 @@ def chosen_monitor(
 
 
 def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str, float]:
-    """The figures of an evaluation by tag; `averaged` are those of the averaged weights."""
+    """The figures of an evaluation by tag; `averaged` is whether the averaged weights were evaluated."""
     tags = AVERAGED if averaged else TAGS
     return {tags.get(name, METRIC + name): value for name, value in figures.items()}
 

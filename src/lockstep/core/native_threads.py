@@ -56,4 +56,4 @@ def configure_native_threads() -> None:
     if "torch" not in sys.modules:
         del os.environ[KEY]  # torch reads it too if its linear algebra is OpenBLAS
         importlib.import_module("torch")
-    os.environ[KEY] = "1"  # SciPy brings another OpenBLAS
+    os.environ[KEY] = "1"  # SciPy ships another OpenBLAS

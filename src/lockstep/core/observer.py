@@ -37,8 +37,8 @@ class RunInfo:
             is one tag.
         model: the model on main, which has only a part of the weights where the strategy cuts them.
         log: logs a number under one of the `figures` of a logger. In `Observer.write` it joins the figures that are
-            written, in `Observer.evaluated` those of the evaluation; elsewhere it is written with the next ones, or
-            before the next checkpoint.
+            written, in `Observer.evaluated` the figures of the evaluation; otherwise it is written with the next
+            figures, or before the next checkpoint.
     """
 
     run_dir: RunDir

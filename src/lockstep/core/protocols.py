@@ -116,7 +116,7 @@ class Strategy(Component, Protocol):
 
 
 class Precision(Component, Protocol):
-    """The number format of the forward and backward pass. The defaults are those of float32."""
+    """The number format of the forward and backward pass. The defaults are for float32."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
     """The format of matrix products, convolutions and input images; autocast is used if it differs from `storage`."""
@@ -290,7 +290,7 @@ class Loss(Component, Protocol):
 
         Targets are labels, int64 (b,). With Mixup and CutMix they are shares of the classes, (b, classes), in the
         dtype of the images; for tasks of `labels` and `values` they are always floats (b, classes). `labels` are the
-        labels of the training split. An evaluation calls the module in evaluation mode, in which it leaves out terms
+        labels of the training split. An evaluation calls the module in evaluation mode, in which it omits terms
         that only regularise training.
         """
 
@@ -318,7 +318,7 @@ class Batch(Protocol):
 
 
 class Task(Component, Protocol):
-    """What a target, a prediction and a score are. It must not mix examples: each has a loss of its own.
+    """What a target, a prediction and a score are. It must not mix examples: each has its own loss.
 
     A task of the user inherits from `Multiclass`, `Multilabel` or `Regression` of `lockstep.tasks`.
     """
@@ -361,7 +361,7 @@ class Task(Component, Protocol):
         return (outputs.argmax(1) == labels).sum()
 
     def predict(self, outputs: Tensor) -> Tensor:
-        """The predictions for the outputs, in the form of the labels; those of classes first, then the next best."""
+        """The predictions for the outputs, in the form of the labels; for classes, from best to next best."""
 
     def counts(self, predicted: Tensor, labels: Tensor) -> Tensor:
         """How many examples of a block count for each score of `counted`, int64 (n,)."""

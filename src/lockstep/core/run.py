@@ -36,8 +36,8 @@ ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "lo
 class State(StrEnum):
     """How far a run or a job of a sweep is.
 
-    `stopped`: it saved its state, and goes on from there; `pruned`: so, because others are better; `killed`: its
-    summary or record says that it runs, and its process is gone; `damaged`: its files cannot be read.
+    `stopped`: it saved its state, and can resume from there; `pruned`: stopped because others are better; `killed`:
+    its summary or record says that it runs, but its process is gone; `damaged`: its files cannot be read.
     """
 
     waiting = "waiting"
@@ -81,7 +81,7 @@ class Run:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """`summary.json`, whose values have the types of `core.run_dir`."""
+        """`summary.json`; its values have the types of `core.run_dir`."""
         return self.read(self.run_dir.summary, lambda _: self.run_dir.read_summary(), {})
 
     @property
@@ -91,7 +91,7 @@ class Run:
 
     @property
     def id(self) -> str | None:
-        """The name that the checkpoints of this run give it; None if there is no summary that says it."""
+        """The name that the checkpoints of this run give it; None if no summary has it."""
         return self.summary.get("run")
 
     @property
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def columns(self) -> dict[str, float]:
-        """What tables have beside its score: the chosen metrics of its best evaluation; `test`, of the monitor."""
+        """What tables show next to the score: the best evaluation's chosen metrics, and `test`, of the monitor."""
         scores, tests = ({**(self.summary.get(key) or {})} for key in ("scores", TEST))
         chosen = metrics if isinstance(metrics := self.composed.get("metric"), dict) else ()
         figures = {name: scores.get(name) for name in chosen if name != self.monitor.name}
@@ -168,7 +168,7 @@ class Run:
 
     @cached_property
     def composed(self) -> dict[str, Any]:
-        """The config as Hydra composed it; that of another app may have interpolations."""
+        """The config as Hydra composed it; another app's config may have interpolations."""
         return self.read(self.run_dir.composed, safe_read.read_yaml, {})
 
     @cached_property
@@ -273,7 +273,7 @@ def step_of(path: Path) -> int:
 
 
 def _is_held(lock: Path) -> bool:
-    """Whether the process that holds the lock of a run lives, as far as this machine can see."""
+    """Whether the process that holds the lock of a run is alive. On another machine it counts as alive."""
     try:
         holder = safe_read.read_json(lock)
         return bool(holder["host"] != socket.gethostname() or born(holder["pid"]))

@@ -20,7 +20,7 @@ from lockstep.core.safe_read import UnreadableFile, is_number
 from lockstep.core.safe_write import write_atomic
 
 NAME_LIMIT = 100
-LATEST, BEST = "latest", "best"  # text files with the name of a folder beside them
+LATEST, BEST = "latest", "best"  # text files with the name of a folder next to them
 SWEEP = "sweep.json"  # in the folder of a sweep
 MANIFEST = "manifest.json"  # marks a folder as a checkpoint or a packed data set
 # The types of what is read in `summary.json`; each key may be missing or null.
@@ -55,7 +55,7 @@ class PathBelow:
 
 @dataclass(frozen=True)
 class RunDir:
-    """The folder of one job. Each file has one writer: main, or the rank whose number is in its name."""
+    """The folder of one job. Each file has one writer: main, or the rank that its name gives."""
 
     path: Path
 
@@ -146,7 +146,7 @@ class RunDir:
         return loaded
 
     def _known_summary(self) -> dict[str, Any]:
-        """The content of `summary.json` that goes on; empty if the file is missing or damaged."""
+        """The content of `summary.json` to be carried over; empty if the file is missing or damaged."""
         try:
             return self.read_summary()
         except UnreadableFile:
@@ -195,7 +195,7 @@ class RunDir:
     def mark_latest(self, root: Path) -> None:
         """Write the name of this folder to `root/latest`: TensorBoard would show a link as a second run."""
         with safe_write.storing(root):
-            root.mkdir(parents=True, exist_ok=True)  # the run folder can be elsewhere: hydra.run.dir=FOLDER
+            root.mkdir(parents=True, exist_ok=True)  # the run folder can be outside it: hydra.run.dir=FOLDER
         if not (root / LATEST).is_dir():  # a folder here is a run with this name: hydra.run.dir=outputs/latest
             write_atomic(root / LATEST, f"{os.path.relpath(self.path, root)}\n")
 

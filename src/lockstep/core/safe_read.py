@@ -130,7 +130,7 @@ def read_text(path: Path, limit: int = LIMIT) -> str:
 
 
 def read_name(path: Path) -> str:
-    """The name that a file gives of a folder beside it: one component of a path, and not `..`. See `read_text`."""
+    """The folder name that a file contains: one component of a path, and not `..`. See `read_text`."""
     name = read_text(path).strip()
     if name in ("", ".", "..") or not name.isprintable() or "/" in name:
         raise UnreadableFile(path, f"has {name[:80]!r} in it, expected the name of a folder next to it")

@@ -34,7 +34,7 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new empty file beside `path`, which is to be written in the context and then replaces `path` in one step.
+    """A new empty file next to `path`, to be written in the context. It then replaces `path` in one step.
 
     If the context raises, `path` is unchanged. The name of the file is short, so that any name that is valid for
     `path` works, and has nothing of `path` in it: TensorBoard would read a second event file.
@@ -66,14 +66,14 @@ def _open_plain(path: str, flags: int) -> int:
 
 
 def make_folder(path: Path) -> None:
-    """Create a subfolder of a run or a sweep. Raises OSError, or InputError for a link, which leads elsewhere."""
+    """Create a subfolder of a run or a sweep. Raises OSError, or InputError for a symbolic link."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise InputError(f"{path} is a symbolic link, expected a folder; replace it by its target")
 
 
 def check_out(path: Path, suffix: str = "") -> None:
-    """Raise InputError if `path`, which a user has named by `--out`, is no name for a new file or a plain one."""
+    """Raise InputError if `path`, the user's `--out`, is not the name of a new file or of a plain file."""
     if not path.parent.is_dir() or (path.exists() and not path.is_file()) or not path.name.endswith(suffix):
         name = f" whose name ends with {suffix}" * bool(suffix)
         raise InputError(f"--out is {path}, expected a file{name} in a folder that exists")

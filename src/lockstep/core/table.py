@@ -76,7 +76,7 @@ class Column:
 
 
 def shortened(text: str, digits: int = 3) -> str:
-    """A text whose fractions have at most so many significant digits: `lr=0.004043878` becomes `lr=0.00404`."""
+    """A text with its fractions cut to so many significant digits at most: `lr=0.004043878` becomes `lr=0.00404`."""
 
     def short(match: re.Match[str]) -> str:
         value, significant = float(match[0]), re.sub(r"e.*|\.", "", match[0]).strip("0")

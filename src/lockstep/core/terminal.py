@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 WAIT_S = 3.0
-# Bytes that a stream takes without a wait once it can be written: of a terminal, whose line ends are two bytes there
-# and whose buffers grow by 256 bytes; of a pipe.
+# Bytes that a stream accepts without waiting once it is writable: a terminal (line ends take two bytes there, and its
+# buffers grow by 256 bytes); a pipe.
 TERMINAL_BYTES, PIPE_BYTES = 128, select.PIPE_BUF
 
 _patience_s = math.inf
@@ -49,7 +49,7 @@ def _has_descriptor(stream: TextIO | None) -> bool:
 
 
 class SafeStream:
-    """A stream whose errors are not raised. The first one is kept, for a program whose result the output is.
+    """A stream that does not raise its errors. The first one is kept, for a program whose output is its result.
 
     Args:
         current: returns the stream to write to, or None if there is none.
@@ -95,7 +95,7 @@ class SafeStream:
 
 
 def guard_streams() -> None:
-    """Give this program standard streams whose errors are not raised, and that exist.
+    """Give this program standard streams that exist and do not raise their errors.
 
     In the place of a closed one, the next file that is opened would get its number, and what libraries print. A
     device that refuses to be written keeps the number instead. Text that the encoding lacks is written as escapes.
