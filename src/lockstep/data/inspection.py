@@ -37,7 +37,7 @@ class Level(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence of a check, with what mends a problem; `amount` is the seconds or bytes that it tells."""
+    """A check's result, with a suggested fix for a problem; `amount` is the seconds or bytes reported."""
 
     check: str
     text: str

@@ -166,7 +166,7 @@ class Fake(Source):
         return _random(self.image_shape, self.classes, self.targets, max(1, self.examples // 4), seed=2)
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
-        """Empty: the number and the shape of the examples determine them, and are compared elsewhere."""
+        """Empty: the number and the shape of the examples determine the data, and are compared separately."""
         return {"train": {}, "val": {}}
 
 

@@ -3,7 +3,7 @@
 simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, torchvision decodes PNG and WebP without
 transparency, and Pillow all other photos (`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB.
 Images of other numbers of channels are arrays and TIFF files (`lockstep.data.datasets.bands`). The first bytes of a
-file decide its format, not its name. Sizes and boxes are those of the upright image.
+file decide its format, not its name. Sizes and boxes refer to the upright image.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ImageFile(NamedTuple):
             rows, columns, decoder, orientation, pixels = _turbo_header(data) or _pillow_header(data)
         else:
             rows, columns, decoder, orientation = bands.opened(data, channels)
-            pixels = -(-rows * columns * channels // RGB)  # as many bytes as those of a photo
+            pixels = -(-rows * columns * channels // RGB)  # the RGB pixels that take as many bytes
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, height * width)

@@ -84,7 +84,7 @@ class Crop:
     size: tuple[int, int]
 
     def boxes_for(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
-        """The boxes of the examples and repetitions `indices`, whose images are `files`."""
+        """The boxes of the examples and repetitions `indices`; `files` are their images."""
         sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
         boxes = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
         return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
@@ -96,7 +96,7 @@ class FileSplit:
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
-    images that a run leaves out, `interpolation` how images are resized, `channels` how many an image has.
+    images that a run skips, `interpolation` how images are resized, `channels` how many an image has.
     """
 
     paths: Files | Sequence[Path | Member]

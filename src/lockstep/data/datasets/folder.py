@@ -1,7 +1,7 @@
 """Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`, or `PATH/CLASS/*.jpg`.
 
-A class folder may contain folders to any depth. Hidden files, and files without the suffix of an image, are left out;
-a note gives their number.
+A class folder may contain folders to any depth. Hidden files, and files without an image suffix, are skipped; a note
+gives their number.
 """
 
 import functools
@@ -40,7 +40,7 @@ HIDDEN, NO_SUFFIX, LOOP = "hidden", "without a suffix", "links back to a folder 
 # The usual names of the folders of a split, the likelier ones first, and the parts of others.
 TRAIN, VAL = ("train", "training"), ("val", "valid", "validation", "test")
 USUAL_SHARE = 0.1  # of each class, evaluated if there is no folder for it
-KINDS_SHOWN = 6  # the most kinds of files that the note about left-out files names
+KINDS_SHOWN = 6  # the most kinds of files that the note about skipped files names
 
 
 @option("dataset")
@@ -255,7 +255,7 @@ def kind_of(name: str) -> str:
 
 
 def left_out_note(folder: Path, left_out: Counter[str]) -> tuple[str, ...]:
-    """A sentence about the files of a split that are left out; empty if there are none."""
+    """A sentence about the skipped files of a split; empty if there are none."""
     if not (number := left_out.total()):
         return ()
     kinds = [f"{count:,} {kind}" for kind, count in sorted(left_out.items(), key=lambda item: (-item[1], item[0]))]

@@ -46,7 +46,7 @@ class Files:
         labels: int64 (N,), or float32 (N, K), see `Split`.
         classes: the names of the classes, labels or values.
         identity: identifies what the members are stored in, whatever its path; empty for paths.
-        notes: sentences about the files that are left out.
+        notes: sentences about the files that are skipped.
         member_names: the names of members by their positions; None for paths.
         groups: (N,): what names the group of each file, if that is not its name.
     """
@@ -92,7 +92,7 @@ class Files:
         return self.keys if self.member_names is None else self.member_names[self.keys]
 
     def part(self, chosen: NDArray[np.bool_]) -> Files:
-        """Those of the files that are `chosen`, bool (N,)."""
+        """The files that are `chosen`, bool (N,)."""
         groups = None if self.groups is None else self.groups[chosen]
         return replace(self, keys=self.keys[chosen], labels=self.labels[chosen], groups=groups)
 
@@ -118,7 +118,7 @@ def _digest(content: bytes) -> str:
 
 
 def in_folder(folder: Path) -> Callable[[bytes], Path]:
-    """The `place` of files whose keys are relative to a folder, or whole paths."""
+    """The `place` of files with keys that are relative to a folder, or whole paths."""
     return lambda name: folder / os.fsdecode(name)
 
 
@@ -176,7 +176,7 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
     """The labels of examples, int64 (N,), by the names of their classes.
 
     Raises:
-        InputError: a name is no class; `place` says where it is.
+        InputError: a name is not a class; `place` says where it is.
     """
     numbers = {name: label for label, name in enumerate(classes)}
     labels = [numbers.get(class_name(name), -1) for name in names]
@@ -189,7 +189,7 @@ def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int
 
 
 def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str, share: str = "") -> OptionT:
-    """The split or the column `name`, as the field `key` of a data set asks for.
+    """The split or the column `name`, which the field `key` of a data set requests.
 
     Raises:
         InputError: `where` does not have it.

@@ -172,7 +172,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 @functools.cache
 def map_split(folder: Path, name: str) -> MappedSplit:
-    """The split `name`, mapped once per process. Raises InputError, also for a label that is no class."""
+    """The split `name`, mapped once per process. Raises InputError, also for a label that is not a class."""
     manifest = read_manifest(folder)
 
     def mapped(kind: str) -> Tensor:
@@ -213,7 +213,7 @@ def splits_of(source: Source) -> dict[str, Split]:
 
 
 def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
-    """Decode all images of `source` to a new folder, and return the broken ones, which are left out.
+    """Decode all images of `source` to a new folder. Returns the broken ones, which are skipped.
 
     Only a few images per thread are in memory at a time. `advanced` is called with the number of images after each
     chunk.
@@ -289,7 +289,7 @@ def _write_hashed(path: Path, tensors: Iterable[Tensor]) -> str:
 
 @contextmanager
 def _temporary_folder(target: Path) -> Iterator[Path]:
-    """A locked folder beside `target`. First removes the folders of killed packs."""
+    """A locked folder next to `target`. First removes the folders of killed packs."""
     for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
         with suppress(BlockingIOError), locked(leftover):  # another pack fills it
             shutil.rmtree(leftover)

@@ -2,8 +2,8 @@
 
 - Transparent pixels become white, the colour of the page that such an image is drawn for.
 - Of integers of 12 or 16 bits the upper 8 are kept, as torchvision, OpenCV and libpng do it. The format says how many
-  bits there are; the values are not looked at.
-- Floats, signed integers and integers of 32 bits are refused: nothing says which of them is white.
+  bits there are; the values are not checked.
+- Floats, signed integers and integers of 32 bits are rejected: nothing says which value is white.
 """
 
 import functools

@@ -36,7 +36,7 @@ class Units(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """The examples of a split, to be cut. Those of one group are on one side, or those of one name without groups.
+    """The examples of a split, to be divided. Those of a group, or else of a name, stay together.
 
     A hash of the name of each decides, within its stratum: its class, or its rarest label, or all values. The stratum
     of a group is the commonest of its examples.
@@ -57,7 +57,7 @@ class Examples:
     apart: bool = False
 
     def share(self, key: str, share: float) -> Chosen:
-        """Those that a share takes, as the field `key` of a data set asks for.
+        """The examples in a share, which the field `key` of a data set requests.
 
         Of each stratum, the share of the units with the smallest hashes: at least one of two or more, and never all.
         If a unit is added, at most one other changes sides.
@@ -80,7 +80,7 @@ class Examples:
         return chosen
 
     def fold(self, folds: int, fold: int) -> Chosen:
-        """Those of a fold.
+        """The examples of a fold.
 
         Each stratum is cut in the order of the hashes, so the folds have as many units of it, within one, and a unit
         that is added moves at most one other over each of the cuts.
@@ -97,7 +97,7 @@ class Examples:
         return sides(folds)[0] == fold
 
     def within(self, limit: float) -> Chosen:
-        """Those that a limit leaves: a share up to 1 of each stratum, or a number; at least one unit of each stratum.
+        """The examples within a limit: a share up to 1 of each stratum, or a number; at least one unit per stratum.
 
         A number is divided by the largest remainders. If units have several examples, it is at most that number.
         """
@@ -216,7 +216,7 @@ class CutSource(Source):
         return self.val_share is not None or self.folds is not None
 
     def evaluated(self, examples: Examples) -> Chosen:
-        """Those of the training examples that are evaluated instead. Raises InputError."""
+        """The training examples that are evaluated instead. Raises InputError."""
         if self.folds is not None and self.fold is not None:
             return examples.fold(self.folds, self.fold)
         assert self.val_share is not None

@@ -286,7 +286,7 @@ class HF(FileSource):
         feature = table.features[self.label_column]
         cell = getattr(feature, "feature", feature)
         name = getattr(cell, "int2str", str)
-        if getattr(feature, "length", -1) > 0 and name is str:  # a list of a fixed length is no list of some classes
+        if getattr(feature, "length", -1) > 0 and name is str:  # a list of fixed length is not a list of labels
             values = [[float(cell) if isinstance(cell, int) else cell for cell in row or ()] for row in values]
         return [target_of(value, self.targets, f"row {row} of {self.path}", name) for row, value in enumerate(values)]
 

@@ -1,4 +1,4 @@
-"""From what a data set stores beside an image to its label: a class by name, several labels, or values."""
+"""From what a data set stores with an image to its label: a class by name, several labels, or values."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def as_shares(examples: Sequence[Sequence[str]], labels: Sequence[str], place: C
     """Which of the `labels` each example has, float32 (N, K), by their names.
 
     Raises:
-        InputError: a name is no label; `place` says where it is.
+        InputError: a name is not a label; `place` says where it is.
     """
     numbers = {name: number for number, name in enumerate(labels)}
     shares = torch.zeros(len(examples), len(labels))
@@ -131,7 +131,7 @@ def as_numbers(
     """The numbers of examples, float32 (N, K), one for each of `names`; with `binary` 0 and 1 only.
 
     Raises:
-        InputError: a cell is no finite number, or an example has more or fewer; `place` says where it is.
+        InputError: a cell is not a finite number, or an example has more or fewer; `place` says where it is.
     """
     expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
     words = {"true": 1.0, "false": 0.0} if binary else {}

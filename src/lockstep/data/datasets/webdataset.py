@@ -198,7 +198,7 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
     """The name, the offset and the size of each file in an archive.
 
     Raises:
-        ValueError: it is no tar archive or cut short, or a member is neither a plain file nor a folder.
+        ValueError: it is not a tar archive or is cut short, or a member is neither a plain file nor a folder.
     """
     try:
         with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8") as tar:

@@ -70,7 +70,7 @@ def sample(split: Split, number: int) -> Tensor:
 def in_order(
     function: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, workers: int, prefetch: int
 ) -> Iterator[ResultT]:
-    """`map(function, items)` by `workers` threads, each of which works `prefetch` items ahead; 0 is no thread."""
+    """`map(function, items)` by `workers` threads, each working `prefetch` items ahead; with 0 there is no thread."""
     if workers == 0:
         yield from map(function, items)
         return
@@ -165,7 +165,7 @@ def _map_shared(shape: tuple[int, ...], world: World, *, leader: int) -> Tensor 
         pid, descriptor, expected = world.gather((os.getpid(), file, name))[leader]
         path = Path(f"/proc/{pid}/fd/{descriptor}")
         memory = None
-        # On another machine of the same name, or in another container, the path is that of another file, or of none.
+        # On another machine of the same name, or in another container, the path leads to another file, or to none.
         with suppress(OSError):
             if descriptor is not None and str(path.readlink()).startswith(f"/memfd:{expected}"):
                 memory = torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=torch.uint8).view(shape)

@@ -1,4 +1,4 @@
-"""The order of the samples, and those of each rank at each step: pure functions of seed, step and world size."""
+"""The order of the samples, and each rank's samples at each step: pure functions of seed, step and world size."""
 
 import itertools
 import operator
@@ -83,7 +83,7 @@ def repeated_order(seed: int, epoch: int, plan: Plan, repeats: int) -> Tensor:
     rounded up, each as often as any other or once less. So an epoch has as many steps as without repeats, and shows a
     part of the examples.
 
-    The numbers are those of `balanced_order`.
+    The numbers are the same as in `balanced_order`.
     """
     place = torch.arange(plan.examples)
     start = place // plan.batch * plan.batch

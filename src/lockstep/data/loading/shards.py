@@ -64,7 +64,7 @@ class EvalLoader:
         eval_batch: images per block of the split.
         eval_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
         eval_feed: reads the images.
-        skip: the most broken images that are left out.
+        skip: the most broken images that are skipped.
         broken_seen: the broken images so far, as (whether of this split, index).
     """
 
@@ -84,7 +84,7 @@ class EvalLoader:
             yield images, self.eval_labels[block.start : block.stop]
 
     def eval_image(self) -> Tensor:
-        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass whose result is not used."""
+        """The first image of the evaluation split, uint8 (1, C, H, W), for a pass that discards its result."""
         images, _ = next(iter(self.eval_feed([(0, torch.arange(1))])))
         return images
 
@@ -137,7 +137,7 @@ class Loader(EvalLoader):
         later_feeds: the readers after `train_feed`, by the steps after which they begin, in their order.
             Steps of two readers are not read together, and nothing is read ahead of the change.
         partners: whether a shard also has the mix partner of its last example.
-        stride: the most steps whose shards are read together.
+        stride: the most steps that are read together.
         order_device: computes the order of the examples; the images' device, so that no step waits for the order.
         order_of: gives the order of an epoch; None is a permutation of the examples.
         crops: whether `train_feed` cuts boxes, another one for each repetition of an example.

@@ -203,7 +203,7 @@ def first_box(
 def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
     """A box of each uint8 image (B, C, H, W), resized with antialiasing: uint8 (B, C, *size).
 
-    On the CPU the pixels are those of torchvision's `resized_crop` for uint8, which rounds after the columns and
+    On the CPU the pixels equal torchvision's `resized_crop` for uint8, which rounds after the columns and
     after the rows; on a GPU a few differ by 1 or 2 of 255. They do not depend on the other images of the batch.
     `boxes` is int64 (B, 4): top, left, height and width.
     """

@@ -39,8 +39,8 @@ class DeviceTransforms:
         cutout: side in pixels of a square of the mean colour (DeVries and Taylor 2017); 0 is none.
         erase: random erasing; None is none.
         mix: mixup and CutMix; None is neither.
-        train_sizes: (height, width) of the model's input in training, by the steps after which they begin; empty is
-            that of the evaluation.
+        train_sizes: (height, width) of the model's input in training, by the steps after which they begin; empty for
+            the evaluation's size.
     """
 
     augment: Callable[[Tensor, SampleRNG, tuple[int, int]], Tensor]

@@ -11,7 +11,7 @@ from lockstep.data.transforms.augment import TRIES, first_box
 
 # The area of a rectangle as a share of the image's, and the bounds of its aspect ratio, as in timm.
 AREA, ASPECT = [0.02, 1 / 3], [0.3, 1 / 0.3]
-FIRST_COLOUR = 1 + 4 * TRIES  # the number of an example's first colour: after those of its rectangle
+FIRST_COLOUR = 1 + 4 * TRIES  # the number of an example's first colour: after the numbers of its rectangle
 
 
 @dataclass(frozen=True)

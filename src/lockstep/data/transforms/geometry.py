@@ -58,7 +58,7 @@ def _torchvisions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_versions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The same positions up to rounding, as the first version of RandAugment computed them, so that runs go on."""
+    """The same positions up to rounding, as RandAugment's first version computed them, so that old runs resume."""
     height, width = images.shape[2:]
     # float64 if float32 cannot represent all offsets in an image.
     y, x = _centres(images, torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64)

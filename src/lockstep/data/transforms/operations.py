@@ -20,7 +20,7 @@ from lockstep.data.transforms.geometry import IDENTITY, NEAREST, RESAMPLE, ROTAT
 
 BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, SOLARIZE_ADD, INVERT, AUTOCONTRAST, EQUALIZE = range(6, 14)
 COLOR, SHARPNESS, BLUR = range(14, 17)
-# Values that the CPU works on at a time: few enough that temporary memory is reused, and fewer for those of 8 bytes.
+# Values that the CPU works on at a time: few enough that temporary memory is reused, and fewer if they have 8 bytes.
 CPU_VALUES, CPU_VALUES_PILLOW = 2**21, 2**18
 MOST_BLUR = 2.0  # the largest standard deviation of a blur, in pixels, so that five pixels are enough for a pass
 

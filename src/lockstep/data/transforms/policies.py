@@ -142,7 +142,7 @@ def _pairs(policy: str, device: torch.device) -> Tensor:
 
 @option("augment", "randaugment_timm")
 class TimmRandAugment(_Moving):
-    """timm's RandAugment: its own operations, each with a probability and a magnitude of its own, from 0 to 10."""
+    """timm's RandAugment: timm's operations, each with its own probability and magnitude, from 0 to 10."""
 
     ops: int = ranged(2, least=0, most=100)
     magnitude: int = ranged(9, least=0, most=TIMM_STRONGEST)
