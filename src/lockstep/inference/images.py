@@ -38,7 +38,7 @@ def stored_images(
     are processed like image files by `ImageFile.fitted`; colours become grey if C is 1.
 
     Raises:
-        InputError: one is no image, or the data set has images that no file can hold.
+        InputError: one is not an image, or the data set has images that no file can hold.
     """
     if isinstance(images, Tensor) and images.dim() == 4:
         images = list(images)
@@ -69,7 +69,7 @@ def stored_image(
 
 
 def files_in(path: Path, channels: int = RGB) -> list[Path]:
-    """The image files below a folder, sorted; those of a pattern that a shell has not expanded; else only this path.
+    """The image files below a folder, sorted; the matches of a pattern that no shell expanded; else only this path.
 
     Of a folder, these are the files that can hold an image of so many channels.
 

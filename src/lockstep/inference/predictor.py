@@ -110,7 +110,7 @@ class Predictor:
         """The input of `model` for these images, float (B, C, h, w) on the device: cropped, normalised, resized.
 
         Raises:
-            InputError: one is no image.
+            InputError: one is not an image.
         """
         pixels = self.transforms.eval(self.stored(images).to(self.device))
         return pixels.to(self.precision.dtype, memory_format=self.transforms.memory_format)
@@ -129,7 +129,7 @@ class Predictor:
     def values(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """The outputs for each image, float (B, outputs) on the CPU: the values of a regression, otherwise logits.
 
-        `images` are those of `predict`. Raises InputError: one is no image.
+        `images` are as in `predict`. Raises InputError: one is not an image.
         """
         blocks = [self.logits(block).cpu() for block in self.stored(images).split(self.card.eval_batch) if len(block)]
         return torch.cat(blocks) if blocks else torch.zeros(0, self.card.classes)
@@ -142,7 +142,7 @@ class Predictor:
                 Pillow image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W).
 
         Raises:
-            InputError: one is no image, or the model predicts values (see `values`).
+            InputError: one is not an image, or the model predicts values (see `values`).
         """
         if self.card.targets == VALUES:
             raise InputError(
@@ -167,7 +167,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
-        precision: the number format to compute in; None is that of the evaluation.
+        precision: the number format to compute in; None for the evaluation's.
 
     Raises:
         InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
@@ -205,7 +205,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
 def find_weights(path: str | Path, key: str = KEY) -> Path:
     """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
 
-    For `latest` it is that of the newest run, or, if this one has none, the newest file of a run or a sweep's job.
+    For `latest` it is the newest run's file, or, if this run has none, the newest file of a run or a sweep's job.
 
     Raises:
         InputError: there are no weights; its sentence begins with `key`.
@@ -227,7 +227,7 @@ def say_which(file: Path, card: ModelCard) -> None:
 
 
 def run_of(file: Path) -> RunDir | None:
-    """The run of a file of weights: its best weights, or a file in a checkpoint; None if the file is elsewhere."""
+    """The run of a weights file: its best weights, or a file in a checkpoint; None if the file is outside a run."""
     folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
     return next(map(RunDir, folders), None)
 
