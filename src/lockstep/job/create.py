@@ -79,7 +79,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
         InputError: the job does not fit.
     """
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
-    # A job of the pool has a process of its own; Hydra's basic launcher runs the jobs of a sweep in one.
+    # A job of the pool has its own process; Hydra's basic launcher runs the jobs of a sweep in one.
     sweep = invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
     fetch_data(resume, job.dataset)
@@ -101,7 +101,7 @@ def job_of(overrides: Sequence[str]) -> ResolvedJob:
 
 
 def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = None) -> ResolvedJob:
-    """The job of a command, resolved, and checked as far as that is possible without its data.
+    """The job of a command, resolved, and checked in every way that needs no data.
 
     `sweep` is whether other jobs run in this process, `images` the number of training images once it is known.
     """
@@ -132,7 +132,7 @@ def fitted_to_images(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -
 
 
 def check_plan(job: ResolvedJob) -> Plan:
-    """The plan of a job whose data is there, and which fits it and the memory."""
+    """The plan of a job with its data present. Raises InputError if the job does not fit the data or the memory."""
     if job.task.targets == CLASSES and job.dataset.classes < 2:
         named = "".join(f", {name}," for name in job.dataset.class_names)
         raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
@@ -151,7 +151,7 @@ def check_plan(job: ResolvedJob) -> Plan:
 
 
 def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Refuse a schedule that has no effect in this plan, or of an extension whose `factor` takes other arguments."""
+    """Reject a schedule that has no effect in this plan, or an extension's if its `factor` takes other arguments."""
     signature = inspect.signature(schedule.factor)
     try:
         signature.bind(1, plan, ())

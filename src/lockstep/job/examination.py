@@ -1,4 +1,4 @@
-"""Checks of one job on this machine before a long run, besides those of every start. `lockstep doctor` makes them."""
+"""`lockstep doctor`'s checks of one job on this machine before a long run, besides the checks of every start."""
 
 import itertools
 import math
@@ -207,7 +207,7 @@ def _other_settings(job: ResolvedJob, world: World) -> Finding:
 
 
 def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
-    """The settings that may be faster than those of the job, by override."""
+    """Settings that may be faster than the job's, by override."""
     on_cpu, others = world.device.type == "cpu", dict[str, ResolvedJob]()
     if on_cpu and job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32:
         others["precision=fp32"] = replace(job, precision=FP32())
@@ -223,7 +223,7 @@ def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:
-    """The time of a run, estimated from a few micro-batches as steps of their own."""
+    """The time of a run, estimated from a few micro-batches that are run as separate steps."""
     chosen, data = build_data(job, world)
     micro, ranks, steps = job.micro_batch(job.launcher.world_size), job.launcher.world_size, data.plan
     configure_torch(job, world)

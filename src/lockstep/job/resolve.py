@@ -37,7 +37,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int |
     `resumed` is the checkpoint from which the job resumes, `images` the number of training images once it is known.
 
     Raises:
-        InputError: this machine lacks a device that the job asks for, or two keys contradict each other.
+        InputError: this machine lacks a device that the job requests, or two keys contradict each other.
     """
     batch = job.batch
     if isinstance(batch, str):
@@ -127,7 +127,7 @@ def _metrics(job: Job) -> dict[str, Metric]:
 
 
 def logged(job: Job) -> list[str]:
-    """The figures of an evaluation of a job; a metric stands for those of its classes, too."""
+    """The figures of an evaluation of a job; a metric also stands for the figures of its classes."""
     return [LOSS, *job.task.counted, *_metrics(job)]
 
 

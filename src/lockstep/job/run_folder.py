@@ -57,7 +57,7 @@ def lock_run_folder(folder: Path, lock: Lock) -> None:
 def _check_kinds(run_dir: RunDir) -> None:
     """Check that a run folder has only plain files and folders, each where it belongs.
 
-    Somebody else may have written the folder: writing to a link would write elsewhere, and opening a pipe would
+    Somebody else may have written the folder: writing to a link would write outside it, and opening a pipe would
     block.
     """
     checkpoints = run_dir.checkpoints.glob("step-*")
@@ -114,7 +114,7 @@ class Preparation:
         return preparation
 
     def undo(self) -> None:
-        """Undo `write` and what ranks have logged: remove the files of a new job, and restore those of an older one.
+        """Undo `write` and what ranks have logged: remove a new job's files, and restore an older job's files.
 
         Raises:
             StorageError: a file cannot be written back.

@@ -1,4 +1,4 @@
-"""Submitting a job to SLURM, or those of a sweep as an array. Imports no torch."""
+"""Submitting a job to SLURM, or a sweep's jobs as an array. Imports no torch."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Task:
         """Run the command; returns its exit code. It is queued again if it was stopped, but not by `scancel`.
 
         Without `save`, SLURM may have sent SIGTERM because it needs the machines for another job; it would count the
-        job as failed. After `save`, a fault is no obstacle: the run resumes from its last checkpoint.
+        job as failed. After `save`, a fault does not matter: the run resumes from its last checkpoint.
         """
         # SLURM sends its signals to every process of the job. The command handles SIGTERM itself, and only the first
         # machine's task handles SIGUSR2. A handler that does nothing is not inherited, unlike SIG_IGN.

@@ -106,7 +106,7 @@ def check_effects(job: ResolvedJob) -> None:
 
 
 def check_task(job: ResolvedJob) -> None:
-    """Refuse parts that are for other targets than those of the task, and figures that are no tags."""
+    """Reject parts that are for other targets than the task's, and figures that are not valid tags."""
     check_figures([("task", job.task), *(("logger", logger) for logger in job.logger.values())])
     targets = job.task.targets
     for group, part in [("loss", job.loss), *(("metric", metric) for metric in job.metric.values())]:
@@ -141,7 +141,7 @@ def check_monitor(job: ResolvedJob) -> None:
 
 
 def check_packages(loggers: Mapping[str, Logger]) -> None:
-    """Refuse a logger whose package is not installed, or whose environment variables do not fit."""
+    """Reject a logger whose package is not installed, or whose environment variables do not fit."""
     for name, logger in loggers.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
