@@ -104,7 +104,7 @@ class Elastic(Spawn):
         return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own(*self._meeting()))
 
     def run_agent(self, command: Sequence[str]) -> None:
-        """Run `command` as each rank of this machine by torch's elastic agent, which meets those of the others.
+        """Run `command` as each rank of this machine by torch's elastic agent, which meets the other agents.
 
         `ranks` is resolved. Each rank shows its errors itself.
 

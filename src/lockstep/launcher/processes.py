@@ -62,7 +62,7 @@ class Fork(ForkProcess):
 
 
 class Fresh:
-    """A fresh interpreter, which takes seconds. `options` are those of `subprocess.Popen`."""
+    """A fresh interpreter, which takes seconds. `options` are passed to `subprocess.Popen`."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], **options: Any) -> None:
         self.sentinel, lives = os.pipe()  # only the child keeps `lives` open, until it ends
