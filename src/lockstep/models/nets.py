@@ -1,4 +1,4 @@
-"""Small convolutional networks that need no library, and what any model is asked before it is built."""
+"""Small convolutional networks that need no library, and checks of any model before it is built."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ NORM_GROUPS = 8
 PATCH = 2  # side of a whitened patch, in pixels
 SAMPLE = 5000  # the most training images that the whitening is computed from
 SAMPLE_PIXELS = SAMPLE * 32**2  # and the most pixels in them: as floats they are 60 MB
-CHUNK = 500  # images whose patches are in memory at a time
+CHUNK = 500  # images that have their patches in memory at a time
 # Added to the variances, so that directions of almost no variance are not amplified.
 VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
@@ -95,7 +95,7 @@ def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn
 
 
 def check_size(model: nn.Module, copies: int = 1) -> None:
-    """Raise InputError if this machine's memory has no room for a model with `copies` copies of its parameters."""
+    """Raise InputError if a model with `copies` copies of its parameters does not fit into this machine's memory."""
     size = sum(parameter.numel() for parameter in model.parameters())
     parameters, buffers = (sum(tensor.nbytes for tensor in part) for part in (model.parameters(), model.buffers()))
     purpose = f"{copies} x {size:,} parameters and the buffers"

@@ -24,7 +24,7 @@ from lockstep.models.nets import Network, TimeLimit, TooSlowError
 REACH_S = 5.0  # how long the network may take to answer
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
 BATCH_NORM = frozenset({"bn_eps", "bn_momentum", "bn_tf"})
-# Arguments that have config keys of their own, or that the data and the device determine.
+# Arguments that have their own config keys, or that the data and the device determine.
 NOT_OPTIONS = frozenset(
     {"self", "args", "kwargs", "num_classes", "in_chans", "drop_rate", "drop_path_rate", "device", "dtype"}
 )
@@ -148,8 +148,8 @@ def built(
     try:
         model = make()
         if (height, width) != (usual, usual) and not any(tensor.is_meta for tensor in model.parameters()):
-            # A size that the model cannot take raises before training. A recurrent network, whose every position
-            # takes Python's time, takes any size.
+            # A size that the model does not accept raises before training. A recurrent network spends
+            # Python's time on each position, and accepts any size.
             with suppress(TooSlowError), TimeLimit():
                 forward_on_meta(model, input_shape)
     except InputError:
