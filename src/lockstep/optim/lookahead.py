@@ -27,7 +27,7 @@ class _Lookahead(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Step the weights; at every k-th step, set them to slow weights that have moved towards them by `alpha`."""
         stepped = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
-        # Add them after the step, because an optimizer takes an empty state for that of a new parameter.
+        # Add them after the step, because an optimizer takes an empty state for a new parameter's.
         begun = {weight: weight.detach().clone() for weight in stepped if SLOW not in self.state.get(weight, ())}
         super().step(closure)
         for weight, slow in begun.items():
@@ -47,7 +47,7 @@ def with_lookahead(optimizer: Optimizer, k: int, alpha: float) -> Optimizer:
     """An optimizer before its first step with look-ahead, in place, by changing its class."""
     original = type(optimizer)
     optimizer.__class__ = type(original.__name__, (_Lookahead, original), {"k": k, "alpha": alpha})
-    for weight, entries in optimizer.state.items():  # of an optimizer whose state exists before its first step
+    for weight, entries in optimizer.state.items():  # of an optimizer that has state before its first step
         assert isinstance(weight, Tensor)
         entries |= {SLOW: weight.detach().clone(), STEPS: 0}
     return optimizer

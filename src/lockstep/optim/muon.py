@@ -17,7 +17,7 @@ from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, Usu
 class Muon(OptimizerOption):
     """Orthogonalised momentum for the matrices inside a network, SGD with momentum for all other parameters.
 
-    The update of a convolution or linear layer is its Nesterov momentum with all singular values brought near one
+    The update of a convolution or linear layer is its Nesterov momentum with all singular values moved near one
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon); the last linear layer, biases, norms and embeddings take
     Nesterov steps. Weight decay is decoupled from the gradient and multiplied by `lr`, so that all parameters decay
     at the same rate. torch's Muon does not support convolutions, and timm's uses Adam for the other parameters. On a
