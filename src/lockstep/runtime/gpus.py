@@ -23,7 +23,7 @@ def visible_gpus() -> list[str]:
     """The names of the GPUs that CUDA shows to this process, in its order.
 
     Without `CUDA_VISIBLE_DEVICES`, a GPU that is cut into instances (MIG) is these. With it, torch's own parser reads
-    it as CUDA does: what follows an entry that is no GPU does not count, the beginning of a UUID is enough, and a GPU
+    it as CUDA does: what follows an entry that is not a GPU is ignored, the beginning of a UUID is enough, and a GPU
     that is named twice leaves none.
     """
     wholes, instances = [], []

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 GB = 1e9
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})  # the last one is ARM's
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-CORES = "LOCKSTEP_CORES"  # the cores of a job that runs beside others of its sweep
+CORES = "LOCKSTEP_CORES"  # the cores of a job that runs in parallel with others of its sweep
 CGROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # The files of a limit of memory, of what is used of it, and the name of the cached files in it which the kernel gives
 # up first (Kubernetes does not count these as used either): of version 2, and of version 1.

@@ -20,7 +20,7 @@ from lockstep.core.terminal import guard_streams, write_some
 
 
 def _stop_signals() -> tuple[int, ...]:
-    """The signals that ask a process to end: those that end it by default, except faults of its own, and SIGUSR2.
+    """The signals that ask a process to end: all that end it by default, except its own faults, and SIGUSR2.
 
     A signal that is ignored or handled when the program starts stays so: SIGHUP under `nohup`, SIGPROF under a
     profiler. The exception is SIGINT: a shell has background commands ignore it, but who sends it to one means it.
