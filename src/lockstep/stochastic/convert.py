@@ -36,7 +36,7 @@ SILENT = {
 } | {"torch.nn.modules.pooling", "torch.nn.modules.upsampling", "torch.nn.modules.pixelshuffle"}
 SILENT_TYPES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.LeakyReLU, nn.Hardswish)
 
-# Layers with a keyed forward of their own. By name, so that timm is imported for timm's models only.
+# Layers with their own keyed forward. By name, so that timm is imported for timm's models only.
 OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
 
@@ -46,7 +46,7 @@ class ForwardDraws:
 
     Fields:
         keys: the keys of all keyed draws.
-        unknown: the names of modules whose draws are not keyed.
+        unknown: the names of modules that draw without keys.
     """
 
     seed: int

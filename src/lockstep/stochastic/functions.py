@@ -1,7 +1,7 @@
 """Keyed replacements of torch's functions that draw random numbers.
 
 `KeyedFunctions` is active while a module that draws runs its forward, and replaces the calls. Shapes, scales and
-arguments are those of torch's own functions. A function without an entry is left to torch; `convert` detects it.
+arguments are the same as in torch's functions. A function without an entry is left to torch; `convert` detects it.
 """
 
 import functools
