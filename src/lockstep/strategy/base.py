@@ -26,7 +26,7 @@ STEPPED = {
 
 @option("strategy")
 class Single(Strategy):
-    """One rank on one device. The base class of the others, which override only what differs."""
+    """One rank on one device. The base class of the others, which override only what they change."""
 
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""

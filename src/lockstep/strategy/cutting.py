@@ -124,7 +124,7 @@ class ForwardTrace(TorchFunctionMode):
                 place.obstacle = place.obstacle or "more than its input is used behind it, as by a skip connection"
 
     def homes(self, model: nn.Module) -> dict[str, int]:
-        """The position of each parameter and buffer: that of its first use, or else that of its module."""
+        """The position of each parameter and buffer: where it is first used, or else its module's position."""
         modules = dict(model.named_modules())
         return {
             name: self.first_use.get(name, self.begun.get(modules[name.rpartition(".")[0]], 0))

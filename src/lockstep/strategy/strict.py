@@ -23,7 +23,7 @@ from lockstep.strategy.base import Single, copy_back, flattened, rehearse, share
 
 
 class TreeReplica(nn.Module):
-    """A model whose gradients are added by a binary tree over the virtual shards."""
+    """A model that adds its gradients by a binary tree over the virtual shards."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -162,7 +162,7 @@ def _channels(vector: Tensor, x: Tensor) -> Tensor:
 class SyncBatchNorm(BatchNorm):
     """Batch norm over the micro-batches of all ranks, with the names, buffers and evaluation of torch's BatchNorm.
 
-    A rank whose micro-batch is empty takes part in every sum and gets an empty output. A micro-batch that is empty on
+    A rank with an empty micro-batch takes part in every sum and gets an empty output. A micro-batch that is empty on
     every rank leaves the running statistics as they are. With `blank` set, the input stands for an empty micro-batch,
     and is passed on.
     """
@@ -188,7 +188,7 @@ class SyncBatchNorm(BatchNorm):
         return output
 
     def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
-        """Update the running statistics by those of a batch of `count` values per channel, without a device sync."""
+        """Update the running statistics by a batch of `count` values per channel, without a device sync."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

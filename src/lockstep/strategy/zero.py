@@ -48,7 +48,7 @@ class OwnedOptimizer(ShardedOptimizer):
     """
 
     def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:
-        # Do not call the base class: the groups have been checked, and the state is that of `own`.
+        # Do not call the base class: the groups have been checked, and `own` has the state.
         self.param_groups = [dict(group) for group in whole.param_groups]
         self.defaults = whole.defaults
         self.own = whole
@@ -76,7 +76,7 @@ class OwnedOptimizer(ShardedOptimizer):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """On main, the state of all parameters, in host memory; on others, that of their own. Collective."""
+        """On main, all parameters' state, in host memory; on other ranks, their own parameters' state. Collective."""
         numbers = {parameter: number for number, parameter in enumerate(self.owners)}
         groups = [
             {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
