@@ -51,7 +51,7 @@ class Devices:
 
     Jobs share a GPU by their memory: the first one of a kind has a GPU for itself, and how much it took is what the
     others of its kind get. `free_memory` is the bytes of a GPU that nobody uses. `others` are the processes of others
-    on each GPU, which is then left out.
+    on each GPU; such a GPU is not used.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Devices:
         return cls(gpus, cores(), free_bytes, others)
 
     def check(self, needs: Iterable[Needs]) -> None:
-        """Say which GPUs are left out of what jobs need.
+        """If jobs need GPUs, say which are skipped because others use them.
 
         Raises:
             InputError: others use all GPUs.
@@ -118,7 +118,7 @@ class Devices:
         return Share(cores=number)
 
     def _take_part(self, memory: int) -> Share | None:
-        """A part of a GPU: of the fullest one that has room."""
+        """A part of a GPU: of the fullest one with enough free memory."""
         room = {gpu: self.capacity[gpu] - sum(parts) for gpu, parts in self.taken.items()}
         fitting = [gpu for gpu in room if room[gpu] >= memory]
         if not fitting and not self.gpus:

@@ -4,7 +4,7 @@
     SWEEP/jobs/NNN.json    the record of a job
     SWEEP/best             the name of the run folder with the best score, a text file as `outputs/latest` is one
 
-Each record is a file of its own, replaced in one step by whoever runs the job. So no kill can tear it, and several
+Each record is a separate file, replaced in one step by whoever runs the job. So no kill can tear it, and several
 machines can write the ledger of one sweep on a network file system, where SQLite's write-ahead log does not work.
 """
 
@@ -72,7 +72,7 @@ class Identity:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def difference(self, other: Identity) -> str:
-        """What differs between this sweep and `other`, for a sentence; empty if nothing does."""
+        """The differences between this sweep and `other`, for a sentence; empty if there are none."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
         ours, theirs = dict(leaves(self.base)), dict(leaves(other.base))
@@ -146,7 +146,7 @@ class Ledger:
         """The records of jobs, by what `identify` says they are; each that the ledger does not have gets a number.
 
         `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
-        job goes on in its folder.
+        job resumes in its folder.
 
         Raises:
             StorageError: a record cannot be written.
@@ -226,7 +226,7 @@ class Ledger:
     def record(self, number: int) -> Record:
         """The record with a number; a damaged one has what the job's folder says, and the error.
 
-        A job that is done and whose folder is gone waits again: nobody can use its score without the weights.
+        A job that is done waits again if its folder is gone: nobody can use its score without the weights.
         """
         path = self.path_of(number)
         try:
@@ -282,7 +282,7 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
             error = signals.not_begun(Run(ledger.folder / record.folder).saved)
         translated = translate(error) if isinstance(error, Exception) else None
         known = translated or as_known(error)
-        # A full disk is no fault of the job: the same line goes on with it.
+        # A full disk is not the job's fault: a rerun of the command resumes it.
         state = State.stopped if isinstance(known, Stopped | Interrupted | StorageError) else State.failed
         ledger.end(record, state, exit_code=known.exit_code, error=str(known))
         raise (translated or error) from None

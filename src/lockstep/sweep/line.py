@@ -1,4 +1,4 @@
-"""From the line of a sweep to its folder: a new one, or that of the same sweep, which then goes on."""
+"""From a sweep's command line to its folder: a new one, or the folder of the same sweep, which then resumes."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
-# What does not decide what a sweep is: where it is, and how its line goes on.
+# Keys that do not identify a sweep: where it is, and how it resumes.
 NOT_OF_SWEEP = ("hydra", "sweep", "output_root")
 POOLS = ("pool", "ray")  # the launchers with a ledger
 GRIDS = ("basic", "grid")  # the sweepers that run all combinations
@@ -36,7 +36,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     """Set the folder and the jobs' overrides of a sweep in Hydra's config, from its `sweep.*` keys.
 
     Raises:
-        InputError: the sweep to go on with does not exist, or is another one.
+        InputError: the sweep to resume does not exist, or is another one.
     """
     check_hydra_overrides(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
@@ -114,7 +114,7 @@ def _objectives(config: DictConfig) -> list[str]:
 
 
 def _check_scores(config: DictConfig, swept: Sequence[str]) -> None:
-    """Refuse a search for jobs with different scores: the pool could only see that of one after the other."""
+    """Reject a search over jobs with different scores: the pool would only notice it job by job."""
     if different := {"monitor", *(["task"] if config.monitor == "auto" else [])} & {*swept}:
         key = min(different)
         remedy = "give all of them one monitor: monitor=loss" if key == "task" else "give it one value"
@@ -122,7 +122,7 @@ def _check_scores(config: DictConfig, swept: Sequence[str]) -> None:
 
 
 def _monitor(config: DictConfig, text: str = "") -> Monitor:
-    """The figure by which the jobs of a sweep are compared, as far as the line says it, or another one."""
+    """The figure by which the jobs of a sweep are compared, as `text`, or else the config, gives it."""
     tasks = declared("task")
     name = str(config.hydra.runtime.choices.get("task", "multiclass"))
     names = [name, *(cls.__name__.lower() for cls in getattr(tasks.get(name), "__mro__", ()))]
@@ -187,7 +187,7 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
 
 @contextmanager
 def alone_in(folder: Path | None) -> Iterator[None]:
-    """Have one line at a time choose in `folder`: the same line in two terminals is one sweep."""
+    """Let one command at a time choose in `folder`: the same command in two terminals is one sweep."""
     with ExitStack() as stack:
         with suppress(OSError):  # a folder that cannot be written has its own sentence, and NFS locks no folder
             if folder is not None:

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep on this machine: as many at once as its devices allow, each in a process of its own.
+"""Runs the jobs of a sweep on this machine: as many at once as its devices allow, each in its own process.
 
 Uses no trainer and nothing of Hydra: a job is a function, and what it needs. The ledger says how each ended.
 """
@@ -154,7 +154,7 @@ class Pool:
                 process.send_signal(signal.SIGTERM)
 
     def _without_record(self, record: Record, code: int) -> Record:
-        """Record a job whose process did not: it was killed, or stopped before its first step."""
+        """Record the end of a job if its process did not: it was killed, or stopped before its first step."""
         if code == 0:  # a fresh interpreter of an app that knows no ledger
             return self.ledger.end(record, State.done)
         if code == Stopped.exit_code:
@@ -211,7 +211,7 @@ def fresh(
 ) -> Fresh:
     """The process of a task as a fresh interpreter with the job's command line, which does not outlive this one.
 
-    For where this process cannot be forked: it has several threads, as libraries start them, or is no Linux.
+    For where this process cannot be forked: it has several threads, as libraries start them, or is not on Linux.
     """
     words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
     variables = {**environment, **share.environment, **task.environment, PARENT: str(os.getpid())}

@@ -15,7 +15,7 @@ from lockstep.core.run import TEST, Run, State, born
 from lockstep.core.safe_read import is_number
 
 SCORE, SEED, FOLD = "score", "seed", "dataset.fold"
-SAMPLES = (SEED, FOLD)  # keys whose jobs are samples of one setting: their scores have a mean and a spread
+SAMPLES = (SEED, FOLD)  # jobs that differ only in these are samples of one setting, with a mean and a spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Record:
 
     @property
     def runs_elsewhere(self) -> bool:
-        """Whether a cluster has the job, in its queue or on a machine, as far as its record says."""
+        """Whether a cluster has the job, in its queue or on a machine, according to its record."""
         return bool(self.submitted) and self.state in (State.waiting, State.running)
 
     @property

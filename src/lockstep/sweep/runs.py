@@ -1,4 +1,4 @@
-"""Finds the runs of a folder and compares them: seeds of one config together, and what differs between two runs."""
+"""Finds the runs of a folder and compares them: groups the seeds of a config, and lists how two runs differ."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ ROUNDING = (
     *("train.cuda_graph", "train.cudnn_benchmark"),
     *("model.channels_last", "model.compile", "model.compile_mode"),
 )
-# The facts of a checkpoint that say what the data are, and those of `env.json` that say what the code is.
+# The facts of a checkpoint that identify the data, and the facts of `env.json` that identify the code.
 DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
 CODE = ("git", "git_changes", "packages.lockstep", "extensions")
 VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
@@ -96,7 +96,7 @@ def existing(path: str) -> Path:
 
 
 def read_runs(root: Path) -> list[Run]:
-    """The runs of a folder, also those of its sweeps."""
+    """The runs of a folder and of its sweeps."""
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
         ledger = Ledger(folder)
@@ -216,12 +216,12 @@ def setting(run: Run, key: str) -> Setting:
 
 @functools.cache
 def usual_differences(run: Run) -> set[str]:
-    """The keys of a run whose values are not the defaults."""
+    """The keys of a run that are not at their defaults."""
     return {key for key, _, _ in differences(run.composed, run.choices)}
 
 
 def _figures(scores: Sequence[float], best: Sequence[float]) -> Row:
-    """The scores of a group in figures, beside those of the best group."""
+    """Statistics of a group's scores, compared with the best group's."""
     low, high = interval(scores, best) if min(len(scores), len(best)) > 1 and scores is not best else (None, None)
     return {
         "score": statistics.mean(scores) if scores else None,
@@ -292,7 +292,7 @@ def direction_of(name: str, score: Direction) -> Direction:
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:
-    """What differs between two runs, the likeliest cause of different scores first."""
+    """The differences between two runs, the likeliest cause of different scores first."""
     keys = differing(runs, of_recipes=True)
     first, second = (_facts(run, keys) for run in runs)
     typed = {key for run in runs for key in run.typed_values}

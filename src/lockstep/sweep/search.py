@@ -1,9 +1,9 @@
 """Which jobs of a sweep run, and how far, by the scores so far: successive halving, and the trials of a search.
 
-Halving: all jobs train for a part of their steps, and the best go on with the rest (Jamieson and Talwalkar 2016,
-"Non-stochastic Best Arm Identification and Hyperparameter Optimization"). A job that goes on continues from its own
-checkpoint, to the bit the run that it would have been alone. So nothing is trained twice, and who goes on follows
-from the logged scores alone: a line that was stopped anywhere finds its place again.
+Halving: all jobs train for a part of their steps, and the best continue with the rest (Jamieson and Talwalkar 2016,
+"Non-stochastic Best Arm Identification and Hyperparameter Optimization"). A job continues from its own checkpoint and
+is, to the bit, the run that it would have been alone. So nothing is trained twice. The logged scores alone decide
+which jobs continue, so a sweep that was stopped anywhere finds its place again.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def _judged_at(ledger: Ledger, record: Record, share: float) -> float:
 
 
 def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
-    """Run the rounds: after each, the best one of `factor` jobs goes on.
+    """Run the rounds: after each, the best one of `factor` jobs continues.
 
     Args:
-        records: those of the line; jobs that were done or failed before take part with their scores.
+        records: the records of this command's jobs; jobs that were done or failed before take part with their scores.
         factor: how many times fewer jobs each round has.
 
     Raises:
@@ -124,13 +124,13 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
 
 @dataclass(kw_only=True)
 class Search:
-    """The trials of a study as jobs. Those with the same values are one job, which runs once in a sweep.
+    """The trials of a study as jobs. Trials with the same values are one job, which runs once in a sweep.
 
     Fields:
         space: what it may choose, by key.
         fixed: the overrides of every job.
-        ledger: that of the sweep, which the study shares its folder with.
-        objectives: what the study is told of a job.
+        ledger: the ledger of the sweep; the study is in the same folder.
+        objectives: the results of a job that the study gets.
         trials: how many there will be, over all calls.
         at_once: how many are open at a time.
         sampler: gives the sampler after a number of trials.
@@ -155,7 +155,7 @@ class Search:
 
     @property
     def ended(self) -> int:
-        """The trials that have ended, over all calls. One that a kill cut while it was told of its end has not."""
+        """The trials that have ended, over all calls, except one that was killed while it reported its end."""
         return sum(ENDED in trial.user_attrs and trial.state.is_finished() for trial in self.study.trials)
 
     @property
@@ -172,7 +172,7 @@ class Search:
         return jobs
 
     def _reopen(self) -> list[list[str]]:
-        """The jobs of the trials that an earlier call has begun, which go on from their checkpoints."""
+        """The jobs of the trials that an earlier call has begun; they resume from their checkpoints."""
         from optuna.samplers import RandomSampler
         from optuna.trial import Trial, TrialState
 
@@ -182,7 +182,7 @@ class Search:
             if not self.space.keys() <= trial.params.keys():  # cut while it was drawn, which is done again
                 self.study.tell(trial.number, state=TrialState.FAIL)
             elif self.left > 0:
-                # Private: a study gives a trial that can be reported to only when it is asked for a new one.
+                # Private: a study gives a trial that accepts reports only when it creates one.
                 jobs += self._jobs_of(Trial(self.study, trial._trial_id))
         return jobs
 
@@ -208,7 +208,7 @@ class Search:
     def follow(self, record: Record | None = None) -> list[list[str]]:
         """The jobs that follow one that has ended, or the first ones."""
         with storing(self.ledger.folder / JOURNAL):
-            # The trials of others go on with the next line.
+            # Trials in other states resume with the next run of the command.
             if record is not None and record.state in (State.done, State.failed, State.pruned):
                 self.tell(record.overrides, record.objective)
             return self.ask() if record is not None else [*self._reopen(), *self.ask()]

@@ -1,4 +1,4 @@
-"""Shows a sweep: its running jobs on a terminal, a line for each job elsewhere, and the table at its end."""
+"""Shows a sweep: its running jobs on a terminal, or else a line for each job, and the table at its end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SweepView:
     """The jobs of one call: live while they run, and as a table at the end.
 
     Fields:
-        records: those of its line, also those that were done before.
+        records: the records of its jobs, including the jobs that were done before.
         open: the numbers of the jobs that have not ended, or run again.
         left: the jobs of a search that are not known yet.
         share: the share of its steps that each job has done at the end of the present round; 1 without halving.
@@ -62,7 +62,7 @@ class SweepView:
         self.share, self.portion, self.later = 1.0, 1.0, 0.0
         self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
         self.enter(records, waiting)
-        # Drawn by `refresh` and not by a thread of its own, beside which no job could be forked.
+        # Drawn by `refresh` and not by a separate thread: a process with two threads cannot fork a job.
         self.live = Live(
             console=log.Terminal(highlight=False),
             auto_refresh=False,
@@ -156,7 +156,7 @@ class SweepView:
         return fitting(columns, self.live.console.width)
 
     def seconds_left(self, waiting: int) -> float | None:
-        """The seconds until the end of the sweep, at least those of each running job; None if no pace is known."""
+        """The seconds to the sweep's end, at least as many as any running job has left; None if no pace is known."""
         running = [*self.running.values()]
         known = self.durations or [job.duration for job in running if job.duration is not None]
         if not known:
