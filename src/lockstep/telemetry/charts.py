@@ -47,7 +47,7 @@ USAGE: dict[str, Curves] = {
 def learning_titles(run: Run) -> dict[str, Curves]:
     """The charts of a run, as `CURVES`: a monitored metric comes first, and the learning rate last.
 
-    A metric that leaves the range from -1 to 1 has a chart of its own, as has each figure of a task.
+    A metric that leaves the range from -1 to 1 has its own chart, and so has each figure of a task.
     """
     largest: dict[str, float] = {}
     for _, scalars in run.figures:

@@ -1,4 +1,4 @@
-"""Shows progress: a bar on a terminal, a line now and then elsewhere, nothing on other ranks."""
+"""Shows main's progress: a bar on a terminal, or else a line now and then. Other ranks show nothing."""
 
 import threading
 import time
@@ -35,7 +35,7 @@ class TimeLeft:
     """Estimates the time that a run still takes.
 
     Fields:
-        first: the step from which this process goes on.
+        first: the step from which this process continues.
         evaluated: the examples of an evaluation.
         warm: the step after the first window of this process, and the seconds of training up to it. Later steps are
             the measure then: the first ones load libraries, and may compile the model.
@@ -143,7 +143,7 @@ class Screen(Display):
         log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:
-        """The width of the terminal in characters; None if the output is no terminal."""
+        """The width of the terminal in characters; None if the output is not a terminal."""
         return None
 
     def _left(self, step: int) -> str:
@@ -202,7 +202,7 @@ class Bar(Screen):
         self.live.stop()
 
     def status(self) -> Text:
-        """The moving line. Where the terminal is narrow, figures are left out first, and then the bar."""
+        """The moving line. A narrow terminal drops figures first, and then the bar."""
         step = FigureColumn(
             "step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS
         )

@@ -51,7 +51,7 @@ SOCKET = re.compile(r"intel-rapl:\d+$")
 
 
 class Gpu:
-    """A GPU, by its UUID. A figure that NVML refuses is left out: a part of a GPU (MIG) and a container have few."""
+    """A GPU, by its UUID. A figure that NVML refuses is omitted: a part of a GPU (MIG) and a container have few."""
 
     def __init__(self, uuid: str) -> None:
         self.uuid, self.handle = uuid, pynvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -30,7 +30,7 @@ DIGITS = 9  # of what is written: small runs cost little
 
 
 class HardwareWatch:
-    """A thread of main that samples the hardware. A part of it that fails is left out from then on.
+    """A thread of main that samples the hardware. A part of it that fails is no longer sampled.
 
     The `observer` gets the samples. `step` returns the last finished step, and `sampled` is called after each sample.
     """
@@ -125,7 +125,7 @@ class Spending(Observer):
     up to the last of these, with the steps after its last checkpoint, which the next session takes again.
 
     Fields:
-        run_dir: the folder of the run, whose summary has what earlier sessions have cost.
+        run_dir: the folder of the run; its summary has the cost of earlier sessions.
         gpus: the GPUs of the job, on all machines.
         batch: the images of a step, over all ranks.
         usd_per_gpu_hour: the price of a GPU; None if it is not known.
@@ -158,7 +158,7 @@ class Spending(Observer):
         return None if joules is None else joules / JOULES_PER_KWH
 
     def so_far(self) -> dict[str, float]:
-        """`hours`, `gpu_hours`, and as far as they are known `kwh` and `usd`."""
+        """`hours`, `gpu_hours`, and where available `kwh` and `usd`."""
         hours = (time.monotonic() - self.began) / 3600
         spent: dict[str, float | None] = {"hours": hours, "gpu_hours": hours * self.gpus, "kwh": self._kwh()}
         if self.usd_per_gpu_hour is not None:

@@ -101,7 +101,7 @@ class Telemetry:
         number, epoch = self.plan.epoch(self.epoch.first), self.epoch
         return {
             "flushed": self.window.first - 1,
-            # Those of the previous epoch come first, so that each rank gets its own when `_restore` deals them out.
+            # The previous epoch's states come first, so that each rank gets its own when `_restore` deals them out.
             "trails": [state for states in itertools.zip_longest(*gathered) for state in states if state],
             "epoch": {"number": number, "loss": epoch.loss, "hits": epoch.hits, "examples": epoch.examples},
         }
@@ -261,13 +261,13 @@ class Telemetry:
         self.tallies.append(self._tally(number))
 
     def _sums(self) -> Tensor:
-        """The sums of this rank since the last log point (`Tally.sums`), then those of the epoch: (2 * (3 + n),)."""
+        """This rank's sums since the last log point (`Tally.sums`), then its sums of the epoch: (2 * (3 + n),)."""
         sums = torch.stack([tally.sums() for tally in self.tallies])
         of_epoch = [tally.epoch for tally in self.tallies].count(self.tallies[-1].epoch)  # the last ones
         return torch.cat([sums.sum(0), sums[-of_epoch:].sum(0)])
 
     def _epoch_so_far(self, step: int) -> Window | None:
-        """The figures of the epoch with those of the open window; None without any. Collective, and a device sync."""
+        """The figures of the epoch, including the open window; None without any. Collective, and a device sync."""
         self._count()
         so_far = replace(self.epoch)
         width = 3 + len(self.names)

@@ -37,7 +37,7 @@ STYLE: Any = {
 }
 LINE = 13  # pixels of a line of text
 PAGE = 480  # pixels across a grid of small images; TensorBoard shows 300 without clicking
-NAMED = 20  # the most classes whose names and counts are in a confusion matrix
+NAMED = 20  # the most classes in a confusion matrix with names and counts
 CELL, LONGEST = 24, 80  # pixels of a cell with a count, and the most of a name
 _MEASURE = ImageDraw.Draw(Image.new("1", (1, 1)))  # measures texts
 
@@ -60,7 +60,7 @@ def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **o
     from matplotlib.ticker import LogFormatter
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of letters that its font does not have; those of the browser have them
+        warnings.simplefilter("ignore")  # about letters that its font lacks; the browser's fonts have them
         figure = Figure(figsize=size, layout="constrained")
         draw(axes := figure.subplots())
         for axis in (axes.xaxis, axes.yaxis):
@@ -71,7 +71,7 @@ def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **o
 
 
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Points with their labels, the first one marked. A label that would be over an earlier one is left out."""
+    """Points with their labels, the first one marked. A label that would overlap an earlier one is omitted."""
 
     def draw(axes: Any) -> None:
         axes.scatter(x, y, color=[BEST] + [COLOURS[0]] * (len(x) - 1))
@@ -124,8 +124,7 @@ def parallel(columns: Sequence[str], rows: Sequence[Sequence[str | float]], colo
     """Parallel coordinates: a line for each row over the columns, the darker the greater its figure of `colours`.
 
     The greatest is marked. A column of numbers is a scale, logarithmic if they span four times or more and are not
-    those of the last column, the score; of texts, each has its own height. A label that would be over a higher one is
-    left out.
+    in the last column, the score; each text has its own height. A label that would overlap a higher one is omitted.
     """
     values = [
         sorted({*column}, key=lambda value: (isinstance(value, str), value)) for column in zip(*rows, strict=True)
@@ -249,7 +248,7 @@ def _name(names: Sequence[str], label: int) -> str:
 
 
 def _fitting(text: str, width: int) -> str:
-    """A text in one line, cut where the picture has no room for more."""
+    """A text in one line, cut where the picture has no space for more."""
     text = " ".join(text.split())
     return next((short for most in range(len(text), 0, -1) if _width(short := cut(text, most)) <= width), "")
 

@@ -49,7 +49,7 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
 # sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the
 # cards without the memory. Names must match exactly: laptop parts, slices of a card (MIG) and variants for one market
-# have other rates than the card whose name they begin with.
+# have other rates than the card that their name begins with.
 PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "GB300": (80, 1250, 2500),
     "GB200": (80, 1250, 2500),
@@ -92,12 +92,12 @@ PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
     "RTX 3090 Ti": (40, 40, 80),
     "RTX 2080 Ti": (13.4, 13.4, 53.8),
 }
-# Parts of CUDA's names that the keys leave out: the maker and the family, and the size and kind of the memory.
+# Parts of CUDA's names that are not in the keys: the maker and the family, and the size and kind of the memory.
 NOT_IN_KEYS = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
 
 
 def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float:
-    """Floating-point operations of one example's forward and backward pass: three times those of the forward pass.
+    """Floating-point operations of one example's forward and backward pass: three times as many as the forward pass.
 
     They are counted on torch's meta device, so nothing is computed and `model` is not changed. 0, with a line in the
     log, for a model whose forward pass depends on values.

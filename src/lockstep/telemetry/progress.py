@@ -16,9 +16,9 @@ from rich.text import Text
 
 from lockstep.core import log
 
-SILENCE_S = 30.0  # the longest time without a line, if the output is no terminal
+SILENCE_S = 30.0  # the longest time without a line, if the output is not a terminal
 GAP = "  "
-ALWAYS = 9  # the priority of a column that is never left out
+ALWAYS = 9  # the priority of a column that is never dropped
 SHORTEST_BAR, LONGEST_BAR = 10, 24  # with the gap behind it
 
 
@@ -27,7 +27,7 @@ class FigureColumn:
     """A figure with its name in front and its unit behind.
 
     Fields:
-        priority: on a narrow terminal, columns with a low priority are left out first.
+        priority: on a narrow terminal, columns with a low priority are dropped first.
         style: the style of the figure and its unit.
     """
 
@@ -55,7 +55,7 @@ class Columns:
 
 
 def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
-    """The columns in one line. Those of the lowest priority are left out until it has `width` cells at most."""
+    """The columns in one line. The ones with the lowest priority are dropped until it has `width` cells at most."""
     shown = list(columns)
     while True:
         line = Text(GAP).join(column.text() for column in shown)
@@ -66,7 +66,7 @@ def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
 
 
 def bar(share: float, room: int, *, unicode: bool) -> Text:
-    """A bar that is filled to `share`, with a gap behind it; empty if there is too little room."""
+    """A bar that is filled to `share`, with a gap behind it; empty if there is too little space."""
     if room < SHORTEST_BAR:
         return Text()
     width = min(LONGEST_BAR, room) - len(GAP)
@@ -119,9 +119,9 @@ class Work:
 def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show the progress of a piece of work during the context. Call the function that it yields with finished items.
 
-    The results of the command go to standard output. If that is no terminal, the progress goes to standard error. On
-    a terminal it is a moving line, unless the results go to a program that may write there too (`| head`); elsewhere
-    it is a new line every `SILENCE_S` seconds.
+    The results of the command go to standard output. If that is not a terminal, the progress goes to standard error.
+    On a terminal it is a moving line, unless the results go to a program that may write there too (`| head`);
+    otherwise it is a new line every `SILENCE_S` seconds.
     """
     work = Work(activity, total)
     errors = log.Terminal(stderr=True, highlight=False)

@@ -43,7 +43,7 @@ CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklis
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
 CONFUSED = 10  # confusions in the list
-# What the page calls the figures of `summary.json` about the hardware: those of a GPU and of the CPU.
+# What the page calls the hardware figures of `summary.json`: the GPU's and the CPU's.
 HARDWARE = {
     "util": "utilisation, %",
     "sm_active": "multiprocessors at work, %",
@@ -174,7 +174,7 @@ def number(value: object, form: str, unit: str = "", before: str = "") -> str:
 
 
 def figure(name: str, value: Any) -> str:
-    """A figure of an evaluation as text, with its unit; empty if it is no number."""
+    """A figure of an evaluation as text, with its unit; empty if it is not a number."""
     return "".join(figure_parts(name, value)) if is_number(value) else ""
 
 
@@ -314,7 +314,7 @@ def _address(run: Run, sample: str) -> str:
 
 
 def _findings(facts: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """What is said about the learning and the speed of a run, as far as it is."""
+    """The findings about the learning and the speed of a run, if there are any."""
     for name, finding in (("learning", facts.get("learning")), ("speed", facts.get("verdict"))):
         if finding:
             yield {"name": name, **{key: str(finding.get(key) or "") for key in ("sentence", "evidence", "override")}}

@@ -26,7 +26,7 @@ from lockstep.core.safe_write import append, storing, write_atomic
 
 
 class TextFile(Observer):
-    """The base class of `JsonLines` and `CsvTable`: a text file whose errors name its path."""
+    """The base class of `JsonLines` and `CsvTable`: a text file that names its path in errors."""
 
     path: Path
     file: TextIO
@@ -62,8 +62,8 @@ class JsonLines(TextFile):
 def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> TextIO:
     """Open the file at `path` for appending, with the `header` and only its whole lines up to `after`.
 
-    A line without an end was cut short by a kill; it is left out, because it may look like that of a smaller step.
-    Lines that cannot be read are left out too, with a warning.
+    A line without an end was cut short by a kill; it is dropped, because it may look like a smaller step's line.
+    Lines that cannot be read are dropped too, with a warning.
 
     Args:
         after: where the run resumes from, `RunInfo.after`.
@@ -114,8 +114,8 @@ EVALUATION = {"loss/val", "acc/val_top1"}  # the tags of an evaluation
 class CsvTable(TextFile):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
-    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `tags` are those of
-    `RunInfo`. Each has a column, and without an accuracy there are no columns of it.
+    `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `tags` are
+    `RunInfo.tags`. Each has a column, and without an accuracy there are no columns of it.
     """
 
     def __init__(

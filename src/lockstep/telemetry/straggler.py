@@ -30,7 +30,7 @@ class Stragglers:
         self.requested = time.perf_counter()
         self.history: deque[tuple[float, float]] = deque(maxlen=STEPS)
         self.named: set[int] = set()
-        self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: those of waiting for other ranks, and all
+        self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: waiting for other ranks, and all
 
     def start(self) -> float:
         """Note that the first step's shard is requested; returns the time."""

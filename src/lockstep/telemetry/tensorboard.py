@@ -65,17 +65,17 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
 }
 
 FLUSH_S = 10
-PICTURES_S = 10  # between two evaluations whose pictures are written: they take 20 ms
+PICTURES_S = 10  # between two evaluations with pictures, which take 20 ms to write
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
-SHOWN_VALUES = 4  # the most values whose predictions are drawn against the true ones
+SHOWN_VALUES = 4  # the most values with a plot of predictions against true values
 EVENTS = "events.out.tfevents.*"
 VAL, VAL_EMA = "val", "val_ema"  # folders
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
 
 
 def curve_of(tag: str, folder: str) -> tuple[str, str]:
-    """The folder and the tag in TensorBoard of a figure of `metrics.jsonl` that is written with those of `folder`.
+    """The TensorBoard folder and tag of a figure of `metrics.jsonl` that is written with the figures of `folder`.
 
     HParams sorts its columns by tag and ticks the first five: `system/` keeps the machine's figures out of them.
     """
@@ -87,9 +87,9 @@ def curve_of(tag: str, folder: str) -> tuple[str, str]:
 
 
 def layout_of(config: Mapping[str, Any], tags: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """The charts for a run with this config: `LAYOUT` without those that would stay empty, and those of its task.
+    """The charts for a run with this config: the charts of `LAYOUT` that have data, and the charts of its task.
 
-    `tags` are those of `RunInfo`.
+    `tags` are `RunInfo.tags`.
     """
     on_cpu = config.get("device") == "cpu"
     scaled = str(config.get("precision", {}).get("_target_")).endswith(".FP16") and not on_cpu
@@ -112,11 +112,11 @@ class TensorBoard(Observer):
 
     Args:
         after: where the run resumes from, `RunInfo.after`.
-        facts: the hyper-parameters. TensorBoard shows those of the first start.
+        facts: the hyper-parameters. TensorBoard shows the ones from the first start.
         monitor: the figure whose best value is the first metric of the HParams page.
         texts: texts about the run, by title. Each start of the run adds them, at its first step.
         pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
-        model: the model whose weights are shown as histograms; None shows none.
+        model: the model; its weights are shown as histograms. None shows none.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class TensorBoard(Observer):
             }
             training.add_custom_scalars(multiline)
             # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
-            # those in which runs differ come first. It shows five until the user asks for more.
+            # columns in which runs differ come first. It shows five until the user requests more.
             # Written to the run's own file: `add_hparams` would create a second run.
             for summary in hparams(dict(facts), {})[1:]:
                 add(training, summary, 0)

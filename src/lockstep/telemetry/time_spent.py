@@ -19,7 +19,7 @@ from torch import Tensor, nn
 G = TypeVar("G")
 Stamp = Any  # seconds, or on a GPU a `torch.cuda.Event`
 LEAST_PERIOD = 20  # steps from one timed step to the next, at least: timing a step may take as long as a small step
-WARM_UP = 5  # the first steps of a process, which take time of their own, are never timed
+WARM_UP = 5  # the first steps of a process, which take extra time, are never timed
 LEAST_TIMED = 3  # steps must have been timed before shares and their spread say anything about the others
 
 
@@ -59,7 +59,7 @@ class TrainingClock:
 
     @contextmanager
     def pause(self, purpose: str) -> Iterator[None]:
-        """A context whose time does not count as training: an `evaluation` or a `checkpoint`."""
+        """A context that does not count as training time: an `evaluation` or a `checkpoint`."""
         self.pausing = began = time.perf_counter()
         yield
         seconds = time.perf_counter() - began
@@ -85,7 +85,7 @@ class TimeSpent:
         data: the wait for images to be read and decoded, and on a GPU to be copied there.
         augmentation: the time of the host in augmenting and normalising.
         forward: mixing, forward pass and loss.
-        backward: the backward pass, with the part of the communication that runs beside it.
+        backward: the backward pass, with the part of the communication that runs during it.
         communication: from the last gradient of this rank to the reduced gradients; only where the gradients of whole
             models are reduced. Other strategies communicate within forward, backward and optimizer.
         slowest_rank: the part of the communication in which main waits for a rank that is still computing.
@@ -98,7 +98,7 @@ class TimeSpent:
         device: the device of the rank.
         reduces: whether gradients are reduced after they are computed.
         period: steps from one log point to the next.
-        first: the last step before those of this process.
+        first: the last step before this process's first one.
 
     `next_step` is the next step to be timed: in the middle of a window, where nothing is logged; None for no step.
     """
@@ -130,7 +130,7 @@ class TimeSpent:
             requested = time.perf_counter()
 
     def start(self) -> None:
-        """Start to time a step, whose shard has just arrived."""
+        """Start to time a step, just after its shard has arrived."""
         assert self.model is not None
         self.hooks = [
             parameter.register_post_accumulate_grad_hook(self._gradient_done)
@@ -172,7 +172,7 @@ class TimeSpent:
     def spread(self) -> dict[str, float]:
         """How exact the shares of the parts of a step are, as shares of a step: twice their standard errors.
 
-        Those of a ratio of sums (Cochran 1977, Sampling Techniques, section 2.11). Empty where no share was measured.
+        A share is a ratio of sums (Cochran 1977, Sampling Techniques, section 2.11). Empty where none was measured.
         """
         self._divide()
         number, whole = len(self.divided), sum(self.of_steps.values())

@@ -81,7 +81,7 @@ class Tally:
         return torch.cat([own, self.logged]) if len(self.logged) else own
 
     def bad_steps(self, limit: float) -> list[int]:
-        """The steps whose loss is not finite or above `limit`. Waits for the device."""
+        """The steps with a loss that is not finite or above `limit`. Waits for the device."""
         micro_batches = zip(self.steps, self.losses.tolist(), self.counts, strict=True)
         return [step for step, loss, examples in micro_batches if examples and not loss / examples <= limit]
 
@@ -97,9 +97,9 @@ class Window:
         examples: the number of examples of this process; after a resume inside a window, only those since the resume.
         seconds: the time without evaluations and saves.
         waited: the part of `seconds` in which main's loop waited for data.
-        first_bad_step: the first step whose loss, on some rank, is not finite or above the limit; None if the mean
+        first_bad_step: the first step with a loss on any rank that is not finite or above the limit; None if the mean
             is fine.
-        scalars: further figures of the last step.
+        scalars: additional figures of the last step.
         checksums: of the weights of each rank, if they have to be compared.
     """
 
