@@ -80,7 +80,7 @@ class SWA(EMA):
             (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats
         ]
         for norm, _ in self.norms:
-            norm.momentum = 1.0  # in training mode, the running statistics are those of the last block
+            norm.momentum = 1.0  # in training mode, the running statistics come from the last block alone
 
     def due(self, step: int) -> bool:
         return step >= self.start and (step % self.every == 0 or step == self.last)
@@ -158,7 +158,7 @@ def renew_statistics(
 
 
 def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
-    """The average that `train.*` asks for, kept in `copy`."""
+    """The average that `train.*` requests, kept in `copy`."""
     if train.ema is not None:
         return EMA(model, train.ema, copy, warmup=train.ema_warmup, every=train.ema_every)
     every = max(1, plan.in_steps("train.swa_every", train.swa_every))

@@ -214,7 +214,7 @@ def say_start(
     origin: str,
     composed: Mapping[str, Any],
 ) -> None:
-    """Show in a dozen lines what is about to run, and what differs from the defaults.
+    """Show in a dozen lines what is about to run, and its differences from the defaults.
 
     `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
     """
@@ -333,7 +333,7 @@ def say_ending(
 
 
 def resume_command(run_dir: RunDir, *overrides: str) -> str:
-    """The command that resumes a run, as the user would type it, with further overrides."""
+    """The command that resumes a run, as the user would type it, with additional overrides."""
     words = program_words()
     with suppress(UnreadableFile):
         words = repeated_words(read_text(run_dir.command))

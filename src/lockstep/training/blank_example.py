@@ -24,9 +24,9 @@ from lockstep.training.freezing import Freezing
 
 
 class BlankExample(nn.Module):
-    """Calls a network with an example of its own in place of none, and leaves out its logits.
+    """Calls a network with a blank example if there is none, and drops its logits.
 
-    So all gradients are zero, as those of no example. No batch norm counts the example.
+    So all gradients are zero, as without any example. No batch norm counts the example.
     """
 
     def __init__(self, network: nn.Module) -> None:

@@ -85,7 +85,7 @@ def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     """The loader of both splits. A resident one reads every image here.
 
     Raises:
-        InputError: more images cannot be decoded than may be left out.
+        InputError: more images cannot be decoded than may be skipped.
     """
     order_of = None
     if job.train.sampling == "balanced":

@@ -34,7 +34,7 @@ from lockstep.training.build_data import TrainingData
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
 
-# A loss above this many times that of guessing (the logarithm of the number of classes) counts as diverged.
+# A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
 
 
@@ -50,7 +50,7 @@ class Observers(Observer):
         self.step, self.logged = 0, dict[str, float]()
 
     def log(self, name: str, value: float) -> None:
-        """Log a figure of an observer. Raises InputError for another name, or for what is no number."""
+        """Log a figure of an observer. Raises InputError for another name, or for anything but a number."""
         check_declared("logger", name, self.names)
         try:
             number = float(value)
@@ -163,7 +163,7 @@ def _loss_limit(job: ResolvedJob) -> float:
 
 
 def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progress: Progress) -> TimeSpent:
-    """Where the time goes, with the parts of a step where they can be told apart."""
+    """Where the time goes, with the parts of a step where they can be distinguished."""
     whole = job.strategy.whole_model
     # The gradients of a sharded model are not computed where torch calls hooks, and several micro-batches need them.
     divided = not (has_stages(state.model) or job.train.cuda_graph) and (whole or plan.micro_batches == 1)

@@ -50,7 +50,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mal
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], object]:
     """A function that does the last step of a job, in which all layers that thaw are trained, on blank examples.
 
-    It has all memory that a run needs. It is the step of one rank, because a trial is no collective.
+    It has all memory that a run needs. It is the step of one rank, because a trial is not collective.
     """
     job, world = replace(without_start(job), strategy=Single()), World.solo(world.device)
     shape = job.train_shape
@@ -223,7 +223,7 @@ def micro_batches_that_fit(job: ResolvedJob, world: World, *, least: int = 1, he
 
 
 def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> int:
-    """The number for `train.micro_batches=auto`: it fits on every rank, beside `held_gb` GB of images. Collective.
+    """The number for `train.micro_batches=auto`: it fits on every rank, next to `held_gb` GB of images. Collective.
 
     Raises:
         InputError: a single example does not fit.

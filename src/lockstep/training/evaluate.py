@@ -106,7 +106,7 @@ class EvaluationBatch:
         return outputs_of(self.model, images, self.precision, self.memory_format, self.views)
 
     def log(self, name: str, values: Tensor) -> None:
-        """Ignore the figures of a task: it logs those of training."""
+        """Ignore the figures of a task: it logs figures of training only."""
 
 
 def logits_of(

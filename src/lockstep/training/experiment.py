@@ -107,7 +107,7 @@ def run(
 
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
-    """The step of a job: one that replays CUDA graphs, where the job asks for it and the device has them."""
+    """The step of a job: one that replays CUDA graphs, if the job requests it and the device has them."""
     return GraphStep if job.train.cuda_graph and world.device.type == "cuda" else TrainStep
 
 
@@ -222,8 +222,8 @@ class Parts(TrainStep):
     def batches(self, after: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The global batches of the steps after step `after`: the step, images and targets, on the device.
 
-        They are those of `lockstep train`, in its order and with its augmentation: float images (b, C, H, W), and
-        labels (b,), or shares of the classes (b, classes) under Mixup and CutMix.
+        `lockstep train` has the same batches, order and augmentation: float images (b, C, H, W), and labels (b,), or
+        shares of the classes (b, classes) under Mixup and CutMix.
         """
         for shard in self.transforms.train(self.loader.train(after=after)):
             images, targets = self.transforms.mixed(shard)

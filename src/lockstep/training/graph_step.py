@@ -31,7 +31,7 @@ class CudaGraph:
         self.graph = torch.cuda.CUDAGraph()
 
     def warm_up(self, function: Callable[[], None]) -> None:
-        """Call a function on a stream of its own, as a recording does."""
+        """Call a function on a separate stream, as a recording does."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -49,7 +49,7 @@ class CudaGraph:
         self.graph.replay()
 
 
-# The inputs of a micro-batch's forward pass and loss: those of the replica, then targets and labels.
+# The inputs of a micro-batch's forward pass and loss: the replica's inputs, then targets and labels.
 Inputs = list[Tensor]
 
 

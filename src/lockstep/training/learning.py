@@ -69,7 +69,7 @@ def _of_classes(scores: Scores) -> tuple[bool, str, str]:
 
 
 def _of_labels(scores: Scores) -> tuple[bool, str, str]:
-    """The same in comparison with a random order of the images, whose average precision is the share of a label."""
+    """The same, compared with a random order of the images: its average precision is the share of a label."""
     shares = [images / scores.total for images in scores.images if images]
     chance = sum(shares) / len(shares)
     _, high = wilson(round(chance * scores.total), scores.total)

@@ -35,7 +35,7 @@ class Patience:
             )
 
     def ended(self, scores: Sequence[tuple[int, float | None]], monitor: Monitor, plan: Plan) -> str:
-        """Why a run with these scores ends, in a sentence; empty if it goes on."""
+        """Why a run with these scores ends, in a sentence; empty if it continues."""
         if self.limit is None or not scores:
             return ""
         position, step, value = list(self._improvements(scores, monitor))[-1]

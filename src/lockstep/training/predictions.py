@@ -28,14 +28,14 @@ SIDE = 128  # the most pixels of a side of an image that is stored
 class CollectedPredictions(EvaluationObserver):
     """Collects the predictions of an evaluation on the device. Only `finish` waits for it.
 
-    This class is for tasks of classes; a subclass shows what differs for other targets.
+    This class is for tasks of classes; its subclasses are for other targets.
 
     Args:
         names: the names of the classes; empty if they have none.
         kind: the function from logits to probabilities.
         examples: the number of examples of the split.
         sample_name: names an example by its number.
-        observer: main's, which is told.
+        observer: main's observer, which is notified.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class CollectedLabels(CollectedPredictions):
 
 
 class CollectedValues(CollectedPredictions):
-    """For tasks of values. Of a large split, the examples whose number is a multiple of one number are kept."""
+    """For tasks of values. Of a large split, every n-th example is kept."""
 
     def _kept(self, block: Block) -> tuple[Tensor, ...]:
         numbers = torch.arange(block.first, block.first + len(block.labels))

@@ -28,7 +28,7 @@ from lockstep.losses import probabilities_of
 
 # Fields of a model that change how it is computed, not what it is. A resume may change them.
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
-# Fields of a model that its card leaves out: how training computes it, and how it was initialised.
+# Fields of a model that are not in its card: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
 
 

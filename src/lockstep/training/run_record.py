@@ -38,7 +38,7 @@ from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
 from lockstep.training.verdict import Advice, Evidence, checklist, verdict
 
-SHORTEST_S = 5  # of a run whose speed is worth a sentence
+SHORTEST_S = 5  # shorter runs get no sentence about their speed
 
 
 class RunRecord:
@@ -80,7 +80,7 @@ class RunRecord:
         return notes
 
     def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
-        """Write the config and the environment of a run, whose name in its checkpoints is `run`; mark it as begun."""
+        """Write a run's config and environment, and mark it as begun. `run` is its name in its checkpoints."""
         if not self.world.is_main:
             return
         # Write the config again, because every `auto` has a value now.
@@ -177,7 +177,7 @@ class RunRecord:
         log.say_command("report", report)
 
     def _learning(self, job: ResolvedJob, trainer: Trainer) -> Advice | None:
-        """What the scores say, also those of earlier parts of the run; None without the one that is compared."""
+        """What the scores of the whole run say, before resumes too; None without the score that is compared."""
         score = trainer.progress.best_figures.get(SCORES[job.task.targets])
         if score is None or not math.isfinite(score):
             return None

@@ -52,11 +52,11 @@ class TrainState:
         model: the raw module, which is evaluated and saved.
         replica: the wrapped module, which is called in training.
         infinite: the names of its buffers that are infinite by design.
-        draws: the random numbers of its forward passes, whose keys are inputs of the replica.
+        draws: the random numbers of its forward passes; their keys are inputs of the replica.
         freezing: the layers that are frozen, and in which steps.
         scaler: the scaler of the loss; disabled if the number format needs none.
         ema: the average of the weights, if the job keeps one; it may begin later.
-        notes: sentences about random layers whose numbers depend on the ranks.
+        notes: sentences about random layers with numbers that depend on the ranks.
         flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
         peak: operations per second of all devices of the job; 0 if it is not known.
     """
@@ -89,7 +89,7 @@ class Progress:
 
     Fields:
         scores: the step and the monitored figure of each evaluation so far; None if it had no value.
-        figures: those of the evaluation after that step, by name; empty if there was none.
+        figures: the figures of the evaluation after that step, by name; empty if there was none.
         best, best_step: the best score so far, and its step.
         best_figures: the figures of the evaluation after that step.
         window: the counts since the last log point, of the step that was saved last.
@@ -198,7 +198,7 @@ def build_and_load_state(
     """The network of a run (see `build_state`), and its checkpoint, which is read while the model is built."""
     with ThreadPoolExecutor(1) as reader:
         loading = reader.submit(load_newest, run_dir, Path(job.resume) if job.resume is not None else None)
-        # A checkpoint replaces the initial weights, whose file may be gone by now.
+        # A checkpoint replaces the initial weights; their file may be gone by now.
         start = without_start(job) if job.starts_trained and loading.result() is not None else job
         return build_state(start, world, plan, images), loading.result()
 
@@ -262,7 +262,7 @@ def interrupts_compiling(job: ResolvedJob, world: World) -> bool:
 
 
 def compile_model(model: nn.Module, job: ResolvedJob, world: World, stop: StopRequest) -> None:
-    """Compile `model` in place, if the job asks for it, for each shape of batch when it first comes.
+    """Compile `model` in place, if the job requests it, for each shape of batch when it first comes.
 
     Dynamic shapes, which torch turns on at the second size, are off: kernels would depend on the batches before, and
     a resumed run would round differently.

@@ -107,8 +107,7 @@ class Trainer:
         return self.progress
 
     def ends_rung(self, step: int) -> bool:
-        """Whether the job has trained as far as its round of a successive halving goes. The ranks of other machines
-        do not know."""
+        """Whether the job has finished its round of successive halving. Ranks of other machines do not know."""
         return self.world.any(step / self.plan.total_steps >= self.stop.rung_end)
 
     def log(self, step: int, scalars: dict[str, Any]) -> None:
@@ -173,7 +172,7 @@ class Trainer:
 
     @property
     def ended_early(self) -> str:
-        """Why the run ends before its last step, in a sentence; empty if it goes on."""
+        """Why the run ends before its last step, in a sentence; empty if it continues."""
         return self.patience.ended(self.progress.scores, self.monitor, self.plan)
 
     def _evaluate(

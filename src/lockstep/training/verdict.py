@@ -1,7 +1,7 @@
 """What limits the speed of a run, and what to change: the verdict, and the checklist of the tutorials.
 
-Both speak of what the run itself measured. Every gain is that of the whole run, and follows from a part's share of
-the time by Amdahl's law. Other settings are tried where a person asks for it, by `lockstep doctor`.
+Both rest on the run's own measurements. Every gain is for the whole run, and follows from a part's share of the time
+by Amdahl's law. Only `lockstep doctor` tries other settings.
 """
 
 import math
@@ -19,7 +19,7 @@ from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
 
-# The smallest gain that is worth a change, and the share of the time from which a part is looked at.
+# The smallest gain that is worth a change, and the share of the time from which a part is considered.
 WORTH, NOTABLE = 1.1, 0.05
 # A GPU that is busy for this share of the time (percent), at less than this share of its peak rate, is kept busy by
 # operations that move memory or are launched one by one.
@@ -64,7 +64,7 @@ class Evidence:
     Fields:
         steps: how many this process trained.
         shares: the shares of the parts in its time (`TimeSpent`).
-        spread: how exact those of the parts of a step are.
+        spread: how exact the shares of the parts of a step are.
         hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
             of the machine's nobody used.
         mfu: percent of the devices' peak rate; 0 if it is not known.
