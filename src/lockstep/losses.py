@@ -186,7 +186,7 @@ class MaskedLoss:
     tolerates_broken: bool
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The losses (b,) of logits (b, classes) and targets (n,) or (n, classes); those of broken images are finite.
+        """The losses (b,) of logits (b, classes) and targets (n,) or (n, classes); also finite for broken images.
 
         There may be fewer logits: of a model that is cut into stages, only the last one has them.
         """

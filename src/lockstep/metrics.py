@@ -201,7 +201,7 @@ class AveragePrecision(_Averaged):
 
 @option("metric")
 class SubsetAccuracy:
-    """The share of images all of whose labels are predicted, and no others."""
+    """The share of images with all their labels predicted, and no others."""
 
     targets: ClassVar[tuple[str, ...]] = (LABELS,)
 

@@ -1,7 +1,7 @@
 """The tasks (`task=`): what a target, a prediction and a score are. The loop and the step do not know which it is.
 
 A task sees the network, the images and the targets of a micro-batch, and gives one loss for each example. What mixes
-examples (a contrastive loss) is no task: the loss of an example would depend on its micro-batch.
+examples (a contrastive loss) is not a task: the loss of an example would depend on its micro-batch.
 """
 
 from __future__ import annotations
