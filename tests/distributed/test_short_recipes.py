@@ -28,10 +28,14 @@ SMALLEST = {
     "deit3_s": VIT,
     "bigvision_vit_s16": VIT,
     "photos": ("model=test_resnet", "model.pretrained=false", "train.freeze=[backbone]", "train.freeze_until=1"),
+    "cifar10_wrn28_10": ("dataset=folder", "model.depth=10", "model.width=1"),
     "swin_t": (*SWIN, "+model.options.window_size=4"),
 }
+STEPS = ("resnet50_v1", "cifar10_wrn28_10")  # whose rates fall in steps
 FILES = (ROOT / "conf" / "experiment").glob("*.yaml")
-RECIPES = sorted(path.stem for path in FILES if re.search("/dataset: (imagenet|folder)", path.read_text()))
+RECIPES = sorted(
+    path.stem for path in FILES if re.search("/dataset: (imagenet|folder)|wide_resnet", path.read_text())
+)
 SMALL = (
     "train.patience=null",
     "dataset.decode_size=36",
@@ -73,7 +77,7 @@ def test_two_steps_of_a_recipe_are_the_same_on_two_ranks_that_stop_and_go_on(
         "batch=12",
         "epochs=1",
     )
-    words = (*words, "schedule.milestones=[1]" if recipe == "resnet50_v1" else "schedule.warmup=1")
+    words = (*words, "schedule.milestones=[1]" if recipe in STEPS else "schedule.warmup=1")
     alone = losses(train_here(tmp_path / "one", *words))
     two_ranks.train(Case(tmp_path / "two", words, stop_at=1))
     two_ranks.train(Case(tmp_path / "two", words))
