@@ -42,6 +42,17 @@ def test_help_is_as_wide_as_the_terminal_and_breaks_no_word(shown: Done) -> None
     assert narrow.out.split() == shown.out.split()
 
 
+def test_the_help_of_options_is_their_keys() -> None:
+    done = command(sys.executable, "train.py", "optimizer=sgd", "model=resnet34", "--help")
+    assert done.code == 0
+    assert "optimizer=sgd, its keys as optimizer.KEY=VALUE:" in done.out
+    assert {"momentum: 0.9", "nesterov: false", "stem: imagenet"} <= {
+        line.partition("  ")[0] for line in done.out.splitlines()
+    }
+    assert "_target_" not in done.out
+    assert "Groups, GROUP=OPTION" in command(sys.executable, "train.py", "model=resnet18", "--help").out, "of timm"
+
+
 def test_the_command_alone_shows_its_help_and_its_version() -> None:
     lockstep = (sys.executable, "-m", "lockstep")
     alone, with_flag = command(*lockstep), command(*lockstep, "--help")

@@ -122,9 +122,20 @@ def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:
 
 
 def showed_help() -> bool:
-    """Show the help if the command line asks for it. Hydra would first look through all config groups (0.3 s)."""
+    """Show the help if the command line asks for it: of its options (`optimizer=sgd --help`), or else of everything.
+
+    Hydra would first look through all config groups (0.3 s).
+    """
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
-    if wants_help:
+    words = (word.partition("=")[::2] for word in sys.argv[1:])
+    files = [(group, CONF / group / f"{option}.yaml") for group, option in words if group in GROUPS]
+    if wants_help and any(file.is_file() for _, file in files):
+        for group, file in files:
+            if file.is_file():
+                keys = [line for line in file.read_text().splitlines() if not line.startswith("_target_")]
+                sys.stdout.write("\n".join([f"{group}={file.stem}, its keys as {group}.KEY=VALUE:", *keys, "", ""]))
+        sys.stdout.write(f"`{program_name()} --help` shows all options and keys.\n")
+    elif wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
         columns = shutil.get_terminal_size((100, 40)).columns
         wrapper = TextWrapper(columns, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)

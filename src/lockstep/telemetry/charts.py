@@ -18,7 +18,7 @@ from lockstep.telemetry.pictures import COLOURS
 SHOWN = 20  # curves of a chart, and charts of single figures
 OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/|test/)"  # the beginning of the tags that a task has named
 POINTS = 400  # of a curve: more are averaged
-LEFT, RIGHT, TOP, BOTTOM = 46, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
+LEFT, RIGHT, TOP, BOTTOM = 54, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
 Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
 Curves = Mapping[str, tuple[str, str]]  # for each tag, or beginning of tags, the label and the colour of its curve
 VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
