@@ -8,6 +8,7 @@ import errno
 import json
 import secrets
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -30,7 +31,7 @@ class Refused(Exception):
     """A request that the server refuses. Its arguments are the status and a sentence."""
 
 
-class LocalServer(uvicorn.Server):
+class LocalServer(uvicorn.Server, ABC):
     """The base class of the servers; a subclass answers in `respond`.
 
     Args:
@@ -72,9 +73,9 @@ class LocalServer(uvicorn.Server):
             log.console.file.flush()
             self.run([self.socket])
 
+    @abstractmethod
     async def respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:
         """The type and the text of the answer to `METHOD PATH`. Raises Refused, or InputError with a sentence."""
-        raise NotImplementedError
 
     async def answer(self, scope: Message, receive: Receive, send: Send) -> None:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}

@@ -88,6 +88,17 @@ def check_effects(job: ResolvedJob) -> None:
             f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "
             "train.patience=5, or train.min_delta=0"
         )
+    _check_averages(job)
+    if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
+        least, most = job.launcher.node_range
+        raise InputError(
+            f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
+            f"ranks; use launcher.nodes={most}, or repro=exact"
+        )
+
+
+def _check_averages(job: ResolvedJob) -> None:
+    """Reject averages of the weights that exclude each other or cannot be exact enough."""
     if job.train.ema is not None and job.train.swa_from is not None:
         raise InputError("train.ema and train.swa_from both average the weights; remove one")
     if job.precision.storage is torch.bfloat16 and job.train.averages:
@@ -96,12 +107,6 @@ def check_effects(job: ResolvedJob) -> None:
             f"train.{name} is {getattr(job.train, name)}, but under precision=bf16_pure an average is in bfloat16 "
             "too, where a number moves by 1/256 of itself or not at all; use precision=bf16, or remove "
             f"train.{name}"
-        )
-    if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
-        least, most = job.launcher.node_range
-        raise InputError(
-            f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
-            f"ranks; use launcher.nodes={most}, or repro=exact"
         )
 
 
