@@ -127,13 +127,12 @@ def showed_help() -> bool:
     Hydra would first look through all config groups (0.3 s).
     """
     wants_help = not {"-h", "--help"}.isdisjoint(sys.argv)
-    words = (word.partition("=")[::2] for word in sys.argv[1:])
+    words = (word.partition("=")[::2] for word in sys.argv[1:] if wants_help)
     files = [(group, CONF / group / f"{option}.yaml") for group, option in words if group in GROUPS]
-    if wants_help and any(file.is_file() for _, file in files):
-        for group, file in files:
-            if file.is_file():
-                keys = [line for line in file.read_text().splitlines() if not line.startswith("_target_")]
-                sys.stdout.write("\n".join([f"{group}={file.stem}, its keys as {group}.KEY=VALUE:", *keys, "", ""]))
+    if options := [(group, file) for group, file in files if file.is_file()]:
+        for group, file in options:
+            keys = [line for line in file.read_text().splitlines() if not line.startswith("_target_")]
+            sys.stdout.write("\n".join([f"{group}={file.stem}, its keys as {group}.KEY=VALUE:", *keys, "", ""]))
         sys.stdout.write(f"`{program_name()} --help` shows all options and keys.\n")
     elif wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]

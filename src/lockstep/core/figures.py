@@ -62,6 +62,14 @@ def finite(scalars: Mapping[str, float]) -> dict[str, float]:
     return {tag: value for tag, value in scalars.items() if math.isfinite(value)}
 
 
+def number_or_text(value: str) -> str | float:
+    """A value of a config as a finite number, or else as it is."""
+    try:
+        return float(value) if math.isfinite(float(value)) else value
+    except ValueError:
+        return value
+
+
 def parsed_figures(line: str) -> tuple[int, dict[Any, Any]]:
     """The step and the scalars of a line of `metrics.jsonl`.
 

@@ -59,6 +59,10 @@ class Monitor:
         name = self.name
         return (AVERAGED[name], TAGS[name]) if name in TAGS else (METRIC + name,)
 
+    def value_in(self, figures: Mapping[str, float | None]) -> float | None:
+        """The value that decides among the figures of an evaluation, by tag; None if they have none."""
+        return next((value for tag in self.tags if (value := figures.get(tag)) is not None), None)
+
     def gain(self, value: float | None) -> float | None:
         """A value as a number that is larger for a better one; None without a value."""
         return None if value is None or math.isnan(value) else self.direction.gain(value)

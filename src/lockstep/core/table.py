@@ -191,7 +191,7 @@ def _cell(text: str) -> str:
 
 def show_json(content: Any) -> None:
     """Print JSON; the values of config keys are numbers, lists and null."""
-    if isinstance(content, list):
+    if isinstance(content, Sequence):
         content = [
             {key: value.as_json if isinstance(value, Setting) else value for key, value in row.items()}
             for row in content
@@ -201,9 +201,9 @@ def show_json(content: Any) -> None:
 
 
 def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Print rows as `csv`, or as `json`: there the values of config keys are numbers, lists and null, too."""
+    """Print rows as `csv` or `json`."""
     if form == "json":
-        show_json([{key: getattr(value, "as_json", value) for key, value in row.items()} for row in rows])
+        show_json(rows)
         return
     names = dict.fromkeys(name for row in rows for name in row)
     values = [["" if (value := row.get(name)) is None else value for name in names] for row in rows]

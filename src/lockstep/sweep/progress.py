@@ -56,8 +56,7 @@ class JobProgress:
                 self.step, figures = parsed_figures(line)
                 self.logged_at = figures.get(STAMP) or time.time()
                 self.rate = figures.get("perf/img_per_s") or self.rate
-                scores = [figures[tag] for tag in self.job.monitor.tags if figures.get(tag) is not None]
-                known = [self.best] * (self.best is not None) + scores[:1]
+                known = [score for score in (self.best, self.job.monitor.value_in(figures)) if score is not None]
                 self.best = max(known, key=self.job.monitor.direction.gain, default=None)
 
     @property

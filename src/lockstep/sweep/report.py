@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.commands import shell_command
+from lockstep.core.figures import number_or_text
 from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
@@ -120,20 +121,14 @@ def _values(record: Record, swept: Sequence[str]) -> list[str]:
     return [words.get(key, "") for key in swept]
 
 
-def _as_number(text: str) -> str | float:
-    try:
-        return float(text) if math.isfinite(float(text)) else text
-    except ValueError:
-        return text
-
-
 def _charts(
     records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]], monitor: Monitor
 ) -> Iterator[tuple[str, str]]:
     scores, name = [record.score or 0.0 for record in records], head(SCORE, monitor.name)
     if swept and len(records) > 1:
         rows = [
-            [*map(_as_number, _values(record, swept)), value] for record, value in zip(records, scores, strict=True)
+            [*map(number_or_text, _values(record, swept)), value]
+            for record, value in zip(records, scores, strict=True)
         ]
         yield (
             "What was varied, and the score: the darker the better, orange is the best",

@@ -109,7 +109,7 @@ def line_chart(lines: Sequence[Curve]) -> dict[str, Any]:
         }
         for label, colour, x, y in averaged
     ]
-    return {"curves": curves, "x_ticks": x_ticks, "y_ticks": y_ticks}
+    return {"curves": curves, "x_ticks": x_ticks, "y_ticks": y_ticks, "left": LEFT, "right": RIGHT}
 
 
 def _axis(

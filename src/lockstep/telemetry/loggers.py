@@ -17,7 +17,7 @@ import torch
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, pathname, ruled
-from lockstep.core.figures import finite, read_figures
+from lockstep.core.figures import finite, number_or_text, read_figures
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
@@ -61,7 +61,7 @@ class TensorBoard:
 
     def build(self, run: RunInfo) -> Observer:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
-        facts = {key: _number(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
+        facts = {key: number_or_text(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
         texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
         values = run.config.get("input", {})
         mean, std = (
@@ -77,13 +77,6 @@ class TensorBoard:
             pixels=lambda images: images * std + mean,
             model=run.model if self.histograms else None,
         )
-
-
-def _number(value: str) -> str | float:
-    try:
-        return float(value)
-    except ValueError:
-        return value
 
 
 def accepted(name: str, refused: str) -> str:

@@ -174,8 +174,8 @@ class TensorBoard(Observer):
     write_gpu = write
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
-        value = next((scores[tag] for tag in self.monitor.tags if tag in scores), math.nan)
-        if best and math.isfinite(value) and not self.failed:
+        value = self.monitor.value_in(scores)
+        if best and value is not None and math.isfinite(value) and not self.failed:
             # HParams shows the last value of a curve, and sorts capitals first.
             with self._tolerating_errors():
                 best_one = self.summary.Value(tag=f"Best/{self.monitor.name}", simple_value=value)
