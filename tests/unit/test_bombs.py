@@ -23,7 +23,7 @@ from PIL import Image
 
 from helpers import decoded
 from lockstep.core.errors import InputError
-from lockstep.data.datasets import CSV, HF, Folder, WebDataset
+from lockstep.data.datasets import WebDataset
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.images import stored_image
@@ -40,12 +40,12 @@ def saved(kind: str, size: tuple[int, int] = (16, 16), **options: object) -> byt
     return file.getvalue()
 
 
-def tiff(tags: dict[int, list[int]], content: list[bytes], places: int = 324) -> bytes:
-    """A grey TIFF. `places` is the tag of the offsets of the contents; the next tag has their lengths."""
-    tags = {258: [8], 262: [1], 277: [1], **tags, places: [0] * len(content), places + 1: [*map(len, content)]}
+def tiff(tags: dict[int, list[int]], content: list[bytes]) -> bytes:
+    """A grey TIFF of tiles."""
+    tags = {258: [8], 262: [1], 277: [1], **tags, 324: [0] * len(content), 325: [*map(len, content)]}
     entries, arrays, start = b"", b"", 14 + 12 * len(tags)
     start_of_content = start + 4 * sum(len(numbers) for numbers in tags.values() if len(numbers) > 1)
-    tags[places] = [start_of_content + sum(map(len, content[:number])) for number in range(len(content))]
+    tags[324] = [start_of_content + sum(map(len, content[:number])) for number in range(len(content))]
     for tag, numbers in sorted(tags.items()):
         packed = struct.pack(f"<{len(numbers)}I", *numbers)
         entries += struct.pack("<HHI", tag, 4, len(numbers))
@@ -53,21 +53,6 @@ def tiff(tags: dict[int, list[int]], content: list[bytes], places: int = 324) ->
         arrays += packed if len(numbers) > 1 else b""
     head = b"II*\0" + struct.pack("<IH", 8, len(tags))
     return head + entries + bytes(4) + arrays + b"".join(content)
-
-
-def tiled(side: int) -> bytes:
-    return tiff({256: [16], 257: [16], 259: [8], 322: [side], 323: [side]}, [zlib.compress(bytes(10**6))])
-
-
-def layers(side: int = 1000, number: int = 150) -> bytes:
-    strips = [bytes(side * side), *[b""] * (2 * number - 1)]
-    return tiff({256: [side], 257: [side], 259: [1], 278: [side // 2 + 1]}, strips, places=273)
-
-
-def jpeg(scans: int, side: int = 1024, *, progressive: bool = True) -> bytes:
-    """A JPEG in which the last scan is there so many times."""
-    content = saved("JPEG", (side, side), progressive=progressive)
-    return content[:-2] + content[content.rindex(b"\xff\xda") : -2] * (scans - 1) + content[-2:]
 
 
 def canvas(width: int, height: int) -> bytes:
@@ -88,33 +73,14 @@ def with_text(kind: bytes, head: bytes) -> bytes:
     return content[:33] + struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) + content[33:]
 
 
-PIXELS = r"its header says .* expected at most 134217728 pixels, but decoding it takes as long as \d+"
 TEXT = "Decompressed data too large"
 IMAGES: dict[str, tuple[Bomb, str]] = {
-    "a tile of TIFF that is larger than the image": (lambda: tiled(45056), PIXELS),
-    "strips of TIFF in the same place": (layers, PIXELS),
-    "scans of a progressive JPEG": (lambda: jpeg(20_000), PIXELS),
-    "scans of a JPEG that is not progressive": (lambda: jpeg(5000, progressive=False), PIXELS),
-    "comments in a PPM": (lambda: b"P2 400 400 255\n" + b"#\n" * 10**6, PIXELS),
-    "a PPM in text": (lambda: b"P1 11000 11000\n" + b"1" * 10**6, PIXELS),
-    "a BMP of short lines": (lambda: run_lengths(11_000), PIXELS),
-    "frames of WebP on a canvas": (lambda: canvas(16_000, 8000), f"{PIXELS}|could not create decoder object"),
     "frames of WebP on a huge canvas": (lambda: canvas(65_000, 65_000), "its header says too much: Image size"),
     "text in a PNG": (lambda: with_text(b"zTXt", b"a\0\0"), TEXT),
     "international text in a PNG": (lambda: with_text(b"iTXt", b"a\0\1\0\0\0"), TEXT),
     "a profile in a PNG": (lambda: with_text(b"iCCP", b"a\0\0"), TEXT),
     "EXIF in a PNG": (lambda: with_text(b"zTXt", b"Raw profile type exif\0\0"), TEXT),
 }
-
-
-# What Pillow opens at once, and decodes when it is used.
-OPENED = [
-    "a tile of TIFF that is larger than the image",
-    "strips of TIFF in the same place",
-    "scans of a progressive JPEG",
-    "scans of a JPEG that is not progressive",
-    "a BMP of short lines",
-]
 
 
 def member(kind: bytes = b"0", size: int = 0, content: bytes = b"", name: str = "a.jpg") -> bytes:
@@ -180,9 +146,6 @@ def read_here(folder: Path) -> None:
         answers[f"{path.name}/path"] = sentence(lambda: FileSplit([path], torch.tensor([0]), (8, 8)).fetch([0]))  # noqa: B023
         if path.stat().st_size < MEMORY:
             answers[f"{path.name}/bytes"] = sentence(lambda: stored_image(path.read_bytes(), (3, 8, 8)))  # noqa: B023
-    for name in OPENED:
-        image = Image.open(folder / "images" / name)
-        answers[f"{name}/pillow"] = sentence(lambda: stored_image(image, (3, 8, 8)))  # noqa: B023
     for path in (folder / "tars").iterdir():
         answers[f"{path.name}/shards"] = sentence(WebDataset(path=str(path)).list_files)
     (folder / "answers.json").write_text(json.dumps(answers))
@@ -208,11 +171,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return parsed
 
 
-@pytest.mark.parametrize("name", OPENED)
-def test_an_image_that_pillow_has_opened_is_refused_before_it_is_decoded(answers: dict[str, str], name: str) -> None:
-    assert re.search(rf"the image cannot be read as an image \({PIXELS}", answers[f"{name}/pillow"])
-
-
 @pytest.mark.parametrize("entrance", ["path", "bytes"])
 @pytest.mark.parametrize("name", IMAGES)
 def test_an_image_that_takes_much_more_than_its_size_is_refused(
@@ -230,33 +188,6 @@ def test_a_tar_file_that_leads_astray_is_one_sentence(answers: dict[str, str], n
     assert re.search(rf"train.tar cannot be indexed \(.*{TARS[name][1]}", answers[f"{name}/shards"])
 
 
-@pytest.mark.parametrize("source", ["folder", "csv", "hf", "webdataset"])
-def test_every_data_set_refuses_them(tmp_path: Path, source: str) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "cat").mkdir(parents=True)
-        (tmp_path / split / "cat" / "a.png").write_bytes(tiled(45056))
-        with tarfile.open(tmp_path / f"{split}.tar", "w") as tar:
-            tar.add(tmp_path / split / "cat" / "a.png", "a.png")
-            label = tarfile.TarInfo("a.cls")
-            label.size = 1
-            tar.addfile(label, io.BytesIO(b"0"))
-    (tmp_path / "table.csv").write_text("path,label,split\ntrain/cat/a.png,cat,train\nval/cat/a.png,cat,val\n")
-    if source == "hf":
-        datasets = pytest.importorskip("datasets")
-        row = {"image": [{"bytes": tiled(45056), "path": None}], "label": ["cat"]}
-        features = datasets.Features({"image": datasets.Image(), "label": datasets.Value("string")})
-        table = datasets.Dataset.from_dict(row, features=features)
-        datasets.DatasetDict({"train": table, "validation": table}).save_to_disk(tmp_path / "saved")
-    sources = {
-        "folder": Folder(path=str(tmp_path)),
-        "csv": CSV(path=str(tmp_path / "table.csv")),
-        "hf": HF(path=str(tmp_path / "saved")),
-        "webdataset": WebDataset(path=str(tmp_path)),
-    }
-    with pytest.raises(InputError, match=f"cannot be decoded .*{PIXELS}"):
-        sources[source].train().fetch([0])
-
-
 def tiles_of_grey(side: int) -> bytes:
     """GREY as a TIFF of tiles, padded with zeros."""
     padded = np.pad(GREY, [(0, -size % side) for size in GREY.shape])
@@ -272,8 +203,6 @@ LEGAL: dict[str, Bomb] = {
     "a TIFF of tiles": lambda: tiles_of_grey(16),
     "a TIFF of one tile that is larger": lambda: tiles_of_grey(64),
     "a progressive JPEG": lambda: saved("JPEG", (64, 48), progressive=True),
-    "a progressive JPEG of 100 scans": lambda: jpeg(100, 256),
-    "a JPEG with a film behind it": lambda: saved("JPEG", (1024, 1024)) + b"\xff\xda\0\x02" * 10_000,
     "a PGM in text": lambda: b"P2 # width, height\n3 2\n255\n# pixels\n1 2 3 4 5 6\n",
     "a BMP of run lengths": lambda: run_lengths(40),
     "an animated WebP": lambda: canvas(40, 30),

@@ -100,6 +100,11 @@ def as_known(error: BaseException) -> LockstepError:
     return error if isinstance(error, LockstepError) else LockstepError(f"{type(error).__name__}: {error}")
 
 
+def reason_of(error: BaseException) -> str:
+    """The reason that a library gives in its error, in one line; the type of the error if it gives none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def out_of_memory(error: BaseException) -> LockstepError | None:
     """The error of a host that gave a library no memory or no thread; None for any other error."""
     in_words = ("can't start new thread", "annot allocate memory", "map segment", "Resource temporarily unavailable")

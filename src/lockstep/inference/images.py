@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, reason_of
 from lockstep.core.model_card import CROP, INTERPOLATION, Shape
 from lockstep.data.datasets.bands import GREY, RGB
-from lockstep.data.datasets.decode import ImageFile, contents, decoding_failure
+from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
 
@@ -64,7 +64,7 @@ def stored_image(
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else decoding_failure(error)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else reason_of(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.config.options import TORCHVISION, option, tagged_names, torchvision_models
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import TEXT, choice, mapping, ruled
 from lockstep.core.model import Convolution, head_layers
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
@@ -117,7 +117,7 @@ class Torchvision(Network):
             if not reason and not file.is_file():
                 self._weights.get_state_dict(progress=False, check_hash=True, weights_only=True)
         except Exception as error:  # the library raises all kinds of errors
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            reason = reason_of(error)
         if reason:
             raise InputError(
                 f"model.pretrained: the weights of {self.library_name} cannot be fetched ({reason}); put {url} "

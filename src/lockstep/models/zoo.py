@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from lockstep.config.options import model_of, option, timm_models
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
@@ -155,7 +155,7 @@ def built(
     except InputError:
         raise
     except Exception as error:  # the libraries' constructors and networks raise all kinds of errors
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        reason = reason_of(error)
         weights = " with its published weights" if pretrained else ""
         remedies = ["model.pretrained=false starts from random weights"] if pretrained else []
         if usual is not None and (height, width) != (usual, usual):
@@ -215,7 +215,7 @@ def published_weights(name: str) -> dict[str, Any]:
             torch.hub.download_url_to_file(cfg.url, str(file), progress=False)
             return _of_url(cfg)
     except Exception as error:  # the libraries raise all kinds of errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = reason_of(error)
     raise InputError(
         f"model.pretrained: {_not_here(cfg, name, reason)}; use init_from=FILE.safetensors for a file that you have, "
         "or model.pretrained=false"

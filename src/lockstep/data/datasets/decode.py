@@ -1,17 +1,15 @@
 """Decodes image files to upright 8-bit RGB, grey or other channels, and no more pixels than are needed.
 
-simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, torchvision decodes PNG and WebP without
-transparency, and Pillow all other photos (`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB.
-Images of other numbers of channels are arrays and TIFF files (`lockstep.data.datasets.bands`). The first bytes of a
-file decide its format, not its name. Sizes and boxes refer to the upright image.
+simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, and Pillow all other photos
+(`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB. Images of other numbers of channels are
+arrays and TIFF files (`lockstep.data.datasets.bands`). The first bytes of a file decide its format, not its name.
+Sizes and boxes refer to the upright image.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import stat
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,27 +29,16 @@ Pixels = NDArray[np.uint8]  # (height, width, channels), from a decoder
 Stored = NDArray[np.uint8]  # (channels, height, width), as stored
 Box = tuple[int, int, int, int]  # top, left, height, width
 Decoder = Callable[[bytes], Pixels]
-# Stored rows and columns, how they are decoded, EXIF orientation, and the pixels that the decoder goes through.
-Header = tuple[int, int, Decoder | None, int, int]
+# Stored rows and columns, how they are decoded, and EXIF orientation.
+Header = tuple[int, int, Decoder | None, int]
 
-# JPEG: the first bytes of a file, its last bytes, and the second bytes of frame markers.
-JPEG, END = b"\xff\xd8\xff", b"\xff\xd9"
-FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-# torchvision decodes these faster than Pillow. Not GIF: it would read all frames.
-TORCHVISION = ("JPEG", "PNG", "WEBP")
+JPEG = b"\xff\xd8\xff"  # the first bytes of a file
 READ_BYTES = 2**17  # read from a file at a time
-ROWS = 256  # of an image that Pillow has decoded, converted to RGB at a time
 # The most pixels that a file may have decoded: one of a few kB can ask for any amount of memory and time.
 PIXELS = 2**27
 LENGTH = 8 * PIXELS  # the most bytes of a file; no format needs more for a pixel
-# A progressive JPEG has about 10 scans, and each goes through all pixels. So many take as long as a PNG.
-SCANS = 16
-SCAN, SEGMENTS = b"\xff\xda", 2**16  # the most segments that are counted; a usual file has fewer than 100
-MARKER = re.compile(rb"\xff[\x02-\xcf\xd9-\xfe]")  # all but those between the pixels of a scan
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
-# torchvision's modules import each other: a second thread that imports them at the same time gets incomplete modules.
-_IMPORTING = threading.Lock()
 
 
 class ImageFile(NamedTuple):
@@ -82,14 +69,12 @@ class ImageFile(NamedTuple):
     def of(cls, data: bytes, channels: int = RGB) -> ImageFile:
         """Like `read`, for the content of a file."""
         if channels in (GREY, RGB):
-            rows, columns, decoder, orientation, pixels = _turbo_header(data) or _pillow_header(data)
+            rows, columns, decoder, orientation = _turbo_header(data) or _pillow_header(data)
         else:
             rows, columns, decoder, orientation = bands.opened(data, channels)
-            pixels = -(-rows * columns * channels // RGB)  # the RGB pixels that take as many bytes
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
-        _check_size(file, height * width)
-        _check_size(file, pixels, f", but decoding it takes as long as {pixels}")
+        _check_size(file, -(-height * width * max(channels, RGB) // RGB))  # the RGB pixels that take as many bytes
         return file
 
     def fitted(
@@ -167,8 +152,8 @@ class ImageFile(NamedTuple):
         try:
             return simplejpeg.decode_jpeg(self.data, min_height=height, min_width=width), eighths
         except ValueError:
-            # simplejpeg also refuses slightly damaged files: torchvision's decoder decides what is usable.
-            return _by_torchvision(self.data), 8
+            # simplejpeg also refuses slightly damaged files: Pillow decides what is usable.
+            return _by_pillow(self.data), 8
 
 
 def contents(place: Path | Member) -> bytes:
@@ -203,21 +188,6 @@ def _check_size(file: ImageFile, pixels: int, how: str = "") -> None:
         raise ValueError(f"its header says {file.width}x{file.height}, expected at most {PIXELS} pixels{how}")
 
 
-def _scanned(data: bytes, pixels: int) -> int:
-    """The pixels that the scans of a JPEG go through, in units of `SCANS`; 0 for another format."""
-    if not data.startswith(JPEG) or (most := data.count(SCAN)) * pixels <= SCANS * PIXELS:
-        return 0
-    scans, start = 0, len(JPEG) - 1  # count them exactly: a preview, or a film behind the photo, may have such bytes
-    for _ in range(SEGMENTS):
-        marker = MARKER.search(data, start)
-        if marker is None or marker[0] == END:
-            return scans * pixels // SCANS
-        scans += marker[0] == SCAN
-        # A decoder takes no length behind a reserved marker.
-        start = marker.end() + (marker[0][1] >= min(FRAMES)) * int.from_bytes(data[marker.end() : marker.end() + 2])
-    return most * pixels // SCANS
-
-
 def _turbo_header(data: bytes) -> Header | None:
     """The header of a JPEG, read by simplejpeg; None for another format, or if simplejpeg cannot read it."""
     if not data.startswith(JPEG):
@@ -226,46 +196,22 @@ def _turbo_header(data: bytes) -> Header | None:
         rows, columns, _, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
-    return int(rows), int(columns), None, photos.orientation_of_jpeg(data), _scanned(data, int(rows) * int(columns))
+    return int(rows), int(columns), None, photos.orientation_of_jpeg(data)
 
 
 def _pillow_header(data: bytes) -> Header:
     with photos.opened_by_pillow(data) as image:
-        plain = not image.has_transparency_data and not getattr(image, "is_animated", False)
-        decoder = _by_torchvision if plain and image.format in TORCHVISION else _by_pillow
-        pixels = max(_scanned(data, image.height * image.width), photos.decoded_pixels(image, data))
-        return image.height, image.width, decoder, photos.orientation_of(image, data), pixels
-
-
-def _by_torchvision(data: bytes) -> Pixels:
-    with _IMPORTING:
-        from torchvision.io import ImageReadMode, decode_image
-
-    image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode=ImageReadMode.RGB).numpy()
-    if image.dtype != np.uint8:  # a PNG of 16 bits
-        image >>= 8
-    return image.astype(np.uint8, copy=False).transpose(1, 2, 0)
+        return image.height, image.width, _by_pillow, photos.orientation_of(image, data)
 
 
 def _by_pillow(data: bytes) -> Pixels:
     """Decode the first frame."""
     with photos.opened_by_pillow(data) as image:
         image.load()
-        if image.mode.startswith(("F", "I")):  # the tags of the whole file say what its numbers mean
-            return photos.to_rgb(image)
-        pixels = np.empty((image.height, image.width, 3), dtype=np.uint8)
-        for top in range(0, image.height, ROWS):  # each conversion copies all pixels that it gets
-            bottom = min(top + ROWS, image.height)
-            pixels[top:bottom] = photos.to_rgb(image.crop((0, top, image.width, bottom)))
-        return pixels
+        return photos.to_rgb(image)
 
 
 def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:
     """Resize, with antialiasing, in integers: on a CPU three times as fast as Pillow."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     return F.interpolate(image, size, mode=interpolation, antialias=True)[0].numpy()
-
-
-def decoding_failure(error: Exception) -> str:
-    """The reason of a decoder's error in one line, without the line of C++ source that torchvision puts first."""
-    return re.sub(r"^.*\.cpp:\d+, ", "", (str(error).strip() or type(error).__name__).splitlines()[0])

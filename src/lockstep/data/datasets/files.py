@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
-from lockstep.core.errors import BrokenImage, InputError
+from lockstep.core.errors import BrokenImage, InputError, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
-from lockstep.data.datasets import bands
-from lockstep.data.datasets.bands import GREY, RGB
-from lockstep.data.datasets.decode import Box, ImageFile, contents, decoding_failure
+from lockstep.data.datasets.bands import RGB
+from lockstep.data.datasets.decode import Box, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes
@@ -139,7 +138,7 @@ class FileSplit:
         try:
             return read(*arguments)
         except Exception as error:  # Pillow and the decoders raise all kinds of errors for a damaged file
-            raise BrokenImage(index, str(self.paths[index]), decoding_failure(error)) from error
+            raise BrokenImage(index, str(self.paths[index]), reason_of(error)) from error
 
 
 def with_input(split: Split, interpolation: str, mean: Sequence[float]) -> Split:
@@ -302,8 +301,6 @@ class FileSource(PhotoSource, CutSource):
             splits = {key.partition("_")[0]: files for key, files in self.list_files().items()}
             if self.group_pattern is not None:
                 splits = {name: files.grouped(self.group_pattern) for name, files in splits.items()}
-            if self.channels not in (GREY, RGB):
-                bands.check_readable([name for files in splits.values() for name in files.names.tolist()])
             check_groups(splits)
             if self.test_share is not None:
                 examples = self._examples(splits["train"])

@@ -21,7 +21,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
-from lockstep.data.datasets import bands, photos
+from lockstep.data.datasets import bands
 from lockstep.data.datasets.bands import GREY, RGB
 from lockstep.data.datasets.files import AUTO, FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
@@ -30,8 +30,7 @@ SUFFIXES = frozenset(
     [
         *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".gif", ".webp", ".bmp", ".dib"),
         *(".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".tif", ".tiff"),
-        *photos.HEIC.suffixes,
-        *photos.AVIF.suffixes,
+        *(".avif", ".heic", ".heif", ".hif"),
     ]
 )
 # Made by storage servers (thumbnails, deleted files) and by macOS in archives.
@@ -117,7 +116,7 @@ def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -
     """
     class_folders, other_kinds = scan_split(folder)
     names = dict.fromkeys(scan_split(train)[0], as_names([]))
-    left_out, numbers = Counter(other_kinds), Counter[str]()
+    left_out = Counter(other_kinds)
     for name, spellings in class_folders.items():
         if name not in names:
             first = folder / spellings[0]
@@ -131,14 +130,7 @@ def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -
             hint = "; .npy files are read with dataset.channels=N, if N is neither 1 nor 3" * (left_out[".npy"] > 0)
             expected = ", ".join(sorted(suffixes))
             raise InputError(f"dataset.path: {folder / spellings[0]} has no images ({expected}){hint}")
-        numbers.update(map(kind_of, images))
         names[name] = as_names(images)
-    for kind in (photos.AVIF, photos.HEIC):
-        if (number := sum(numbers[suffix] for suffix in kind.suffixes)) and not photos.readable(kind):
-            raise InputError(
-                f"dataset.path: {number:,} file{'s' * (number != 1)} in {folder} {'are' if number != 1 else 'is'} "
-                f"{kind.name} ({', '.join(sorted(kind.suffixes))}), which nothing here reads: {kind.remedy}"
-            )
     labels = torch.arange(len(names)).repeat_interleave(torch.tensor([*map(len, names.values())]))
     keys, notes = np.concatenate([*names.values()]), left_out_note(folder, left_out)
     return Files(in_folder(folder), keys, labels, tuple(names), notes=notes)

@@ -6,21 +6,19 @@
 - Floats, signed integers and integers of 32 bits are rejected: nothing says which value is white.
 """
 
-import functools
-import importlib.util
-import math
 import warnings
-from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lockstep.core.errors import check_installed
+
 # The formats that Pillow alone reads, by its names. It reads the headers of all of them; no other decoder is tried.
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF")
-TILE_SIDES = (322, 323)  # the tags of TIFF for the width and the height of a tile
-BRANDS = 64  # the brands of a file are in its first bytes, up to this offset
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "DIB", "PPM", "TIFF", "AVIF")
+BRANDS = 64  # a HEIC or AVIF file names its formats up to this byte, the main one first
+HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 # A file without these has no orientation. Searching for them is faster than Pillow, which decodes a whole PNG for it.
 # Between the pixels of a JPEG no 0xFF is followed by 0xE1, the marker of EXIF and XMP.
 NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")}
@@ -33,64 +31,23 @@ WHITE_IS_ZERO = 0
 TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')).save('NAME.png')"
 
 
-@dataclass(frozen=True)
-class PhotoFormat:
-    """A format that Pillow reads only with another package, or from some version on: the extra `photos`.
-
-    Fields:
-        brands: the words at the start of a file that name its format.
-    """
-
-    name: str
-    pillow: str
-    suffixes: frozenset[str]
-    brands: tuple[bytes, ...]
-    package: str
-
-    @property
-    def remedy(self) -> str:
-        return f"pip install '{self.package}' (in the extra `photos`), or convert them to JPEG"
-
-
-AVIF = PhotoFormat("AVIF", "AVIF", frozenset({".avif"}), (b"avif", b"avis"), "pillow>=11.3")
-HEIC = PhotoFormat(
-    "HEIC",
-    "HEIF",
-    frozenset({".heic", ".heif", ".hif"}),
-    (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"),
-    "pillow-heif",
-)
-
-
-@functools.cache
-def readable(kind: PhotoFormat) -> bool:
-    """Whether Pillow reads this format; registers the package that reads HEIC."""
-    if kind is AVIF:
-        from PIL import features
-
-        return "avif" in features.modules and bool(features.check("avif"))
-    if importlib.util.find_spec("pillow_heif") is None:
-        return False
-    from pillow_heif import register_heif_opener
-
-    register_heif_opener()
-    return True
-
-
 def opened_by_pillow(data: bytes) -> Any:
-    """The image opened by Pillow, which reads only its header. Raises ValueError: its format is not supported."""
+    """The image opened by Pillow, which reads only its header.
+
+    Raises:
+        ValueError: its format is not supported.
+        InputError: it needs a package that is not installed.
+    """
     from PIL import Image, UnidentifiedImageError
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
     formats: tuple[str, ...] = FORMATS
-    if data[4:8] == b"ftyp":
-        brands = data[8 : min(BRANDS, int.from_bytes(data[:4]))]
-        for kind in (AVIF, HEIC):
-            if any(brand in brands for brand in kind.brands):
-                if not readable(kind):
-                    raise ValueError(f"it is {kind.name}, which nothing here reads: {kind.remedy}")
-                formats = (kind.pillow,)
-                break
+    if data[4:8] == b"ftyp" and data[8:12] in HEIC_BRANDS and b"avif" not in data[:BRANDS]:
+        check_installed("pillow_heif", "a HEIC photo", extra="photos")
+        from pillow_heif import register_heif_opener
+
+        register_heif_opener()
+        formats = ("HEIF",)
     try:
         return Image.open(BytesIO(data), formats=formats)
     except UnidentifiedImageError:
@@ -98,25 +55,6 @@ def opened_by_pillow(data: bytes) -> Any:
         raise ValueError(f"cannot identify image file, expected one of {', '.join(formats)}{hint}") from None
     except Image.DecompressionBombError as error:
         raise ValueError(f"its header says too much: {str(error).partition(', could')[0]}") from None
-
-
-def decoded_pixels(image: Any, data: bytes) -> int:
-    """The pixels that Pillow goes through to decode the image that it has opened from `data`.
-
-    The decoders of WebP, AVIF and HEIC have no tiles, and hold the pixels twice. Tiles of a TIFF may be larger than
-    the image, and overlap. A pixel that Pillow decodes in Python (up to 140 ns) counts as 8, a comment among the
-    numbers of a PPM (a copy of up to 1 MB) as 2^16.
-    """
-    from PIL import Image
-
-    if not image.tile:
-        return 2 * int(image.width * image.height)
-    boxes = [tile.extents for tile in image.tile]
-    pixels = sum((right - left) * (bottom - top) for left, top, right, bottom in boxes) // len(image.getbands())
-    if image.tile[0].codec_name in Image.DECODERS:
-        pixels = 8 * pixels + (data.count(b"#") << 16)
-    tags, sides = getattr(image, "tag_v2", {}), zip(TILE_SIDES, boxes[0][2:], strict=True)
-    return max(pixels, math.prod(-(-side // (tile := tags.get(tag, side))) * tile for tag, side in sides))
 
 
 def orientation_of(image: Any, data: bytes | None = None) -> int:
@@ -173,10 +111,6 @@ def to_rgb(image: Any) -> NDArray[np.uint8]:
     if not image.has_transparency_data:
         return np.array(image.convert("RGB"))
     straight = image.convert("LA") if image.mode == "La" else image
-    key = image.info.get("transparency")
-    if image.mode == "RGB" and max(key) > 255:  # of a PNG of 16 bits, of which Pillow keeps the upper 8
-        straight = image.copy()
-        straight.info["transparency"] = tuple(value >> 8 for value in key)
     page = Image.new("RGBA", image.size, "white")
     return np.array(Image.alpha_composite(page, straight.convert("RGBA")).convert("RGB"))
 
