@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.nn import functional as F
 from lockstep.config.options import timm_models
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
-from lockstep.models.nets import MaxPoolTo, TimeLimit, TooSlowError, check_size, sketch
+from lockstep.models.nets import MaxPoolTo, check_size, sketch
 from lockstep.models.wide_resnet import Block
 from lockstep.models.zoo import network_options
 
@@ -163,15 +161,6 @@ def test_a_model_from_elsewhere_is_refused_where_it_would_be_built(name: str) ->
 
 MOST, SIDE = 16_384, (3, 224, 224)
 HUGE_MODELS = [
-    ("vit_tiny_patch16_224", {"depth": MOST}, SIDE),
-    ("swin_tiny_patch4_window7_224", {"depths": [MOST] * 4}, SIDE),
-    ("resnet18", {"layers": [2, 2, 2, MOST]}, SIDE),
-    ("convnext_atto", {"depths": [MOST] * 4}, SIDE),
-    ("cait_xxs24_224", {"depth": MOST}, SIDE),
-    ("xcit_nano_12_p16_224", {"depth": MOST}, SIDE),
-    ("levit_128s", {"depth": [MOST] * 3}, SIDE),
-    ("maxvit_tiny_tf_224", {"img_size": MOST}, SIDE),
-    ("maxvit_tiny_tf_224", {}, (3, MOST, MOST)),
     ("vit_tiny_patch16_224", {"embed_dim": MOST, "num_heads": 4, "mlp_ratio": MOST}, SIDE),
     ("vit_tiny_patch16_224", {"img_size": MOST, "patch_size": 1, "embed_dim": MOST, "num_heads": MOST}, SIDE),
     ("swinv2_tiny_window8_256", {"window_size": MOST, "img_size": MOST}, SIDE),
@@ -180,14 +169,11 @@ HUGE_MODELS = [
 
 
 @pytest.mark.parametrize(("name", "options", "shape"), HUGE_MODELS)
-def test_a_model_of_any_depth_width_and_image_is_refused_before_it_is_built(
-    name: str, options: dict[str, Any], shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+def test_a_model_of_any_width_and_image_is_refused_before_it_is_built(
+    name: str, options: dict[str, Any], shape: tuple[int, int, int]
 ) -> None:
-    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.2)
-    began = time.process_time()
-    with pytest.raises(InputError, match=r"take more than 0\.2 s to list|parameters and the buffers need .* GB"):
+    with pytest.raises(InputError, match=r"parameters and the buffers need .* GB"):
         check_size(sketch(Timm(name=name, options=options), 1000, shape))
-    assert time.process_time() - began < 60  # to build it would take hours
 
 
 def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,24 +182,6 @@ def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.Monke
         monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda size=size: size)
         with nullcontext() if size == room else pytest.raises(InputError, match="3 x 8 parameters and the buffers"):
             check_size(nn.BatchNorm1d(4), copies=3)
-
-
-def test_a_time_limit_ends_a_loop_of_calls_of_torch_in_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.nets.SKETCH_S", 0.1)
-
-    def endless() -> None:
-        with TimeLimit():
-            while True:
-                with torch.no_grad():
-                    torch.empty(1, device="meta")
-
-    def grad_enabled_after() -> bool:
-        with pytest.raises(TooSlowError, match=r"take more than 0\.1 s to list"):
-            endless()
-        return torch.is_grad_enabled()
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(grad_enabled_after).result()
 
 
 @pytest.mark.parametrize("name", ["qwen3_vit_88m_enc", "gemma4_vit_167m_enc"])

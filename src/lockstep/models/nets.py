@@ -2,16 +2,14 @@
 
 import itertools
 import math
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
@@ -27,7 +25,6 @@ CHUNK = 500  # images that have their patches in memory at a time
 # Added to the variances, so that directions of almost no variance are not amplified.
 VARIANCE_EPS = 5e-4
 LOGIT_SCALE = 1 / 9
-SKETCH_S = 10  # seconds of CPU time; the largest networks of timm take 1.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,41 +53,16 @@ def without_weights(option: Model) -> Model:
     return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
 
 
-class TooSlowError(InputError):
-    """The layers of a model take too long to list."""
-
-
-class TimeLimit(TorchFunctionMode):
-    """A context in which a call of torch raises `TooSlowError` after `SKETCH_S` seconds of this thread's CPU time."""
-
-    def __enter__(self) -> Self:
-        self.end = time.thread_time() + SKETCH_S
-        super().__enter__()
-        return self
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # Calls that give no tensor may change a state, such as no_grad's two: neither of a pair may go missing.
-        if isinstance(result, Tensor) and time.thread_time() > self.end:
-            raise TooSlowError(
-                f"the layers of the model take more than {SKETCH_S} s to list; use smaller numbers in model.options, "
-                "or smaller images"
-            )
-        return result
-
-
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     """The model on the meta device: names and shapes only.
 
     A few bytes of a config or of a file of weights can describe a model of any size. So it is sketched before it is
-    built, which takes no memory and a limited time.
+    built, which takes no memory.
 
     Raises:
-        InputError: the model takes too long, or cannot be built.
+        InputError: the model cannot be built.
     """
-    with TimeLimit(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return without_weights(option).build(classes, input_shape)
 
 

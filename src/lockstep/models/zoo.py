@@ -19,7 +19,7 @@ from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
-from lockstep.models.nets import Network, TimeLimit, TooSlowError
+from lockstep.models.nets import Network
 
 REACH_S = 5.0  # how long the network may take to answer
 # Options of timm's builders of the EfficientNet family that are not arguments of the network's class.
@@ -148,10 +148,7 @@ def built(
     try:
         model = make()
         if (height, width) != (usual, usual) and not any(tensor.is_meta for tensor in model.parameters()):
-            # A size that the model does not accept raises before training. A recurrent network spends
-            # Python's time on each position, and accepts any size.
-            with suppress(TooSlowError), TimeLimit():
-                forward_on_meta(model, input_shape)
+            forward_on_meta(model, input_shape)  # a size that the model does not accept raises before training
     except InputError:
         raise
     except Exception as error:  # the libraries' constructors and networks raise all kinds of errors
