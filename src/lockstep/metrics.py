@@ -1,4 +1,4 @@
-"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by torchmetrics and scikit-learn.
+"""The metrics (`metric=`): scores of an evaluation besides accuracy, computed by scikit-learn.
 
 A score without a value, such as the AUROC of a class without examples, is NaN; files have null in its place.
 """
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lockstep.config.options import option
 from lockstep.core.fields import choice, ranged
@@ -23,7 +22,6 @@ from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.protocols import Score
 
 if TYPE_CHECKING:
-    import torchmetrics
     from numpy.typing import NDArray
 
 
@@ -32,95 +30,49 @@ if TYPE_CHECKING:
 AVERAGES = ("macro", "weighted", "micro", "none")
 CLASS_AVERAGES = ("macro", "weighted", "none")
 
-
-class PresentClasses:
-    """A score of torchmetrics over the classes with examples in the split, with the values of scikit-learn.
-
-    torchmetrics counts a class without examples as 0, with a warning, and rejects a model of one class. So a small
-    model gets columns of zeros, and the scores of the classes are averaged here. `name` is without `Multiclass`.
-    """
-
-    def __init__(self, name: str, classes: int, average: str | None = None, **options: Any) -> None:
-        from torchmetrics import classification  # takes a second to import
-
-        self.name, self.classes, self.average = name, classes, average
-        # Of two classes, torchmetrics' coefficient is 1 or -1 where it is 0/0; of more it is 0, as in scikit-learn.
-        self.columns = max(3 if name == "MatthewsCorrCoef" else 2, classes)
-        if average is not None:
-            options["average"] = "micro" if self.average == "micro" else "none"
-        options |= {"num_classes": self.columns, "sync_on_compute": False}  # other ranks have no scores
-        self.metric: torchmetrics.Metric = getattr(classification, f"Multiclass{name}")(**options)
-        self.examples = torch.zeros(self.columns, dtype=torch.int64)
-
-    def update(self, probabilities: Tensor, labels: Tensor) -> None:
-        self.metric.update(F.pad(probabilities, (0, self.columns - self.classes)), labels)
-        self.examples += torch.bincount(labels, minlength=self.columns)
-
-    def compute(self) -> Tensor:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            scores: Tensor = self.metric.compute()
-        if scores.ndim == 0:
-            return scores
-        scores, examples = scores[: self.classes].double(), self.examples[: self.classes]
-        absent = (examples == 0) | ((examples == examples.sum()) & (self.name == "AUROC"))
-        if self.average == "none":
-            return scores.masked_fill(absent, math.nan)
-        weights = (examples if self.average == "weighted" else torch.ones_like(examples)).masked_fill(absent, 0)
-        return scores.masked_fill(absent, 0) @ weights.double() / weights.sum()
-
-    def reset(self) -> None:
-        self.metric.reset()
-        self.examples.zero_()
-
-
 Function = Callable[["NDArray[Any]", "NDArray[Any]"], "float | NDArray[Any]"]
 
 
 class Collected:
-    """A score of scikit-learn: `function` of the targets and the predictions (n, k) of all examples."""
+    """A score that `function` computes from the targets and the predictions of all examples.
 
-    def __init__(self, function: Function) -> None:
-        self.function = function
+    `decide` turns the probabilities of a block into the predictions that are kept, such as the predicted classes.
+    """
+
+    def __init__(self, function: Function, decide: Callable[[Tensor], Tensor] | None = None) -> None:
+        self.function, self.decide = function, decide
         self.reset()
 
-    def update(self, predictions: Tensor, targets: Tensor) -> None:
-        self.batches.append((targets, predictions))
+    def update(self, probabilities: Tensor, targets: Tensor) -> None:
+        self.batches.append((targets, probabilities if self.decide is None else self.decide(probabilities)))
 
     def compute(self) -> Tensor:
         targets, predictions = (torch.cat(parts).numpy() for parts in zip(*self.batches, strict=True))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scores without a value
-            return torch.as_tensor(
-                self.function(targets.astype(float), predictions.astype(float)), dtype=torch.float64
-            )
+            return torch.as_tensor(self.function(targets, predictions), dtype=torch.float64)
 
     def reset(self) -> None:
         self.batches: list[tuple[Tensor, Tensor]] = []
 
 
-def over_labels(function: Function, average: str, *, of_decisions: bool, of_ranks: bool = False) -> Function:
-    """The average of a binary score over the labels that some image of the split has.
+def predicted_classes(probabilities: Tensor) -> Tensor:
+    return probabilities.argmax(1)
+
+
+def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> float | NDArray[Any]:
+    """The average of the scores of those classes or labels that have examples and a score; NaN if none has.
 
     Args:
-        of_decisions: whether the score is of labels that are predicted, and not of their probabilities.
-        of_ranks: whether the score also needs an image without the label.
+        scores: (k,), NaN where there is no score.
+        examples: (k,), the number of examples of each.
+        average: one of `CLASS_AVERAGES`.
     """
-
-    def score(targets: NDArray[Any], predictions: NDArray[Any]) -> float | NDArray[Any]:
-        true = targets > 0.5
-        predicted = predictions > 0.5 if of_decisions else predictions
-        if average == "micro":
-            return function(true.ravel(), predicted.ravel())
-        present = true.any(0) & ~(of_ranks & true.all(0))
-        scores = np.full(true.shape[1], math.nan)
-        scores[present] = [function(true[:, k], predicted[:, k]) for k in np.flatnonzero(present)]
-        if average == "none":
-            return scores
-        weights = true.sum(0) if average == "weighted" else np.ones(len(scores))
-        return float(np.average(scores[present], weights=weights[present])) if present.any() else math.nan
-
-    return score
+    scores = np.where(examples > 0, scores, math.nan)
+    if average == "none":
+        return scores
+    weights, there = examples if average == "weighted" else np.ones(len(scores)), ~np.isnan(scores)
+    return float(np.average(scores[there], weights=weights[there])) if there.any() else math.nan
 
 
 @option("metric")
@@ -133,31 +85,59 @@ class Accuracy:
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("Accuracy", classes, self.average, top_k=min(self.top_k, classes))
+        def score(labels: NDArray[Any], best: NDArray[Any]) -> float | NDArray[Any]:
+            hits = (best == labels[:, None]).any(1)
+            if self.average == "micro":
+                return float(hits.mean())
+            examples = np.bincount(labels, minlength=classes)
+            return averaged(np.bincount(labels, hits, minlength=classes) / examples, examples, self.average)
+
+        return Collected(score, lambda probabilities: probabilities.topk(min(self.top_k, classes)).indices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Averaged:
-    """A score of torchmetrics, by the name of the class; for several labels, one of scikit-learn."""
+    """A score of scikit-learn for each class against the others, or for each label, and their average."""
 
     average: str = choice("macro", *AVERAGES)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
     function: ClassVar[str]
+    of_ranks: ClassVar[bool] = False
+    """Whether the score is of the order of the probabilities, and not of what is predicted."""
 
     def build(self, classes: int) -> Score:
-        name = "F1Score" if isinstance(self, F1) else type(self).__name__
-        return PresentClasses(name, classes, self.average)
+        def of_shares(labels: NDArray[Any], shares: NDArray[Any]) -> float | NDArray[Any]:
+            return self._of_columns(labels[:, None] == np.arange(classes), shares)
+
+        def of_classes(labels: NDArray[Any], predicted: NDArray[Any]) -> float | NDArray[Any]:
+            average = "micro" if self.average == "micro" else None
+            score: Any = self._function(labels=range(classes), average=average)(labels, predicted)
+            return score if average else averaged(score, np.bincount(labels, minlength=classes), self.average)
+
+        return Collected(of_shares) if self.of_ranks else Collected(of_classes, predicted_classes)
 
     def build_labels(self, classes: int) -> Score:
         """The score for images with several labels."""
+        return Collected(
+            lambda targets, predictions: self._of_columns(targets > 0.5, predictions),
+            None if self.of_ranks else lambda probabilities: probabilities > 0.5,
+        )
+
+    def _of_columns(self, true: NDArray[Any], predicted: NDArray[Any]) -> float | NDArray[Any]:
+        """The average of the scores of the columns of two matrices (n, k)."""
+        function = self._function()
+        if self.average == "micro":
+            return function(true.ravel(), predicted.ravel())
+        # NaN for a column without positive examples, or for AUROC without negative ones.
+        scores = [function(*pair) if pair[0].any() else math.nan for pair in zip(true.T, predicted.T, strict=True)]
+        return averaged(np.array(scores), true.sum(0), self.average)
+
+    def _function(self, **options: Any) -> Function:
         from sklearn import metrics  # takes a second to import
 
-        of_decisions = not isinstance(self, AUROC | AveragePrecision)
-        options = {"zero_division": 0.0} if of_decisions else {}
-        function = partial(getattr(metrics, self.function), **options)
-        of_ranks = isinstance(self, AUROC)
-        return Collected(over_labels(function, self.average, of_decisions=of_decisions, of_ranks=of_ranks))
+        options |= {} if self.of_ranks else {"zero_division": 0.0}
+        return partial(getattr(metrics, self.function), **options)
 
 
 @option("metric")
@@ -188,6 +168,7 @@ class AUROC(_Averaged):
     average: str = choice("macro", *CLASS_AVERAGES)
 
     function: ClassVar[str] = "roc_auc_score"
+    of_ranks: ClassVar[bool] = True
 
 
 @option("metric")
@@ -197,6 +178,7 @@ class AveragePrecision(_Averaged):
     average: str = choice("macro", *CLASS_AVERAGES)
 
     function: ClassVar[str] = "average_precision_score"
+    of_ranks: ClassVar[bool] = True
 
 
 @option("metric")
@@ -222,7 +204,7 @@ class _OfValues:
         from sklearn import metrics  # takes a second to import
 
         outputs = "raw_values" if self.average == "none" else "uniform_average"
-        return Collected(partial(getattr(metrics, self.function), multioutput=outputs))
+        return Collected(partial(getattr(metrics, self.function), multioutput=outputs), Tensor.double)
 
 
 @option("metric")
@@ -259,7 +241,10 @@ class Calibration:
     higher_is_better: ClassVar[bool] = False
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("CalibrationError", classes, n_bins=self.bins, norm=self.norm)
+        from torchmetrics.classification import MulticlassCalibrationError  # takes a second to import
+
+        norm: Any = self.norm
+        return MulticlassCalibrationError(classes, n_bins=self.bins, norm=norm, validate_args=False)
 
 
 @option("metric")
@@ -271,7 +256,10 @@ class Kappa:
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("CohenKappa", classes, weights=self.weights)
+        from sklearn.metrics import cohen_kappa_score  # takes a second to import
+
+        weights = None if self.weights == "none" else self.weights
+        return Collected(partial(cohen_kappa_score, labels=range(classes), weights=weights), predicted_classes)
 
 
 @option("metric")
@@ -281,4 +269,6 @@ class Matthews:
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
     def build(self, classes: int) -> Score:
-        return PresentClasses("MatthewsCorrCoef", classes)
+        from sklearn.metrics import matthews_corrcoef  # takes a second to import
+
+        return Collected(matthews_corrcoef, predicted_classes)

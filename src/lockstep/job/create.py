@@ -213,6 +213,6 @@ def import_for_ranks(job: Job) -> None:
     parts = (job.model, job.strategy, *job.logger.values())
     modules = {name for part in parts for name in getattr(part, "imports", ())}
     modules |= {"torch._dynamo"} if job.model.compile else set()
-    modules |= {"torchmetrics.classification"} if job.metric else set()
+    modules |= {"sklearn.metrics"} if job.metric else set()
     for name in sorted(modules):
         importlib.import_module(name)
