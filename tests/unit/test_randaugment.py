@@ -141,30 +141,12 @@ def test_an_operation_is_pillows_to_the_bit(op: int, shape: tuple[int, int, int]
         assert torch.equal(result, expected), f"amount {amount}: {(result != expected).sum()} of {result.numel()}"
 
 
-def as_before(images: Tensor, op: Tensor, up: Tensor, magnitude: int) -> Tensor:
-    """RandAugment's operation, with the rounding of positions that its runs have always had."""
-    choices = table("randaugment", tuple(images.shape[2:]), torch.device("cpu"))
-    return operate(images, *choices.step(op, magnitude, up), "nearest_first")
-
-
-@pytest.mark.parametrize("place", range(14))
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_randaugment_has_torchvisions_pixels_where_positions_are_not_half_way(place: int, shape: Any) -> None:
-    stored, name = images(shape), list(NAMES)[place]
-    magnitudes, signed = SPACES["randaugment"](shape[1:])[name]
-    for magnitude in (0, 1, 9, 17, 30):
-        for up in (True, False):
-            value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
-            expected = [theirs(image, name, -value if signed and not up else value) for image in stored]
-            result = as_before(stored, torch.full((6,), place), torch.full((6,), up), magnitude)
-            assert torch.equal(result, torch.stack(expected)), f"magnitude {magnitude}, up {up}"
-
-
 def test_samples_of_one_batch_get_their_own_operations_and_signs() -> None:
     stored = images((3, 16, 16))[:1].expand(28, -1, -1, -1)
     op, up = torch.arange(28) % 14, torch.arange(28) < 14
-    for n, result in enumerate(as_before(stored, op, up, 9)):
-        assert torch.equal(result, as_before(stored[:1], op[n : n + 1], up[n : n + 1], 9)[0])
+    step = table("randaugment", (16, 16), torch.device("cpu")).step(op, 9, up)
+    for n, result in enumerate(operate(stored, *step)):
+        assert torch.equal(result, operate(stored[:1], *(numbers[n : n + 1] for numbers in step))[0])
     assert torch.equal(stored, images((3, 16, 16))[:1].expand(28, -1, -1, -1)), "the images themselves stay"
 
 

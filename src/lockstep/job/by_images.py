@@ -78,30 +78,19 @@ def _row(images: int | None) -> Row:
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:
-    """What was chosen in a job for its images and its weights, with the reasons."""
-    row, trained = _row(images), resolved.starts_trained
-    reason = f"with fewer than {row.below:,} images" if row.below < math.inf else f"with {images:,} images"
-    lines = []
+    """What was chosen in a job for its images and its weights, as overrides; and why its weights are the ones."""
+    chosen = {}
     if (share := getattr(resolved.dataset, "val_share", None)) != getattr(job.dataset, "val_share", None):
-        lines.append(f"dataset.val_share is {share}: there is no folder to evaluate, so this share of each class is")
-    if getattr(job.model, "pretrained", False) == AUTO:
-        lines.append(_about_weights(job, trained=trained))
-    if AUTO in job.train.freeze:
-        why = "the new head learns first" if trained else "random weights have nothing to keep"
-        until = f" until {resolved.train.freeze_until}" * (resolved.train.freeze_until is not None)
-        lines.append(f"train.freeze is [{','.join(resolved.train.freeze)}]{until}: {why}")
+        chosen["dataset.val_share"] = share
     if job.epochs == AUTO and job.steps is None:
-        longer = f", {LONGER} times as many from random weights" * (not trained)
-        lines.append(f"epochs is {resolved.epochs}: {row.epochs} {reason}{longer}")
-    if job.train.mixup == AUTO:
-        lines.append(f"train.mixup is {row.mixup:g} {reason}, and 0.1 from {ROWS[-2].below:,} on")
-    if job.train.ema == AUTO:
-        lines.append(f"train.ema is {row.ema}: an average over {1 / (1 - row.ema):,.0f} steps {reason}")
-    if resolved.train.patience is not None and job.train.patience == AUTO:
-        lines.append(
-            f"train.patience is {PATIENCE}: the run ends when its score has not become better for half of it"
-        )
-    return lines
+        chosen["epochs"] = resolved.epochs
+    for name in ("freeze", "freeze_until", "mixup", "ema", "patience"):
+        typed, value = getattr(job.train, name), getattr(resolved.train, name)
+        if value and (typed == AUTO or (name == "freeze" and AUTO in typed)):
+            chosen[f"train.{name}"] = f"[{','.join(value)}]" if name == "freeze" else value
+    words = " ".join(f"{key}={value}" for key, value in chosen.items())
+    lines = [_about_weights(job, trained=resolved.starts_trained)] * (getattr(job.model, "pretrained", "") == AUTO)
+    return lines + [f"chosen for {images:,} images: {words}"] * bool(words)
 
 
 def _about_weights(job: Job, *, trained: bool) -> str:

@@ -11,14 +11,13 @@ from torch.nn import functional as F
 
 IDENTITY, SHEAR_X, SHEAR_Y, TRANSLATE_X, TRANSLATE_Y, ROTATE = range(6)
 Amounts = Callable[[int], Tensor]  # of an operation, (B, 1, 1), and 0 for samples with another one
-Positions = Callable[[Amounts, Tensor], tuple[Tensor, Tensor]]
 
 
-def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], positions: Positions) -> Tensor:
+def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...]) -> Tensor:
     """Shear, translation, rotation, by the nearest pixel."""
     height, width = images.shape[2:]
     amount = torch.where(op == ROTATE, amount.deg2rad(), amount).float()
-    row, column = positions(lambda kind: torch.where(op == kind, amount, 0.0)[:, None, None], images)
+    row, column = _torchvisions(lambda kind: torch.where(op == kind, amount, 0.0)[:, None, None], images)
     if (height + 2) * (width + 2) >= 2**24:  # float32 cannot represent all offsets in the image
         row, column = row.double(), column.double()
     # Gather from an image with a frame of the fill; positions outside of the image are clamped to the frame.
@@ -55,23 +54,6 @@ def _torchvisions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
     column = along(cosine, only(SHEAR_X) - sine, only(SHEAR_X) * (height / 2) - only(TRANSLATE_X).trunc(), width)
     row = along(only(SHEAR_Y) + sine, cosine, only(SHEAR_Y) * (width / 2) - only(TRANSLATE_Y).trunc(), height)
     return row, column
-
-
-def _first_versions(only: Amounts, images: Tensor) -> tuple[Tensor, Tensor]:
-    """The same positions up to rounding, as RandAugment's first version computed them, so that old runs resume."""
-    height, width = images.shape[2:]
-    # float64 if float32 cannot represent all offsets in an image.
-    y, x = _centres(images, torch.float32 if (height + 2) * (width + 2) < 2**24 else torch.float64)
-    cosine, sine = only(ROTATE).cos(), only(ROTATE).sin()
-    column = cosine * (x - width / 2) + (width / 2 - 0.5 - only(TRANSLATE_X).trunc())
-    row = cosine * (y - height / 2) + (height / 2 - 0.5 - only(TRANSLATE_Y).trunc())
-    column = column + (only(SHEAR_X) * y - sine * (y - height / 2))
-    row = row + (only(SHEAR_Y) * x + sine * (x - width / 2))
-    return row, column
-
-
-# The ways to choose the nearest pixel.
-NEAREST: dict[str, Positions] = {"nearest": _torchvisions, "nearest_first": _first_versions}
 
 
 def resampled(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...], resample: str) -> Tensor:

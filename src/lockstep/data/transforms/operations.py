@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.data.transforms.geometry import IDENTITY, NEAREST, RESAMPLE, ROTATE, SHEAR_X, moved, resampled
+from lockstep.data.transforms.geometry import IDENTITY, RESAMPLE, ROTATE, SHEAR_X, moved, resampled
 
 BRIGHTNESS, CONTRAST, POSTERIZE, SOLARIZE, SOLARIZE_ADD, INVERT, AUTOCONTRAST, EQUALIZE = range(6, 14)
 COLOR, SHARPNESS, BLUR = range(14, 17)
@@ -73,7 +73,7 @@ def operate(
     if min(images.shape[2:]) <= 2:  # all border
         op = torch.where(op == SHARPNESS, IDENTITY, op)
     pillow = resample in RESAMPLE
-    move = partial(resampled, resample=resample) if pillow else partial(moved, positions=NEAREST[resample])
+    move = partial(resampled, resample=resample) if pillow else moved
     kinds: dict[tuple[int, int], Callable[..., Tensor]] = {
         (SHEAR_X, ROTATE): partial(move, fill=fill),
         (BRIGHTNESS, EQUALIZE): partial(_mapped, pillow=pillow),

@@ -37,7 +37,7 @@ class _Operations:
 
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
         steps = self.steps(draws, tuple(images.shape[2:]))
-        return operate_all(images, steps, resample="nearest_first", compiled=self.compile)
+        return operate_all(images, steps, compiled=self.compile)
 
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
         choices = table("randaugment", size, draws.indices.device)
