@@ -99,7 +99,6 @@ def recipes(tmp_path: Path) -> Path:
         (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[score,f1]"), "job 0 (seed=1): sweep.objectives has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[top1,score]"), "each once; the score is top1: sweep.objectives=[score]"),
-        (("hydra/sweeper=optuna", "monitor=loss,top1"), "compared by one score, and monitor differs between them"),
         (("hydra/sweeper=optuna", "seed=1,2", "sweep.objectives=[speed]"), "sweep.objectives has speed, which"),
     ],
     ids=str,

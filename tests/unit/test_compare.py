@@ -413,13 +413,6 @@ def test_a_damaged_ledger_is_named(swept: Ledger, capsys: CAPSYS) -> None:
     assert "91.25" in table(capsys)
 
 
-def test_a_ledger_of_another_version_is_refused(swept: Ledger) -> None:
-    text = (swept.folder / "sweep.json").read_text()
-    (swept.folder / "sweep.json").write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(InputError, match="is of version 2 of the ledger"):
-        compare([str(swept.folder)], by=[], sort=None, form="table")
-
-
 def test_the_jobs_of_another_app_of_hydra_are_compared_too(tmp_path: Path, capsys: CAPSYS) -> None:
     ledger = sweep(tmp_path, {("x=1",): 1.0, ("x=2",): 4.0})
     for record, text in zip(ledger.records(), ("{}", "x: 2\ny: ${x}\n"), strict=True):

@@ -118,16 +118,16 @@ def fail_if_full(path: Path, error: OSError) -> None:
             raise error
 
 
-def open_locked(path: Path, flags: int = os.O_RDONLY, *, wait: bool = False) -> int:
+def open_locked(path: Path, flags: int = os.O_RDONLY) -> int:
     """Open and lock a file or folder; closing the descriptor releases the lock.
 
     Works between machines if their file system has `flock`. Not filelock, which locks no folder and never removes its
     file; before its version 4, a refused attempt empties the holder's file, and a child keeps a dead process's lock.
-    Raises OSError, and BlockingIOError if another process holds the lock and `wait` is not set.
+    Raises OSError, and BlockingIOError if another process holds the lock.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # opening a pipe would block
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BaseException:
         os.close(descriptor)
         raise
@@ -135,8 +135,8 @@ def open_locked(path: Path, flags: int = os.O_RDONLY, *, wait: bool = False) -> 
 
 
 @contextmanager
-def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    descriptor = open_locked(folder, wait=wait)
+def locked(folder: Path) -> Iterator[None]:
+    descriptor = open_locked(folder)
     try:
         yield
     finally:

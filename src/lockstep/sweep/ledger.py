@@ -27,7 +27,7 @@ from lockstep.config.messages import translate
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
 from lockstep.core.fields import leaves
-from lockstep.core.monitor import TOP1, Direction, Monitor
+from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import UnreadableFile
@@ -91,12 +91,7 @@ class Ledger:
         return safe_read.is_plain(self.folder / SWEEP)
 
     def create(self, identity: Identity) -> None:
-        """Write what the sweep is.
-
-        Raises:
-            InputError: the folder cannot be written.
-            StorageError: the disk is full.
-        """
+        """Write what the sweep is. Raises InputError if the folder cannot be written, StorageError on a full disk."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             make_folder(self.folder / JOBS)
@@ -111,36 +106,27 @@ class Ledger:
         self.is_new = True
 
     def identity(self) -> Identity:
-        """What the sweep is.
-
-        Raises:
-            InputError: the file is damaged, or of another version of Lockstep.
-        """
+        """What the sweep is. Raises InputError if the file is damaged."""
         path, again = self.folder / SWEEP, "start anew with sweep.resume=new"
         try:
             facts = safe_read.read_json(path)
-            if (version := facts.get("version")) != VERSION:
-                raise InputError(
-                    f"{path} is of version {version!r} of the ledger, and this Lockstep has {VERSION}; go on with "
-                    f"the version that wrote it, or {again}"
-                )
             return Identity(
                 base=dict(facts["base"]),
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
-                direction=Direction(facts.get("direction", Direction.maximize)),
-                figure=str(facts.get("figure", TOP1 if facts["base"] else SCORE)),  # other apps have no base
-                id=str(facts.get("id", "")),
+                direction=Direction(facts["direction"]),
+                figure=str(facts["figure"]),
+                id=str(facts["id"]),
             )
         except UnreadableFile as error:
             raise InputError(f"{error}; {again}") from error
-        except (AttributeError, LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             raise InputError(f"{path} is not a file of a sweep's ledger; {again}") from error
 
     def records(self) -> list[Record]:
         """All records, by number; a damaged one says so."""
         names = (path.stem for path in (self.folder / JOBS).glob("*.json"))
-        return [self.record(number) for number in sorted({int(name) for name in names if name.isdecimal()})]
+        return [self.record(number) for number in sorted(int(name) for name in names if name.isdecimal())]
 
     def enter(self, jobs: Iterable[tuple[Sequence[str], str]], identify: Identify = job_key) -> list[Record]:
         """The records of jobs, by what `identify` says they are; each that the ledger does not have gets a number.
@@ -173,11 +159,7 @@ class Ledger:
         return entered
 
     def write(self, record: Record) -> Record:
-        """Replace the record of a job.
-
-        Raises:
-            StorageError: the file cannot be written; the old record is unchanged.
-        """
+        """Replace the record of a job. Raises StorageError, and leaves the old record unchanged."""
         text = json.dumps(dataclasses.asdict(record), indent=2)
         write_atomic(self.path_of(record.number), text + "\n")
         return record

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import key_of, shell_command
@@ -21,7 +20,6 @@ from lockstep.core.fields import problems
 from lockstep.core.monitor import USUAL, Monitor, chosen_monitor
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import locked
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
 
@@ -56,17 +54,15 @@ def choose_folder(config: DictConfig) -> Ledger:
         _check_needs_no_figures(config)
     words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
     params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    searches = config.hydra.runtime.choices["hydra/sweeper"] not in GRIDS
-    swept = _swept([*params, *config.hydra.overrides.task], searches=searches)
-    if searches:
-        _check_scores(config, swept)
     monitor = _monitor(config)
     identity = Identity(
-        base=_base(config), swept=swept, words=tuple(words), figure=monitor.name, direction=monitor.direction
+        base=_base(config),
+        swept=_swept([*params, *config.hydra.overrides.task]),
+        words=tuple(words),
+        figure=monitor.name,
+        direction=monitor.direction,
     )
-    named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
-    with alone_in(Path(config.output_root) / SWEEPS if block.resume == "auto" and not named else None):
-        return _choose(config, identity, words, named=named)
+    return _choose(config, identity, words)
 
 
 def _check_meaning(config: DictConfig, launcher: str) -> None:
@@ -113,14 +109,6 @@ def _objectives(config: DictConfig) -> list[str]:
     return written
 
 
-def _check_scores(config: DictConfig, swept: Sequence[str]) -> None:
-    """Reject a search over jobs with different scores: the pool would only notice it job by job."""
-    if different := {"monitor", *(["task"] if config.monitor == "auto" else [])} & {*swept}:
-        key = min(different)
-        remedy = "give all of them one monitor: monitor=loss" if key == "task" else "give it one value"
-        raise InputError(f"the jobs of a sweep are compared by one score, and {key} differs between them; {remedy}")
-
-
 def _monitor(config: DictConfig, text: str = "") -> Monitor:
     """The figure by which the jobs of a sweep are compared, as `text`, or else the config, gives it."""
     tasks = declared("task")
@@ -152,9 +140,10 @@ def _check_needs_no_figures(config: DictConfig) -> None:
             )
 
 
-def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: bool) -> Ledger:
+def _choose(config: DictConfig, identity: Identity, words: list[str]) -> Ledger:
     """Find or make the folder, and set it in Hydra's config."""
     block = config.sweep
+    named = any(key_of(word) == "hydra.sweep.dir" for word in config.hydra.overrides.hydra)
     if block.resume in ("auto", "new"):
         ledger = Ledger(Path(config.hydra.sweep.dir).absolute())
         if block.resume == "auto" and not named:
@@ -185,17 +174,6 @@ def _choose(config: DictConfig, identity: Identity, words: list[str], *, named: 
     return ledger
 
 
-@contextmanager
-def alone_in(folder: Path | None) -> Iterator[None]:
-    """Let one command at a time choose in `folder`: the same command in two terminals is one sweep."""
-    with ExitStack() as stack:
-        with suppress(OSError):  # a folder that cannot be written has its own sentence, and NFS locks no folder
-            if folder is not None:
-                folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(folder, wait=True))
-        yield
-
-
 def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
     """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
 
@@ -216,7 +194,10 @@ def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False)
         elif searches:
             choices = [f"{key}={end}" for end in (value.start, value.end)]
         else:
-            raise _needs_search(override)
+            raise InputError(
+                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+                "values with commas"
+            )
         adds = override.is_list_extend() or any(word.partition("=")[2].startswith("{") for word in choices)
         values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
     return [list(job) for job in itertools.product(*(choices for _, choices in values))]
@@ -232,45 +213,25 @@ def _base(config: DictConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def _swept(words: list[str], *, searches: bool) -> tuple[str, ...]:
-    """The keys that a line sweeps.
-
-    Raises:
-        InputError: there is an interval, and nothing `searches` it; or a key that all jobs share has several values.
-    """
+def _swept(words: list[str]) -> tuple[str, ...]:
+    """The keys that a line sweeps. Raises InputError if a key that all jobs share has several values."""
     parsed = OverridesParser.create().parse_overrides(words)
-    for override in parsed:
-        if not searches and isinstance(override.value(), IntervalSweep):
-            raise _needs_search(override)
-        key = override.get_key_element()
-        if override.is_sweep_override() and key.partition(".")[0] in NOT_OF_SWEEP:
+    swept = {override.get_key_element(): override for override in parsed if override.is_sweep_override()}
+    for key, override in swept.items():
+        if key.partition(".")[0] in NOT_OF_SWEEP:
             raise InputError(f"{override.input_line}: all jobs of a sweep share {key}; give it one value")
-    return tuple(sorted({override.get_key_element() for override in parsed if override.is_sweep_override()}))
-
-
-def _needs_search(interval: Override) -> InputError:
-    return InputError(
-        f"{interval.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
-        "values with commas"
-    )
+    return tuple(sorted(swept))
 
 
 def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
-    """The newest sweep that this line began, or one with other values of the same keys; None if there is none.
-
-    Warns of sweeps that cannot be read: one of them may have been the one.
-    """
-    unreadable = []
+    """The newest sweep that this line began, or one with other values of the same keys; None if there is none."""
     for path in sorted((root / SWEEPS).glob("*/sweep.json"), reverse=True):
         ledger = Ledger(path.parent.absolute())
         try:
             if ledger.identity().hash == identity.hash:
                 return ledger
         except InputError as error:
-            unreadable.append(str(error).rpartition(";")[0])
-    if unreadable:
-        others = f" (and {len(unreadable) - 1} more)" * (len(unreadable) > 1)
-        log.show_warning(f"this line begins a new sweep: an earlier one cannot be read{others}, {unreadable[0]}")
+            log.show_warning(f"this sweep is not resumed: {str(error).rpartition(';')[0]}")
     return None
 
 
