@@ -37,10 +37,9 @@ from lockstep.sweep.devices import Devices, Needs, Share
 from lockstep.sweep.ledger import Identity, Ledger, record_of, recorded
 from lockstep.sweep.line import choose_folder, sweep_of_line
 from lockstep.sweep.pool import CONTEXT_BYTES, Pool, Task, memory_of_job, to_run
-from lockstep.sweep.progress import JobProgress
 from lockstep.sweep.record import Record, checked_direction
 from lockstep.sweep.runs import JobRun, read_jobs
-from lockstep.sweep.view import SweepView
+from lockstep.sweep.view import JobProgress, SweepView
 
 GPUS = [f"GPU-{number}" for number in range(8)]
 ONE = Identity(base={"batch": 64, "train": {"ema": None}}, swept=("seed",), words=("seed=1,2",))

@@ -9,7 +9,6 @@ import torch
 from torchvision import models
 
 from helpers import FAKE, resolved, train
-from lockstep.config.command_line import matches
 from lockstep.config.options import model_of, tagged_names, torchvision_models
 from lockstep.core.errors import InputError
 from lockstep.models import Torchvision
@@ -25,14 +24,6 @@ def test_the_names_are_those_of_torchvision() -> None:
     assert model_of("torchvision.resnet50.IMAGENET1K_V1") == ("torchvision", "resnet50.IMAGENET1K_V1")
     assert model_of("resnet50d.ra2_in1k") == ("timm", "resnet50d.ra2_in1k")
     assert model_of("torchvision") is model_of("torchvision.resnet50d") is None
-
-
-def test_a_tab_completes_the_tag_of_the_weights() -> None:
-    assert matches("model=torchvision.resnet50.IM") == [
-        "model=torchvision.resnet50.IMAGENET1K_V1",
-        "model=torchvision.resnet50.IMAGENET1K_V2",
-    ]
-    assert matches("model=torchvision.resn") is None  # Hydra completes it
 
 
 @pytest.mark.parametrize("name", ["resnet18", "squeezenet1_1", "mobilenet_v3_small", "googlenet"])

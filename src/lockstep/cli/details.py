@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lockstep.config.commands import override, shell_command
-from lockstep.config.defaults import differences, value_text
+from lockstep.config.options import differences, value_text
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import figure_text, telling

@@ -39,7 +39,7 @@ def main(packages: Sequence[str] = ()) -> None:
         if not (command_line.answered(sys.argv) or composition.showed_help()):
             command_line.check_flags(sys.argv[1:])
             check_launched()
-            with own_hydra(), command_line.without_targets(sys.argv):
+            with own_hydra():
                 train()
 
 

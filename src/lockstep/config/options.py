@@ -4,15 +4,17 @@ import functools
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
 import yaml
 
-from lockstep.config.schema import CONF, GROUPS
+from lockstep.config.schema import CONF, GROUPS, MANY
+from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import leaves
 
 T = TypeVar("T")
 
@@ -20,6 +22,7 @@ T = TypeVar("T")
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 TORCHVISION = "torchvision"
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
+_read: Any = functools.cache(safe_read.read_yaml)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -188,3 +191,28 @@ def _place(cls: type[Any]) -> str:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):
         return cls.__module__
+
+
+def differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iterator[tuple[str, Any, Any]]:
+    """The keys of a composed config that are not at the defaults of `conf/`: key, value and default."""
+    defaults = {**_read(CONF / "config.yaml")}
+    options = {
+        key: value for item in defaults.pop("defaults") if isinstance(item, dict) for key, value in item.items()
+    }
+    for group in (*GROUPS, "experiment"):
+        own = [*composed.get(group, ())] if group in MANY else choices.get(group)
+        if composed and own != options[group]:
+            yield group, own, options[group]
+        for name in own if isinstance(own, list) else [own]:
+            path: Path = CONF / group / f"{name}.yaml"
+            if group != "experiment" and re.fullmatch(r"\w+", str(name)) and path.is_file():
+                option = _read(path)
+                defaults[group] = {**defaults.get(group, {}), **option} if group in MANY else option
+    usual = dict(leaves(defaults))
+    for key, value in leaves(composed):
+        if key in usual and value != usual[key] and "${" not in str(usual[key]) and not key.startswith("hydra."):
+            yield key, value, usual[key]
+
+
+def value_text(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.defaults import differences, value_text
+from lockstep.config.options import differences, value_text
 from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
