@@ -3,14 +3,13 @@
     python benchmarks/gpu_check.py --json gpu_check.json
     python benchmarks/gpu_check.py --only tests -k "strict or resume"      # some of the tests
     python benchmarks/gpu_check.py --only model,host --precisions fp32 bf16 --sizes 224
-    python benchmarks/gpu_check.py --only photos --folder imagenet         # real images, decoded meanwhile
     python benchmarks/gpu_check.py --device cpu                            # the figures of small jobs: it works
 
 The promises are the tests marked `gpu`. `model` trains a model of timm on random images that are on the device, in
 each precision, with and without channels_last and `torch.compile`, beside the smallest loop that trains the same
 model on one batch. Both wait for the device every few steps; the figure is the median over these windows without the
 first two, and the two take turns. Cases that do not fit into memory are left out. `speedrun` is the CIFAR-10 speed
-recipe on random pixels, `host` the host's time and the launches of a step.
+recipe on random pixels, `host` the time of the host and the launches of a step. `photos.py` trains on real photos.
 
 It is made for a machine with one card, torch 2.11 or newer and no network.
 On another machine, with a network, fetch the wheels that are missing there; the versions are those of pyproject.toml
@@ -83,7 +82,6 @@ class Setting:
     steps: int
     interval: int
     repeats: int
-    folder: Path | None
 
     @property
     def cuda(self) -> bool:
@@ -189,20 +187,6 @@ def model(setting: Setting) -> Rows:
     return {name: row for name, row in rows.items() if row}
 
 
-def photos(setting: Setting) -> Rows:
-    """Images per second on random images on the device, and on a folder's images, decoded while the GPU trains."""
-    if setting.folder is None:
-        return {}
-    size, precision = setting.sizes[0], setting.precisions[-1]
-    words = setting.words(size, precision, "model.channels_last=true", f"model.compile={str(setting.cuda).lower()}")
-    streamed = [word for word in words if not word.startswith(("dataset", "augment"))]
-    streamed += ["dataset=folder", f"dataset.path={setting.folder}", f"dataset.input_size={size}"]
-    streamed += ["loader=streaming", "augment=standard"]
-    cases = {"random, img/s": lambda: lockstep(words), "streamed, img/s": lambda: lockstep(streamed)}
-    rates = in_turns(cases, setting.repeats)
-    return {precision: {**rates, "ratio": rates["streamed, img/s"] / rates["random, img/s"]}}
-
-
 def speedrun(setting: Setting) -> Rows:
     """Seconds and images per second of the CIFAR-10 speed recipe, compilation included, on as many random pixels."""
     small = () if setting.cuda else ("batch=20", "epochs=1", "precision=fp32", "model.compile=false")
@@ -283,7 +267,6 @@ def launches(profiler: Any) -> int:
 
 MEASURES: dict[str, Callable[[Setting], Rows]] = {
     "model": model,
-    "photos": photos,
     "speedrun": speedrun,
     "host": host,
 }
@@ -305,9 +288,6 @@ def main() -> int:
     options.add_argument("--model", help="a name of timm [resnet50d]")
     options.add_argument("--sizes", type=int, nargs="+", help="[224]")
     options.add_argument("--precisions", nargs="+", help="[fp32 tf32 fp16 bf16; on a CPU fp32]")
-    options.add_argument(
-        "--folder", type=Path, help="real images for `photos`: train/CLASS/*.jpg and val/CLASS/*.jpg"
-    )
     arguments = options.parse_args()
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -323,7 +303,6 @@ def main() -> int:
         steps=100 if cuda else 4,
         interval=10 if cuda else 1,
         repeats=2 if cuda else 1,
-        folder=arguments.folder,
     )
     chosen = arguments.only or [*["tests"] * cuda, *MEASURES]
     code = 0

@@ -10,7 +10,7 @@ the CPU. The same small images are read packed, too, and the policies of
 augmentation are called on smooth noise; random erasing on normalised noise. One thread computes; workers
 are processes in a DataLoader and threads in Lockstep. The files are in the page cache. Figures "of a core" count the
 processor time of the process, all others the elapsed time. The last tables have the decoders alone, and two threads
-against two processes and, if there is a GPU, against its decoder.
+against two processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision import transforms as T
 from torchvision.datasets import ImageFolder
-from torchvision.io import ImageReadMode, decode_jpeg, read_file
+from torchvision.io import ImageReadMode, decode_jpeg
 from torchvision.transforms import v2
 
 from lockstep.core.data_protocols import Source, Split
@@ -330,37 +330,24 @@ def decoders(root: Path, number: int) -> Cases:
 
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
-    """Batches decoded by this project, in two processes of a DataLoader, in threads, and on a GPU if there is one."""
+    """Batches decoded by this project, in two processes of a DataLoader and in threads."""
     split, _ = spread(
         Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size), number
     )
     index_lists = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
-        _Batches(split), batch_sampler=index_lists, collate_fn=_as_is, num_workers=2, persistent_workers=True
+        _Batches(split), batch_sampler=index_lists, collate_fn=_Batches.as_is, num_workers=2, persistent_workers=True
     )
     next(iter(loader))
 
     def threads(number: int) -> Iterator[Any]:
         return Streaming(workers=number).feed(split, HERE)((0, torch.tensor(indices)) for indices in index_lists)
 
-    cases: Cases = {
+    return {
         "2 processes": partial(per_second, lambda: loader, len(split), time.perf_counter),
         "1 thread": partial(per_second, partial(threads, 1), len(split), time.perf_counter),
         "2 threads": partial(per_second, partial(threads, 2), len(split), time.perf_counter),
     }
-    if torch.cuda.is_available():
-        files = [[Path(str(split.paths[at])) for at in indices] for indices in index_lists]
-        cases["GPU"] = partial(per_second, partial(_at_once, files, "cuda"), len(split), time.perf_counter)
-    return cases
-
-
-def _at_once(files: Iterable[list[Path]], device: str) -> Iterator[list[Tensor]]:
-    """Decode files on a device (nvJPEG on a GPU), one batch at a time, without resizing."""
-    for paths in files:
-        images = decode_jpeg([read_file(str(path)) for path in paths], mode=ImageReadMode.RGB, device=device)
-        if device == "cuda":
-            torch.cuda.synchronize()
-        yield images
 
 
 class _Batches(Dataset[Any]):
@@ -372,9 +359,9 @@ class _Batches(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> Tensor:
         return self.split.fetch(indices)
 
-
-def _as_is(images: Any) -> Any:
-    return images
+    @staticmethod
+    def as_is(images: Any) -> Any:
+        return images
 
 
 def main() -> None:

@@ -67,6 +67,11 @@ def scaled(figures: Figures, factor: float) -> Figures:
     return {name: factor * figure for name, figure in figures.items()}
 
 
+def rounded(figure: float) -> str:
+    """Three digits; all of a count."""
+    return f"{figure:,}" if isinstance(figure, int) else f"{figure:,.3g}"
+
+
 def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
     """A table of the figures, with their ratios to the first of their row."""
     columns = dict.fromkeys(name for figures in rows.values() for name in figures)
@@ -74,7 +79,7 @@ def show(title: str, rows: Rows, *, ratios: bool = True) -> None:
     for name, figures in rows.items():
         first = next(iter(figures.values()))
         cells = (
-            "" if figure is None else f"{figure:,.3g}" + (f"  {figure / first:.2f}x" if ratios else "")
+            "" if figure is None else rounded(figure) + (f"  {figure / first:.2f}x" if ratios else "")
             for figure in map(figures.get, columns)
         )
         table.add_row(name, *cells)

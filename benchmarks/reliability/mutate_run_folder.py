@@ -16,9 +16,7 @@ Each command is forked from a process that has imported torch already. Linux. Ex
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import json
 import os
 import random
 import shutil
@@ -29,7 +27,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -39,13 +36,7 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")  # before torch is imported
 
-import torch
-from rich.console import Console
-from rich.table import Table
-
-from lockstep.checkpoint import reading
 from lockstep.checkpoint.files import manifest_text
-from lockstep.checkpoint.reading import latest_valid
 from lockstep.config import composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
@@ -60,45 +51,24 @@ from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
 from lockstep.training.resolved_job import load_job
-from soak import leaves
+from soak import fingerprint  # which finds `measure`, too
 
-ROOT = Path(__file__).parents[2]
+from measure import Rows, console, parser, show, write  # isort: skip
+
 JOB = (
-    "name=mutated",
-    "device=cpu",
-    "model=linear",
-    "batch=300",
-    "steps=8",
-    "optimizer=sgd",
-    "train.ema=0.9",
-    "train.eval_every=4",
-    "checkpoint.every=2",
-    "telemetry.interval=1",
-    "telemetry.samples=true",
+    *("name=mutated", "device=cpu", "model=linear", "batch=300", "steps=8", "optimizer=sgd", "train.ema=0.9"),
+    *("train.eval_every=4", "checkpoint.every=2", "telemetry.interval=1", "telemetry.samples=true"),
     "launcher.threads=1",
 )
 STOP_AT = 5
 TIME_LIMIT_S = 60.0
 PRELOADED = ("torch._dynamo", "torch.utils.tensorboard", "sklearn.datasets")
 
-console = Console(highlight=False, width=110)
 FOREIGN = (
-    b"",
-    b"[1]",
-    b"null",
-    b"{}",
-    b"\0\0\0\0",
-    b"\xff\xfe\x00",
-    b"not ours\n",
-    b'{"step": "3"}\n',
-    b'{"step": 1e999}\n' * 3,
-    b"[" * 100_000,
-    b'{"a":' * 50_000,
-    b"9" * 10_000,
+    *(b"", b"[1]", b"null", b"{}", b"\0\0\0\0", b"\xff\xfe\x00", b"not ours\n", "ü€".encode("utf-16")),
+    *(b'{"step": "3"}\n', b'{"step": 1e999}\n' * 3, b"[" * 100_000, b'{"a":' * 50_000, b"9" * 10_000),
+    *(b"- steps=8\n", b"- !!python/object/apply:os.system [exit]\n"),
     b"a: &a [x, x]\nb: &b [*a, *a, *a]\nc: &c [*b, *b, *b]\n",
-    b"- !!python/object/apply:os.system [exit]\n",
-    b"- steps=8\n",
-    "ü€".encode("utf-16"),
 )
 
 
@@ -191,18 +161,6 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             start(run_dir, load_job(run_dir.config))
 
     return forked(command, folder)
-
-
-def bits(folder: Path) -> str:
-    """A hash of everything in the newest checkpoint."""
-    newest = latest_valid(RunDir(folder).checkpoints, say=lambda sentence: None)
-    if newest is None:
-        return "none"
-    loaded = reading.load(newest)
-    digest = hashlib.sha256()
-    for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
-        digest.update(part)
-    return digest.hexdigest()
 
 
 def tree(folder: Path) -> dict[str, tuple[int, str]]:
@@ -389,7 +347,7 @@ def judge(ended: Ended, before: dict[str, tuple[int, str]], folder: Path, expect
     if ended.code == 0:
         if not any(line.split()[:1] == ["from"] for line in ended.out.splitlines()):
             return f"a silent fresh start, {shown}"
-        return "" if bits(folder) == expected else f"other bits, {shown}"
+        return "" if fingerprint(RunDir(folder)) == expected else f"other bits, {shown}"
     if ended.code not in (2, 74):
         return shown
     after = tree(folder)
@@ -411,7 +369,7 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     composed = composition.composed(["name=resume"])
     if (done := resumed(undamaged, composed)).code:
         raise SystemExit(f"the run that nobody changed ended with {done.code}: {done.err}")
-    expected = bits(undamaged)
+    expected = fingerprint(RunDir(undamaged))
     tallies: dict[str, Tally] = {}
     number = 0
     while number < mutations:
@@ -437,33 +395,25 @@ def mutate(root: Path, mutations: int, seed: int) -> dict[str, Tally]:
     return tallies
 
 
-def show(tallies: dict[str, Tally]) -> None:
-    table = Table("mutation", "times", "same bits", "refused, untouched", "faults")
-    for name, tally in tallies.items():
-        times = tally.same + tally.refused + len(tally.faults)
-        table.add_row(name, str(times), str(tally.same), str(tally.refused), str(len(tally.faults)))
-    total = Counter[str]()
-    for tally in tallies.values():
-        total.update(same=tally.same, refused=tally.refused, faults=len(tally.faults))
-    table.add_row("all", str(total.total()), str(total["same"]), str(total["refused"]), str(total["faults"]))
-    console.print(table)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mutations", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
-    console.print(f"seed {arguments.seed}, torch {torch.__version__}")
+    options = parser(__doc__)
+    options.add_argument("--mutations", type=int, default=2000)
+    options.add_argument("--seed", type=int, default=0)
+    arguments = options.parse_args()
     for name in PRELOADED:
         __import__(name)
     root = Path(tempfile.mkdtemp(prefix="lockstep-mutate-"))
     tallies = mutate(root, arguments.mutations, arguments.seed)
-    show(tallies)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({name: vars(tally) for name, tally in tallies.items()}, indent=2) + "\n")
-    if any(tally.faults for tally in tallies.values()):
+    rows: Rows = {
+        name: {"same bits": tally.same, "refused, untouched": tally.refused, "faults": len(tally.faults)}
+        for name, tally in tallies.items()
+    }
+    rows["all"] = {
+        column: sum(row[column] for row in rows.values()) for column in ("same bits", "refused, untouched", "faults")
+    }
+    show("resumed after one change", rows, ratios=False)
+    write(arguments.json, {"mutations": rows}, seed=arguments.seed)
+    if rows["all"]["faults"]:
         console.print(f"the folders are kept in {root}", soft_wrap=True)
         sys.exit(1)
     shutil.rmtree(root)

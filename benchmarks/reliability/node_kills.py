@@ -29,14 +29,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from lockstep.core.run_dir import RunDir
 from soak import ROOT, Record
 
 sys.path.append(str(ROOT / "tests"))
-from measure import parser
+from measure import Rows, console, parser, show, write
 from namespaces import Machine, Unavailable, two_machines
 
 STEPS, EVAL_EVERY = 40, 6
@@ -50,8 +47,6 @@ PHASES = ("start-up", "step", "evaluation", "checkpoint")
 RANK = b"TORCHELASTIC_RUN_ID=lockstep"
 PATIENCE_S = 300.0  # the time limit for every event
 LONGEST_AWAY_S = 3.0
-
-console = Console(highlight=False, width=110)
 
 
 class Failed(Exception):
@@ -216,22 +211,12 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
     tally.faults += [f"{run.path.name}: {difference}" for difference in differences]
 
 
-def show(tally: Tally) -> None:
-    table = Table("meant for", "kills", *(f"met {phase}" for phase in PHASES), "survived")
-    for phase in PHASES:
-        met = [tally.met[phase, met_phase] for met_phase in PHASES]
-        table.add_row(phase, *map(str, (sum(met), *met, tally.survived[phase])))
-    console.print(table)
-    kills, survived = tally.met.total(), tally.survived.total()
-    console.print(f"{survived} of {kills} kills survived; {tally.equal} of {tally.runs} runs with the same bits")
-
-
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--kills", type=int, default=20, help="in runs of up to four [20]")
     options.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     arguments = options.parse_args()
-    chance, tally, began = random.Random(arguments.seed), Tally(), time.monotonic()
+    chance, tally = random.Random(arguments.seed), Tally()
     root = Path(tempfile.mkdtemp(prefix="lockstep-node-kills-"))
     alone = RunDir(root / "alone")
     if code := start(alone, "launcher=spawn", "launcher.ranks=2").wait():
@@ -248,11 +233,16 @@ def main() -> None:
                     tally.faults.append(f"{run.path.name}: {error}, see {run.path.with_suffix('.out')}")
     except Unavailable as error:
         sys.exit(f"node_kills.py {error}")
-    show(tally)
-    if arguments.json:
-        figures = {"kills": tally.met.total(), "survived": tally.survived.total(), "runs": tally.runs}
-        times = {"equal": tally.equal, "seconds": round(time.monotonic() - began), "seed": arguments.seed}
-        arguments.json.write_text(json.dumps({**figures, **times}, indent=2) + "\n")
+    rows: Rows = {
+        f"meant for {phase}": {
+            **{f"met {met}": tally.met[phase, met] for met in PHASES},
+            "survived": tally.survived[phase],
+        }
+        for phase in PHASES
+    }
+    rows["runs"] = {"all": tally.runs, "with the same bits": tally.equal}
+    show("kills of the second machine", rows, ratios=False)
+    write(arguments.json, {"kills": rows}, seed=arguments.seed)
     if tally.faults:
         sys.exit("\n".join([*tally.faults, f"the folders are kept in {root}"]))
     shutil.rmtree(root)

@@ -14,12 +14,10 @@ run begins in a new folder, until all kills are used. Linux. Exits with 1 if the
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import json
 import os
-import platform
 import random
 import shutil
 import signal
@@ -34,8 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
 
@@ -48,22 +44,20 @@ from lockstep.core.run_dir import RunDir
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
-from measure import living  # noqa: E402
+from measure import Rows, console, living, parser, show, write  # noqa: E402
 
 JOB = (
-    "name=soak",
-    "device=cpu",
-    "batch=100",
-    "model.dropout=0.3",
-    "optimizer=sgd",
-    "train.ema=0.9",
-    "precision=bf16",
-    "loader=streaming",
-    "loader.workers=2",
-    "checkpoint.every=10",
-    "telemetry.interval=5",
-    "logger=[jsonl,tensorboard]",
-    "launcher.threads=1",
+    *(
+        "name=soak",
+        "device=cpu",
+        "batch=100",
+        "model.dropout=0.3",
+        "optimizer=sgd",
+        "train.ema=0.9",
+        "precision=bf16",
+    ),
+    *("loader=streaming", "loader.workers=2", "checkpoint.every=10", "telemetry.interval=5"),
+    *("logger=[jsonl,tensorboard]", "launcher.threads=1"),
 )
 MARK = "LOCKSTEP_SOAK_RUN"  # in the environment of every process of a job
 SOONEST_S = 1.0
@@ -76,9 +70,7 @@ GONE_S = 10.0  # seconds within which the last process of a job must have ended
 # Figures of speed: the same steps in both runs, but other values.
 TIMED = ("perf/", "img_per_s", "data_wait_pct")
 # Of the step the run is at when so many seconds have passed: figures of the hardware, pictures of predictions.
-SAMPLED = ("cpu/", "gpu/", "images/", "precision_recall/", "weights/")
-
-console = Console(highlight=False, width=110)
+SAMPLED = ("cpu/", "gpu/", "system/", "images/", "precision_recall/", "weights/")
 
 
 @dataclass
@@ -115,15 +107,8 @@ class Record:
 
     @classmethod
     def of(cls, run: RunDir) -> Record:
-        newest = latest_valid(run.checkpoints)
-        assert newest is not None, f"{run.path} has no checkpoint"
-        loaded = reading.load(newest)
-        parts = (loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])
-        digest = hashlib.sha256()
-        for part in leaves(parts):
-            digest.update(part)
         return cls(
-            fingerprint=digest.hexdigest(),
+            fingerprint=fingerprint(run),
             weights=hashlib.sha256(run.weights.read_bytes()).hexdigest(),
             status=run.read_summary()["status"],
             figures={
@@ -152,6 +137,16 @@ class Record:
                 yield f"{name} misses, or has besides, {len(odd)} figures, such as {min(odd)}"
             if changed := set(untimed(figures)) ^ set(untimed(reference.figures[name])):
                 yield f"{name} has {len(changed)} other values, such as {min(changed, key=repr)}"
+
+
+def fingerprint(run: RunDir) -> str:
+    """A hash of everything in the newest checkpoint."""
+    newest = latest_valid(run.checkpoints, say=lambda sentence: None)
+    assert newest is not None, f"{run.path} has no checkpoint"
+    loaded, digest = reading.load(newest), hashlib.sha256()
+    for part in leaves((loaded.model, loaded.ema, loaded.state, loaded.facts["progress"])):
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def leaves(value: Any) -> Iterator[bytes]:
@@ -186,10 +181,11 @@ def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
 
 
 def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
-    """The figures that TensorBoard shows."""
-    for part in (folder, folder / "val"):
-        read = EventAccumulator(str(part), {"scalars": 0}).Reload()
-        yield from ((tag, event.step, event.value) for tag in read.Tags()["scalars"] for event in read.Scalars(tag))
+    """The figures that TensorBoard shows: training and evaluations have the same tags, in folders of their own."""
+    for name in ("", "val", "val_ema"):
+        read = EventAccumulator(str(folder / name), {"scalars": 0}).Reload()
+        for tag in read.Tags()["scalars"]:
+            yield from ((f"{tag} {name}", event.step, event.value) for event in read.Scalars(tag))
 
 
 def processes(folder: Path) -> list[int]:
@@ -324,44 +320,31 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
     tally.faults += [f"run {run.path.name}: {difference}" for difference in different]
 
 
-def show(tallies: list[Tally]) -> None:
-    """The table of all numbers of ranks."""
-    table = Table(
-        "ranks",
-        "kills",
-        "at start",
-        "training",
-        "in a save",
-        "resumed",
-        "from scratch",
-        "runs",
-        "hash",
-        "losses",
-        "files",
-    )
-    for tally in tallies:
-        ends = (f"{count}/{tally.runs}" for count in (tally.hash_equal, tally.losses_equal, tally.files_whole))
-        moments = (str(tally.kills[name]) for name in ("starting", "training", "saving"))
-        resumed = (str(tally.resumes[name]) for name in ("from a checkpoint", "from scratch"))
-        table.add_row(str(tally.ranks), str(tally.kills.total()), *moments, *resumed, str(tally.runs), *ends)
-    console.print(table)
-    signals = sum((tally.signals for tally in tallies), Counter[str]())
-    console.print(", ".join(f"{name} {count}" for name, count in signals.most_common()))
-    console.print(
-        "resumed: from a checkpoint, at the starts behind a kill. hash, losses, files: runs equal to the one that "
-        "nobody killed. No process outlived its job, and shared memory is as before, where nothing else is said."
-    )
+def rows(tallies: list[Tally]) -> Rows:
+    """The counts of each number of ranks."""
+    return {
+        f"{tally.ranks} ranks": {
+            "kills": tally.kills.total(),
+            "at start": tally.kills["starting"],
+            **{name: tally.kills[name] for name in ("training", "saving")},
+            "resumed": tally.resumes["from a checkpoint"],
+            "from scratch": tally.resumes["from scratch"],
+            "runs": tally.runs,
+            "hash": tally.hash_equal,
+            "losses": tally.losses_equal,
+            "files": tally.files_whole,
+        }
+        for tally in tallies
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=100, help="over all numbers of ranks")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=240, help="of each run")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument("--json", type=Path, help="where the figures go")
-    arguments = parser.parse_args()
-    console.print(f"seed {arguments.seed}, torch {torch.__version__}, {os.cpu_count()} cores")
+    options = parser(__doc__)
+    options.add_argument("--kills", type=int, default=100, help="over all numbers of ranks")
+    options.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
+    options.add_argument("--steps", type=int, default=240, help="of each run")
+    options.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    arguments = options.parse_args()
     chance = random.Random(arguments.seed)
     for stop_signal in STOPS:  # some are ignored in the background, and the jobs would ignore them too
         signal.signal(stop_signal, signal.SIG_DFL)
@@ -373,13 +356,18 @@ def main() -> None:
         soak(tally, root, kills=kills, steps=arguments.steps, chance=chance)
         for fault in tally.faults:
             console.print(f"{tally.ranks} ranks: {fault}", soft_wrap=True)
-    show(tallies)
-    if arguments.json:
-        facts = {"seed": arguments.seed, "steps": arguments.steps, "torch": torch.__version__}
-        machine = {"cores": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        arguments.json.write_text(
-            json.dumps({**facts, **machine, "ranks": list(map(vars, tallies))}, indent=2) + "\n"
-        )
+    # A killed run that was resumed counts as equal where its newest checkpoint, its losses and its files are those of
+    # the run that nobody killed. Processes that outlive a job, and files left in shared memory, are faults.
+    show("killed and resumed", rows(tallies), ratios=False)
+    signals = sum((tally.signals for tally in tallies), Counter[str]())
+    console.print(", ".join(f"{name} {count}" for name, count in signals.most_common()))
+    facts = {"seed": arguments.seed, "steps": arguments.steps, "signals": signals}
+    write(
+        arguments.json,
+        {"runs": rows(tallies)},
+        **facts,
+        faults=[fault for tally in tallies for fault in tally.faults],
+    )
     if any(tally.faults for tally in tallies):
         console.print(f"not the same run: the folders are kept in {root}", soft_wrap=True)
         sys.exit(1)

@@ -82,7 +82,7 @@ def test_the_gpu_check_names_what_a_machine_without_a_network_is_brought() -> No
 def test_the_gpu_check_says_which_parts_there_are() -> None:
     done = benchmark("gpu_check", "--only", "host,speed")
     assert done.code == 2
-    assert "there is no 'speed'; choose from tests, model, photos, speedrun, host" in done.err
+    assert "there is no 'speed'; choose from tests, model, speedrun, host" in done.err
 
 
 # Its buffers are infinite, until published weights replace them. An average of the weights must keep them.
