@@ -17,7 +17,6 @@ SHARES = {
     pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL: (12.5, pynvml.NVML_SUCCESS),
     pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL: (0.0, pynvml.NVML_ERROR_NOT_SUPPORTED),
 }
-KIB = {pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX: 1000, pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX: 500}
 
 
 class FakeNvml:
@@ -29,7 +28,6 @@ class FakeNvml:
         refused: the codes with which queries fail, by name.
         lost_after: all queries fail once so many utilisations were asked for.
         calls: how often each query was made.
-        held: the samples of GPM that are not freed.
         answers: not set while the driver hangs.
     """
 
@@ -38,7 +36,6 @@ class FakeNvml:
         self.refused: dict[str, int] = {}
         self.lost_after: int | None = None
         self.calls: Counter[str] = Counter()
-        self.held = 0
         self.answers = threading.Event()
         self.answers.set()
         self.sizes = itertools.repeat(2_500_000_000)
@@ -63,14 +60,11 @@ class FakeNvml:
             "nvmlDeviceGetTemperature": lambda gpu, sensor: 55,
             "nvmlDeviceGetClockInfo": lambda gpu, clock: 1980,
             "nvmlDeviceGetCurrentClocksEventReasons": self.reasons,
-            "nvmlDeviceGetPcieThroughput": lambda gpu, counter: [1000, 250_000][counter],
             "nvmlDeviceGetTotalEnergyConsumption": lambda gpu: (
                 1500 * self.calls["nvmlDeviceGetTotalEnergyConsumption"]
             ),
-            "nvmlDeviceGetFieldValues": self.links,
             "nvmlGpmQueryDeviceSupport": lambda gpu: SimpleNamespace(isSupportedDevice=1),
-            "nvmlGpmSampleAlloc": lambda: self.hold(1) or pynvml.c_nvmlGpmSample_t(),
-            "nvmlGpmSampleFree": lambda sample: self.hold(-1),
+            "nvmlGpmSampleAlloc": pynvml.c_nvmlGpmSample_t,
             "nvmlGpmSampleGet": lambda gpu, sample: None,
             "nvmlGpmMetricsGet": self.shares,
         }
@@ -103,16 +97,6 @@ class FakeNvml:
     @staticmethod
     def reasons(gpu: str) -> int:
         return pynvml.nvmlClocksEventReasonSwThermalSlowdown if gpu == "GPU-bb" else 1
-
-    def links(self, gpu: str, fields: list[tuple[int, int]]) -> list[SimpleNamespace]:
-        """Between two calls 1,000 KiB come over NVLink, and 500 leave."""
-        assert {scope for _, scope in fields} == {2**32 - 1}
-        call = self.calls["nvmlDeviceGetFieldValues"]
-        values = [SimpleNamespace(ullVal=call * KIB[field]) for field, _ in fields]
-        return [SimpleNamespace(nvmlReturn=pynvml.NVML_SUCCESS, value=value) for value in values]
-
-    def hold(self, samples: int) -> None:
-        self.held += samples
 
     @staticmethod
     def shares(request: Any) -> None:

@@ -7,12 +7,11 @@ into instances (MIG), the instances have UUIDs.
 import itertools
 import json
 import math
-import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pynvml
@@ -39,15 +38,8 @@ ACTIVE = {
     "tensor_active": pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL,
     "memory_active": pynvml.NVML_GPM_METRIC_DRAM_BW_UTIL,
 }
-# Counters in KiB, over all links of a GPU if the scope is this one.
-LINKS = {
-    "nvlink_in_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX,
-    "nvlink_out_mb_s": pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX,
-}
-ALL_LINKS = 2**32 - 1
-# The counters of the processor's energy, one for each socket, which many systems show to root only.
-RAPL = Path("/sys/class/powercap")
-SOCKET = re.compile(r"intel-rapl:\d+$")
+# The counters of the energy of each processor, in microjoules. Many systems show them to root only.
+RAPL, SOCKETS = Path("/sys/class/powercap"), "intel-rapl:[0-9]/energy_uj"
 
 
 class Gpu:
@@ -55,24 +47,21 @@ class Gpu:
 
     def __init__(self, uuid: str) -> None:
         self.uuid, self.handle = uuid, pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        self.looked, self.links = time.monotonic(), self._links()
-        self.samples: list[Any] = []  # of GPM: the last one, and the memory for the next
-        try:
+        self.gpm: list[Any] = []  # the last sample, and the memory for the next
+        with suppress(pynvml.NVMLError):  # an old driver, a part of a GPU (MIG), or counters that only root may read
             if pynvml.nvmlGpmQueryDeviceSupport(self.handle).isSupportedDevice:
-                for _ in range(2):
-                    self.samples.append(pynvml.nvmlGpmSampleAlloc())
-                pynvml.nvmlGpmSampleGet(self.handle, self.samples[0])
-        except pynvml.NVMLError:  # an old driver, a part of a GPU (MIG), or counters that only root may read
-            self.close()
+                samples = [pynvml.nvmlGpmSampleAlloc() for _ in range(2)]
+                pynvml.nvmlGpmSampleGet(self.handle, samples[0])
+                self.gpm = samples
 
     def sample(self) -> dict[str, float]:
-        """The figures now, and of the counters since the last sample.
+        """The figures now, and `ACTIVE` since the last sample.
 
-        `util` in percent, `mem_gb`, `power_w`, `temp_c`, the SM clock `sm` in MHz, `slowed` (1 while heat or the
-        power limit lowers the clocks, else 0), the traffic over PCIe and NVLink in MB per second, and `ACTIVE`.
+        `util` in percent, `mem_gb`, `power_w`, `temp_c`, the SM clock `sm` in MHz, and `slowed` (1 while heat or the
+        power limit lowers the clocks, else 0).
 
         Raises:
-            pynvml.NVMLError: NVML refuses everything but the counters.
+            pynvml.NVMLError: NVML refuses everything but `ACTIVE`.
         """
         gpu = self.handle
         queries: dict[str, Callable[[], float]] = {
@@ -82,8 +71,6 @@ class Gpu:
             "temp_c": lambda: float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU)),
             "sm": lambda: float(pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM)),
             "slowed": lambda: float(bool(pynvml.nvmlDeviceGetCurrentClocksEventReasons(gpu) & SLOWED_DOWN)),
-            "pcie_in_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_RX_BYTES) / 1000,
-            "pcie_out_mb_s": lambda: pynvml.nvmlDeviceGetPcieThroughput(gpu, pynvml.NVML_PCIE_UTIL_TX_BYTES) / 1000,
         }
         figures: dict[str, float] = {}
         for name, query in queries.items():
@@ -93,48 +80,24 @@ class Gpu:
                 refusal = error
         if not figures:
             raise refusal
-        return figures | self._traffic() | self._active()
-
-    def _traffic(self) -> dict[str, float]:
-        before, self.looked = self.looked, time.monotonic()
-        last, self.links = self.links, self._links()
-        passed = max(self.looked - before, 1e-6)
-        return {name: (self.links[name] - last[name]) * 1024 / 1e6 / passed for name in last if name in self.links}
-
-    def _links(self) -> dict[str, int]:
-        """What went over NVLink so far, in KiB. A GPU without links has no such counter."""
-        try:
-            values = pynvml.nvmlDeviceGetFieldValues(self.handle, [(field, ALL_LINKS) for field in LINKS.values()])
-        except pynvml.NVMLError:
-            return {}
-        pairs = zip(LINKS, values, strict=True)
-        return {name: value.value.ullVal for name, value in pairs if value.nvmlReturn == pynvml.NVML_SUCCESS}
+        with suppress(pynvml.NVMLError):
+            figures |= self._active() if self.gpm else {}
+        return figures
 
     def _active(self) -> dict[str, float]:
-        if not self.samples:
-            return {}
         request = pynvml.c_nvmlGpmMetricsGet_t(
             version=pynvml.NVML_GPM_METRICS_GET_VERSION,
             numMetrics=len(ACTIVE),
-            sample1=self.samples[0],
-            sample2=self.samples[1],
+            sample1=self.gpm[0],
+            sample2=self.gpm[1],
         )
         for metric, number in zip(request.metrics, ACTIVE.values(), strict=False):
             metric.metricId = number
-        try:
-            pynvml.nvmlGpmSampleGet(self.handle, self.samples[1])
-            pynvml.nvmlGpmMetricsGet(request)
-        except pynvml.NVMLError:
-            self.close()
-            return {}
-        self.samples.reverse()
+        pynvml.nvmlGpmSampleGet(self.handle, self.gpm[1])
+        pynvml.nvmlGpmMetricsGet(request)
+        self.gpm.reverse()
         answers = zip(ACTIVE, request.metrics, strict=False)
         return {name: answer.value for name, answer in answers if answer.nvmlReturn == pynvml.NVML_SUCCESS}
-
-    def close(self) -> None:
-        while self.samples:
-            with suppress(pynvml.NVMLError):
-                pynvml.nvmlGpmSampleFree(self.samples.pop())
 
 
 class Gpus:
@@ -174,55 +137,48 @@ class Gpus:
 
     def close(self) -> None:
         self.file.close()
-        for gpu in self.gpus:
-            gpu.close()
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
-
-
-class Usage(NamedTuple):
-    """What processes have used so far: seconds of processor time, and bytes read from disks and written to them."""
-
-    seconds: float
-    read: float
-    written: float
 
 
 class Processes:
     """The processes of the ranks on this machine, and the energy of its processors (`counters`, in microjoules)."""
 
-    def __init__(self, numbers: Iterable[int], counters: Iterable[Path] | None = None) -> None:
+    def __init__(self, numbers: Iterable[int], counters: Sequence[Path] | None = None) -> None:
         self.processes = [psutil.Process(number) for number in numbers]
-        if counters is None:
-            sockets = sorted(RAPL.iterdir()) if RAPL.is_dir() else []
-            counters = [folder / "energy_uj" for folder in sockets if SOCKET.match(folder.name)]
-        self.counters = {path: joules for path in counters if (joules := _joules(path)) is not None}
-        self.joules: float | None = 0.0 if self.counters else None
+        self.counters = [*RAPL.glob(SOCKETS)] if counters is None else counters
+        try:
+            self.counted = self._counted()
+        except OSError:
+            self.counters, self.counted = [], 0.0
+        self.joules = 0.0 if self.counters else None
         self.looked, self.usage = time.monotonic(), self._usage()
 
     def sample(self, step: int) -> dict[str, float]:
         """The figures since the last sample, by tag: cores in use, GB of memory, MB/s read and written, watts."""
         before, self.looked = self.looked, time.monotonic()
         passed = max(self.looked - before, 1e-6)
-        used, self.usage = self.usage, self._usage()
+        usage, self.usage = self.usage, self._usage()
+        seconds, read, written = ((now - last) / passed for now, last in zip(self.usage, usage, strict=True))
         figures = {
-            "cpu/cores": (self.usage.seconds - used.seconds) / passed,
+            "cpu/cores": seconds,
             "cpu/mem_gb": sum(process.memory_info().rss for process in self.processes) / 1e9,
-            "cpu/read_mb_s": (self.usage.read - used.read) / passed / 1e6,
-            "cpu/write_mb_s": (self.usage.written - used.written) / passed / 1e6,
+            "cpu/read_mb_s": read / 1e6,
+            "cpu/write_mb_s": written / 1e6,
         }
         if self.joules is not None:
-            spent = 0.0
-            for path, last in self.counters.items():
-                now = _joules(path)
-                if now is not None:
-                    spent += max(0.0, now - last)  # a counter that starts again at zero loses one sample
-                    self.counters[path] = now
+            counted, self.counted = self.counted, self._counted()
+            spent = max(0.0, self.counted - counted)  # a counter that starts again at zero loses one sample
             self.joules += spent
             figures["cpu/power_w"] = spent / passed
         return figures
 
-    def _usage(self) -> Usage:
+    def _counted(self) -> float:
+        """The joules that all counters show."""
+        return sum(int(counter.read_text()) for counter in self.counters) / 1e6
+
+    def _usage(self) -> tuple[float, float, float]:
+        """Seconds of processor time, and bytes read from disks and written to them, so far."""
         seconds = read = written = 0.0
         for process in self.processes:
             times = process.cpu_times()
@@ -230,7 +186,7 @@ class Processes:
             if hasattr(process, "io_counters"):  # not on macOS
                 counters = process.io_counters()
                 read, written = read + counters.read_bytes, written + counters.write_bytes
-        return Usage(seconds, read, written)
+        return seconds, read, written
 
     def close(self) -> None:
         """Nothing is open."""
@@ -263,11 +219,3 @@ def watched_gpus(replica: nn.Module, world: World) -> list[str]:
         numbers = replica.device_ids if isinstance(replica, nn.DataParallel) else [world.device.index]
     uuids = world.gather([name_in_nvml(number) for number in numbers])
     return list(itertools.chain.from_iterable(uuids[rank] for rank in sorted({world.rank, *world.local_peer_pids})))
-
-
-def _joules(counter: Path) -> float | None:
-    """The joules that a counter shows; None if it cannot be read."""
-    try:
-        return int(counter.read_text()) / 1e6
-    except (OSError, ValueError):
-        return None
