@@ -146,12 +146,10 @@ def check_monitor(job: ResolvedJob) -> None:
 
 
 def check_packages(loggers: Mapping[str, Logger]) -> None:
-    """Reject a logger whose package is not installed, or whose environment variables do not fit."""
+    """Reject a logger whose package is not installed."""
     for name, logger in loggers.items():
         if (package := getattr(logger, "package", None)) is not None:
             check_installed(package, f"logger={name}")
-        if (check := getattr(logger, "check", None)) is not None:
-            check()
 
 
 def check_folders(**folders: str) -> None:

@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -31,12 +31,10 @@ __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
 EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
-MODES = ("offline", "online")  # of W&B
 NO_UNICODE = r"[\ud800-\udfff]"
 # What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
 NO_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
 LONGEST = 230  # MLflow takes 250 characters
-CHANGED = re.compile(r"(.+) from step (\d+)")  # the tag of a hyperparameter that a resume has changed
 
 
 @option("logger")
@@ -85,44 +83,15 @@ def accepted(name: str, refused: str) -> str:
     return name if clean == name else f"{clean}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
 
 
-class Tracker:
-    """A tracker that also has settings in environment variables: where a key is null, its variable counts."""
-
-    package: ClassVar[str]
-    variables: ClassVar[Mapping[str, str]]
-    of_runs: ClassVar[tuple[str, ...]]  # variables that name a run
-
-    def check(self) -> None:
-        """Raise InputError for variables that no run can follow."""
-        for variable in self.of_runs:
-            if variable in os.environ:
-                raise InputError(
-                    f"{variable} is set, but each run has its own identifier at {self.package}; unset it"
-                )
-
-    def setting(self, key: str, default: str = "") -> str:
-        """The value of a key, else of its variable, else the default: the order of the trackers themselves."""
-        return getattr(self, key) or os.environ.get(self.variables[key]) or default
-
-
 @option("logger", "wandb")
-class WandB(Tracker):
+class WandB:
     """Weights & Biases."""
 
     project: str | None = ruled(None, TEXT)
     entity: str | None = ruled(None, TEXT)
-    mode: str | None = choice(None, *MODES)
+    mode: str | None = choice(None, "offline", "online")
 
     package: ClassVar[str] = "wandb"
-    variables: ClassVar[Mapping[str, str]] = {key: f"WANDB_{key.upper()}" for key in ("project", "entity", "mode")}
-    of_runs: ClassVar[tuple[str, ...]] = ("WANDB_RUN_ID", "WANDB_RESUME")
-
-    def check(self) -> None:
-        super().check()
-        if (mode := self.setting("mode", "offline")) not in MODES:
-            raise InputError(
-                f"WANDB_MODE is {mode}, expected offline or online; to write nothing, remove wandb from logger=[...]"
-            )
 
     def build(self, run: RunInfo) -> Observer:
         return WandBRun(self, run)
@@ -138,12 +107,12 @@ class WandBRun(Observer):
     def __init__(self, logger: WandB, run: RunInfo) -> None:
         import wandb
 
-        mode = logger.setting("mode", "offline")
+        mode: Any = logger.mode or os.environ.get("WANDB_MODE") or "offline"
         try:
             self.run = wandb.init(
-                project=logger.setting("project", PROJECT),
-                entity=logger.setting("entity") or None,
-                mode="offline" if mode == "offline" else "online",
+                project=logger.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+                entity=logger.entity,
+                mode=mode,
                 id=run.id,
                 name=os.environ.get("WANDB_NAME", run.name),
                 resume="allow",
@@ -153,7 +122,7 @@ class WandBRun(Observer):
                 # No messages of W&B, and no copies of the terminal's output, the repository or the code.
                 settings=wandb.Settings(silent=True, console="off", disable_git=True, save_code=False),
             )
-        except wandb.Error as error:
+        except (wandb.Error, ValueError) as error:  # a ValueError for a mode that it does not have
             raise InputError(
                 f"logger.wandb: W&B cannot begin the run ({error}); use logger.wandb.mode=offline"
             ) from error
@@ -177,15 +146,13 @@ class WandBRun(Observer):
 
 
 @option("logger")
-class MLflow(Tracker):
+class MLflow:
     """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 
     experiment: str | None = ruled(None, TEXT)
     folder: str | None = pathname(None)
 
     package: ClassVar[str] = "mlflow"
-    variables: ClassVar[Mapping[str, str]] = {"experiment": "MLFLOW_EXPERIMENT_NAME", "folder": "MLFLOW_TRACKING_URI"}
-    of_runs: ClassVar[tuple[str, ...]] = ("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID")
 
     def build(self, run: RunInfo) -> Observer:
         from mlflow.exceptions import MlflowException
@@ -205,8 +172,9 @@ class MLflowRun(Observer):
         from filelock import FileLock
         from mlflow import MlflowClient
 
-        experiment, root = logger.setting("experiment", PROJECT), Path(run.config["output_root"])
-        store = "" if logger.folder else logger.setting("folder")
+        experiment = logger.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        store = "" if logger.folder else os.environ.get("MLFLOW_TRACKING_URI", "")
+        root = Path(run.config["output_root"])
         folder = root if store else Path(logger.folder or root / "mlflow").expanduser().absolute()
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
@@ -224,23 +192,15 @@ class MLflowRun(Observer):
 
     def _run(self, experiment: str, run: RunInfo) -> str:
         """MLflow's identifier of the run, which is created there if it is new."""
-        values = {key: str(value) for key, value in {"folder": run.folder, **run.hyperparameters}.items()}
         existing = self.client.search_runs([experiment], f"tags.`lockstep.run` = '{run.id}'")
-        if not existing:
-            tags = {"lockstep.run": run.id}
-            new_id: str = self.client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
-            for key, value in values.items():
-                self.client.log_param(new_id, key, value)
-            return new_id
-        run_id: str = existing[0].info.run_id
-        self.client.set_terminated(run_id, "RUNNING")
-        changes = ((CHANGED.fullmatch(tag), value) for tag, value in existing[0].data.tags.items())
-        changed = sorted((int(match[2]), match[1], value) for match, value in changes if match)
-        present = {**existing[0].data.params, **{key: value for _, key, value in changed}}
-        for key, value in values.items():  # MLflow refuses another value of a parameter
-            if present.get(key) != value:
-                self.client.set_tag(run_id, f"{key} from step {run.step}", value)
-        return run_id
+        if existing:  # it keeps the hyperparameters of its first start: MLflow refuses another value
+            run_id: str = existing[0].info.run_id
+            self.client.set_terminated(run_id, "RUNNING")
+            return run_id
+        new_id: str = self.client.create_run(experiment, run_name=run.name, tags={"lockstep.run": run.id}).info.run_id
+        for key, value in {"folder": run.folder, **run.hyperparameters}.items():
+            self.client.log_param(new_id, key, str(value))
+        return new_id
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
