@@ -18,7 +18,7 @@ from torchvision.transforms.v2 import functional as T
 import lockstep
 from helpers import refusal, resolved, train_here
 from lockstep.cli.data import show
-from lockstep.cli.export_folder import export_folder
+from lockstep.cli.export import export_folder
 from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile

@@ -1,11 +1,9 @@
 """`lockstep predict`: the classes that a model predicts for image files."""
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import torch
 from rich.cells import cell_len, set_cell_size
@@ -15,19 +13,18 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
-from lockstep.core.table import csv_row
+from lockstep.core.table import row_lines
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import THRESHOLD, Prediction, Predictor, find_weights, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
 
 AT_ONCE = 32  # images in one batch of the model
 USUAL_TOP = 3  # classes of an image
 MOST = 24  # columns for the name of a class
-Results = Iterator[tuple[Path, Prediction]]
-Values = Iterator[tuple[Path, Tensor]]
-ResultT = TypeVar("ResultT")
+Answer = tuple[int, str, float]  # a class and its probability, or a value: number, name and figure
+Results = Iterator[tuple[Path, list[Answer]]]
 
 
 def predict(
@@ -62,23 +59,23 @@ def predict(
         raise InputError(f"--threshold is {threshold:g}, but this model predicts {targets}; remove it")
     if threshold is not None and not 0 <= threshold <= 1:
         raise InputError(f"--threshold is {threshold:g}, expected a probability: --threshold 0.5")
+
+    def answers(images: Tensor) -> list[list[Answer]]:
+        labels = range(predictor.card.classes)
+        if targets == VALUES:
+            return [[*zip(labels, predictor.names, row, strict=True)] for row in predictor.values(images).tolist()]
+        predictions = predictor.predict(images)
+        if targets == CLASSES:
+            return [prediction.top(USUAL_TOP if top is None else top) for prediction in predictions]
+        return [prediction.above(THRESHOLD if threshold is None else threshold) for prediction in predictions]
+
     problems: list[str] = []
     paths = list(_images(files, problems, predictor.card.image_shape[0]))
     with progress("predicting", len(paths)) as advance:
-        if targets == VALUES:
-            values = _results(predictor, paths, problems, advance, predictor.values)
-            shown = {"table": _table_of_values, "csv": _csv_of_values, "json": _json_of_values}
-            lines = shown[form](values, predictor.names)
-        else:
-            results = _results(predictor, paths, problems, advance, predictor.predict)
-            rows = _Rows(
-                USUAL_TOP if top is None else top,
-                None if targets != LABELS else THRESHOLD if threshold is None else threshold,
-            )
-            if form == "table":
-                lines = _table(paths, results, rows, predictor.names)
-            else:
-                lines = {"csv": _csv, "json": _json}[form](results, rows)
+        results = _results(predictor, paths, problems, advance, answers)
+        lines = (
+            _table(paths, results, targets, predictor.names) if form == "table" else _lines(results, targets, form)
+        )
         if out is None:
             for line in lines:
                 log.console.print(line, soft_wrap=True)
@@ -99,25 +96,14 @@ def _images(files: Sequence[str], problems: list[str], channels: int) -> Iterato
             problems.append(str(error))
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Which classes of a prediction are shown: the first `top`, or the labels above `threshold`."""
-
-    top: int
-    threshold: float | None
-
-    def __call__(self, prediction: Prediction) -> list[tuple[int, str, float]]:
-        return prediction.top(self.top) if self.threshold is None else prediction.above(self.threshold)
-
-
 def _results(
     predictor: Predictor,
     paths: list[Path],
     problems: list[str],
     advance: Callable[[int], None],
-    predict: Callable[[Tensor], Iterable[ResultT]],
-) -> Iterator[tuple[Path, ResultT]]:
-    """What `predict` makes of each readable file, in order. For any other file, a sentence is added to `problems`."""
+    answers: Callable[[Tensor], list[list[Answer]]],
+) -> Results:
+    """The answers for each readable file, in order. For any other file, a sentence is added to `problems`."""
 
     def read(chunk: list[Path]) -> list[tuple[Path, Tensor | InputError]]:
         return [(path, _read(predictor, path)) for path in chunk]
@@ -127,8 +113,8 @@ def _results(
         problems += [str(image) for _, image in chunk if isinstance(image, InputError)]
         whole = [(path, image) for path, image in chunk if isinstance(image, Tensor)]
         if whole:
-            predictions = predict(torch.cat([image for _, image in whole]))
-            yield from zip((path for path, _ in whole), predictions, strict=True)
+            images = torch.cat([image for _, image in whole])
+            yield from zip((path for path, _ in whole), answers(images), strict=True)
         advance(len(chunk))
 
 
@@ -139,16 +125,19 @@ def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
         return error
 
 
-def _table(paths: Sequence[Path], results: Results, rows: _Rows, names: Sequence[str]) -> Iterator[str]:
-    """Lines with the classes of each image, in columns, and a line with the number of images of each class."""
+def _table(paths: Sequence[Path], results: Results, targets: str, names: Sequence[str]) -> Iterator[str]:
+    """Lines with the classes or values of each image, and a line with the number of images of each class."""
     width, counts = max((cell_len(_shown(path)) for path in paths), default=0), Counter[str]()
     name_width = min(MOST, max(map(cell_len, names)))
     number = 0
-    for path, prediction in results:
+    for path, answers in results:
+        cells = [(escaped(name, keep=""), figure) for _, name, figure in answers]
+        if targets == VALUES:
+            yield f"{_shown(path)}  {'  '.join(f'{name} {value:.4g}' for name, value in cells)}"
+            continue
         number += 1
-        cells = [(escaped(name, keep=""), 100 * share) for _, name, share in rows(prediction)]
-        classes = "  ".join(f"{set_cell_size(name, name_width)} {share:5.1f} %" for name, share in cells)
-        counts.update([name for name, _ in cells[: None if rows.threshold is not None else 1]] or ["no label"])
+        classes = "  ".join(f"{set_cell_size(name, name_width)} {100 * share:5.1f} %" for name, share in cells)
+        counts.update([name for name, _ in cells[: 1 if targets == CLASSES else None]] or ["no label"])
         line = f"{set_cell_size(_shown(path), width)}  {classes}"
         # A name that breaks at the edge of the terminal is hard to read, so the classes get a separate line.
         fits = not log.has_terminal() or cell_len(line) <= log.console.width
@@ -162,36 +151,19 @@ def _shown(path: Path) -> str:
     return escaped(str(path), keep="")
 
 
-def _csv(results: Results, rows: _Rows) -> Iterator[str]:
-    yield "file,rank,label,class,probability"
-    for path, prediction in results:
-        for rank, (label, name, probability) in enumerate(rows(prediction), start=1):
-            yield csv_row([str(path), rank, label, name, f"{probability:.6g}"])
-
-
-def _json(results: Results, rows: _Rows) -> Iterator[str]:
-    keys = ("label", "name", "probability")
-    records = [
-        {"file": str(path), "classes": [dict(zip(keys, values, strict=True)) for values in rows(prediction)]}
-        for path, prediction in results
-    ]
-    yield from json.dumps(records, indent=1).splitlines()
-
-
-def _table_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
-    for path, values in results:
-        cells = (f"{escaped(name, keep='')} {value:.4g}" for name, value in zip(names, values.tolist(), strict=True))
-        yield f"{_shown(path)}  {'  '.join(cells)}"
-
-
-def _csv_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
-    yield csv_row(["file", *names])
-    for path, values in results:
-        yield csv_row([str(path), *(f"{value:.6g}" for value in values.tolist())])
-
-
-def _json_of_values(results: Values, names: Sequence[str]) -> Iterator[str]:
-    records = [
-        {"file": str(path), "values": dict(zip(names, values.tolist(), strict=True))} for path, values in results
-    ]
-    yield from json.dumps(records, indent=1).splitlines()
+def _lines(results: Results, targets: str, form: str) -> list[str]:
+    """The lines of the answers as `csv` or `json`."""
+    digits: Any = "{:.6g}".format if form == "csv" else float
+    rows: list[dict[str, Any]] = []
+    for path, answers in results:
+        file = {"file": str(path)}
+        if targets == VALUES:
+            values = {name: digits(value) for _, name, value in answers}
+            rows.append(file | (values if form == "csv" else {"values": values}))
+        elif form == "json":
+            classes = [dict(zip(("label", "name", "probability"), answer, strict=True)) for answer in answers]
+            rows.append({**file, "classes": classes})
+        else:
+            for rank, (label, name, share) in enumerate(answers, start=1):
+                rows.append({**file, "rank": rank, "label": label, "class": name, "probability": digits(share)})
+    return row_lines(rows, form)

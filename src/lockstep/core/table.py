@@ -189,23 +189,30 @@ def _cell(text: str) -> str:
     return escaped(f"'{text}" if computed else text, keep="")
 
 
-def show_json(content: Any) -> None:
-    """Print JSON; the values of config keys are numbers, lists and null."""
+def json_lines(content: Any) -> list[str]:
+    """The lines of JSON; the values of config keys are numbers, lists and null."""
     if isinstance(content, Sequence):
         content = [
             {key: value.as_json if isinstance(value, Setting) else value for key, value in row.items()}
             for row in content
         ]
-    for line in json.dumps(content, indent=1, allow_nan=False).splitlines():
+    return json.dumps(content, indent=1, allow_nan=False).splitlines()
+
+
+def show_json(content: Any) -> None:
+    for line in json_lines(content):
         log.console.print(line, soft_wrap=True)
 
 
-def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
-    """Print rows as `csv` or `json`."""
+def row_lines(rows: Sequence[Mapping[str, Any]], form: str) -> list[str]:
+    """The lines of rows as `csv` or `json`."""
     if form == "json":
-        show_json(rows)
-        return
+        return json_lines(rows)
     names = dict.fromkeys(name for row in rows for name in row)
     values = [["" if (value := row.get(name)) is None else value for name in names] for row in rows]
-    for cells in ([*names], *values) if rows else ():
-        log.console.print(csv_row(cells), soft_wrap=True)
+    return [csv_row(cells) for cells in ([*names], *values)] if rows else []
+
+
+def show_rows(rows: Sequence[Mapping[str, Any]], form: str) -> None:
+    for line in row_lines(rows, form):
+        log.console.print(line, soft_wrap=True)
