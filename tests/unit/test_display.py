@@ -31,7 +31,7 @@ AVERAGED = {**SCORES, "acc/val_ema_top1": 95.0}
 
 def left(step: int) -> TimeLeft:
     """The time left of a process that begins at a step."""
-    return TimeLeft(PLAN, TrainingClock(), step, evaluated=20)
+    return TimeLeft(PLAN, TrainingClock(), step)
 
 
 class Screenful(io.StringIO):
@@ -130,7 +130,6 @@ def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
 def test_the_time_left_is_that_of_the_steps_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     at_step_five = left(5)
     at_step_five.clock.began -= 100  # ten seconds a step
-    at_step_five.clock.pauses.update(evaluation=3, checkpoint=2)  # all of them
     lines = Lines(PLAN, at_step_five, Monitor())
     lines.evaluated(15, SCORES, None, best=False)
     lines.close()

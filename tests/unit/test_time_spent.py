@@ -179,39 +179,20 @@ def test_timing_steps_changes_no_bit_of_a_run(tmp_path: Path, monkeypatch: pytes
     assert with_times.weights.read_bytes() == without.weights.read_bytes()
 
 
-# 100 steps of a second, an evaluation of 5 s every 20 steps, a checkpoint of 2 s every 50.
-PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=5, eval_every=20, save_every=50)
-WHOLE = 100 + 5 * 5 + 2 * 2
-
-
-class Run:
-    """A run whose clock is set by hand; its first step takes `warm_up` seconds more."""
-
-    def __init__(self, warm_up: float = 0.0) -> None:
-        self.clock = TrainingClock()
-        self.left = TimeLeft(PLAN, self.clock, 0, evaluated=150)  # at a third of a step's cost: 5 s
-        self.warm_up = warm_up
-
-    def at(self, step: int) -> float | None:
-        self.clock.start()
-        self.clock.began -= step + self.warm_up * (step > 0)
-        for purpose, every, seconds in (("evaluation", 20, 5.0), ("checkpoint", 50, 2.0)):
-            self.clock.pauses[purpose] = step // every
-            self.clock.paused_for[purpose] = step // every * seconds
-        if step == 5:
-            self.left.window_ended(5)
-        return self.left.seconds(step)
-
-
 @pytest.mark.parametrize("warm_up", [0.0, 30.0])
-def test_the_time_left_is_within_a_tenth_after_a_tenth_of_the_run(warm_up: float) -> None:
-    run = Run(warm_up)
-    for step in range(1, 101):
-        left = run.at(step)
-        truth = WHOLE - step - 5 * (step // 20) - 2 * (step // 50)
-        if step > 10:
-            assert left == pytest.approx(truth, rel=0.1, abs=0.2), step
-    assert run.at(100) == pytest.approx(0, abs=0.01)
+def test_the_time_left_is_at_the_pace_after_the_first_steps(passes: Callable[[float], None], warm_up: float) -> None:
+    plan = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=5, eval_every=20, save_every=50)
+    left = TimeLeft(plan, TrainingClock(), 0)
+    assert left.seconds(0) is None, "nothing is known before the first step"
+    passes(warm_up + 5)
+    left.window_ended(5)
+    passes(5)
+    with left.clock.pause("evaluation"):
+        passes(10)
+    assert left.seconds(10) == pytest.approx(90 * (20 + warm_up) / 10)
+    passes(10)
+    assert left.seconds(20) == pytest.approx(80 * 25 / 15)
+    assert left.seconds(100) == 0
 
 
 @pytest.mark.parametrize("model", [None, nn.Linear(1, 1)])
@@ -223,20 +204,6 @@ def test_the_parts_are_the_same_from_the_first_evaluation_on(model: nn.Module | 
         times.start()
         times.stop()
     assert list(times.shares(0.0)) == list(before)
-
-
-def test_nothing_is_known_before_the_first_step() -> None:
-    assert Run().at(0) is None
-
-
-def test_the_evaluation_after_the_last_step_is_part_of_what_is_left(passes: Callable[[float], None]) -> None:
-    plan = Plan(examples=100, batch=10, total_steps=25, micro_batches=1, log_every=2, eval_every=10, save_every=25)
-    clock = TrainingClock()
-    for _ in range(2):
-        with clock.pause("evaluation"):
-            passes(3)
-    passes(20)
-    assert TimeLeft(plan, clock, 0, evaluated=20).seconds(20) == pytest.approx(5 * 1.0 + 3.0)
 
 
 def sentences(busy: list[list[float]], step_s: float) -> list[str]:

@@ -26,30 +26,26 @@ from lockstep.telemetry.window import Window
 
 LINE_EVERY_S = 10.0  # the least time between two lines that are not of an evaluation
 BEST = "green"
-# A forward pass takes about a third of a training step. Only used until the first evaluation was timed.
-EVALUATION_COST = 1 / 3
 
 
 @dataclass
 class TimeLeft:
-    """Estimates the time that a run still takes.
+    """Estimates the time that a run still takes, at its pace so far, with evaluations and saves.
 
     Fields:
         first: the step from which this process continues.
-        evaluated: the examples of an evaluation.
-        warm: the step after the first window of this process, and the seconds of training up to it. Later steps are
-            the measure then: the first ones load libraries, and may compile the model.
+        warm: the step after the first window of this process, and the seconds up to it. Later steps are the measure
+            then: the first ones load libraries, and may compile the model.
     """
 
     plan: Plan
     clock: TrainingClock
     first: int
-    evaluated: int
     warm: tuple[int, float] | None = field(default=None, init=False)
 
     def window_ended(self, step: int) -> None:
         if self.warm is None:
-            self.warm = step, self.clock.so_far().busy
+            self.warm = step, self.clock.passed()
 
     def seconds(self, step: int) -> float | None:
         """The seconds from the end of `step` to the end of the run; None if nothing is known of its pace."""
@@ -58,21 +54,7 @@ class TimeLeft:
             begun, before = self.warm
         if step <= begun:
             return None if step < self.plan.total_steps else 0.0
-        pace = (self.clock.so_far().busy - before) / (step - begun)
-        evaluation = self.evaluated / self.plan.batch * pace * EVALUATION_COST
-        return (
-            pace * (self.plan.total_steps - step)
-            + self._pauses_left("evaluation", self.plan.eval_every, unknown=evaluation)
-            + self._pauses_left("checkpoint", self.plan.save_every, unknown=0.0)
-        )
-
-    def _pauses_left(self, purpose: str, every: int, *, unknown: float) -> float:
-        """The seconds of the pauses to come, as long as those so far were; as long as `unknown` without any."""
-        total = self.plan.total_steps
-        planned = total // every - self.first // every + bool(total % every)
-        done = self.clock.pauses[purpose]
-        mean = self.clock.paused_for[purpose] / done if done else unknown
-        return max(0, planned - done) * mean
+        return (self.clock.passed() - before) / (step - begun) * (self.plan.total_steps - step)
 
 
 class Display:

@@ -8,7 +8,7 @@ events of its stream, so nothing waits for it.
 import itertools
 import math
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -39,7 +39,6 @@ class TrainingClock:
     def __init__(self) -> None:
         self.pausing: float | None = None  # when the pause under way began
         self.paused_for: defaultdict[str, float] = defaultdict(float)  # seconds of all pauses, by what they were for
-        self.pauses: Counter[str] = Counter()  # and how many there were
         self.start()
 
     def start(self) -> None:
@@ -65,8 +64,11 @@ class TrainingClock:
         seconds = time.perf_counter() - began
         self.paused += seconds
         self.paused_for[purpose] += seconds
-        self.pauses[purpose] += 1
         self.pausing = None
+
+    def passed(self) -> float:
+        """All seconds up to now, with the pauses."""
+        return time.perf_counter() - self.began
 
     def so_far(self) -> Seconds:
         """All seconds up to now; up to the pause under way, if there is one."""

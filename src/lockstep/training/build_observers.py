@@ -108,7 +108,7 @@ def build_observers(
 ) -> tuple[Telemetry, HardwareWatch | None]:
     """The telemetry of this rank, and on main the watch on the hardware. Collective."""
     plan, times = data.plan, _times(job, world, data.plan, state, progress)
-    left = TimeLeft(plan, times.clock, progress.step, len(data.val))
+    left = TimeLeft(plan, times.clock, progress.step)
     gpus = watched_gpus(state.replica, world)
     observer = _observer(job, run_dir, world, plan, state, progress) if world.is_main else Observers()
     telemetry = Telemetry(
