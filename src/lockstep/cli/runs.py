@@ -39,7 +39,7 @@ from lockstep.sweep.runs import (
 )
 from lockstep.sweep.tables import column_of_figure, columns_of_keys
 from lockstep.telemetry.progress import format_timestamp, progress
-from lockstep.telemetry.report import is_current, write_report
+from lockstep.telemetry.report import write_report
 
 
 @dataclass(frozen=True)
@@ -190,33 +190,27 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
 
 
 def report(path: str) -> None:
-    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each job that has changed.
+    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each of its jobs.
 
     Raises:
         InputError: the path is neither a run nor a sweep, or its ledger is damaged; what can be read has its page.
         StorageError: a page cannot be written.
     """
     folder = existing(path)
-    ledger, damaged, unchanged = Ledger(folder), [], 0
+    ledger, damaged = Ledger(folder), []
     if ledger.exists:
         records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
         damaged = [record.error for record in records if record.state is State.damaged]
         with progress("reporting", len(records)) as advance:
             for record in records:
-                run_dir = RunDir(folder / record.folder)
-                # That a job which runs was killed is in no file.
-                if record.state is not State.running and is_current(run_dir, ledger.path_of(record.number)):
-                    unchanged += 1
-                else:
-                    write_report(read_single(run_dir.path))
+                write_report(read_single(folder / record.folder))
                 advance(1)
         written = write_sweep_report(ledger)
     elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
         written = write_report(read_single(folder))
     else:
         raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
-    others = f"; the pages of {unchanged} of its {len(records)} jobs were up to date" if unchanged else ""
-    log.show(f"wrote {written}{others}")
+    log.show(f"wrote {written}")
     if damaged:
         raise InputError(*damaged)
 

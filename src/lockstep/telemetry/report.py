@@ -8,7 +8,6 @@ import functools
 import hashlib
 import math
 import re
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from lockstep.core.monitor import (
     telling,
 )
 from lockstep.core.run import Run
-from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import pictures
@@ -73,16 +71,6 @@ def write_report(run: Run) -> Path:
 def run_page(run: Run, *, refresh: int | None = None) -> str:
     """The page of a run. A browser loads it again every `refresh` seconds."""
     return rendered("run.html", refresh=refresh, **facts_of(run))
-
-
-def is_current(run_dir: RunDir, record: Path) -> bool:
-    """Whether the page of a run is newer than the files of its folder, its record in a ledger, and Lockstep.
-
-    A page with a time in the future is not: it was written before the clock was set back.
-    """
-    sources = (*run_dir.path.iterdir(), *run_dir.hydra.glob("*"), *Path(__file__).parent.rglob("*.*"), record)
-    times = [path.stat().st_mtime_ns for path in sources if path.is_file() and path != run_dir.report]
-    return run_dir.report.is_file() and max(times) < run_dir.report.stat().st_mtime_ns <= time.time_ns()
 
 
 def is_due(when: str, seconds: float) -> bool:
