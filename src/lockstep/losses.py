@@ -26,18 +26,30 @@ MOST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Weighted:
+class _Loss:
+    """The base class of losses without class weights."""
+
+    def build(self, classes: int, labels: Tensor) -> nn.Module:
+        return ExampleLoss(self.losses, self.weights(classes, labels))
+
+    def weights(self, classes: int, labels: Tensor) -> Tensor | None:
+        """The weight of each class, float32 (classes,); None if all weigh the same."""
+        return None
+
+    def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
+        """The loss of each example, (b,), of logits (b, classes) and of labels or shares of the classes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighted(_Loss):
     """The base class of losses with class weights."""
 
     class_weights: list[float] | None = ranged(None, least=0.0, most=MOST_WEIGHT)
     balanced: bool = False
 
     def weights(self, classes: int, labels: Tensor) -> Tensor | None:
-        """The weight of each class, float32 (classes,); None if all weigh the same.
-
-        Raises:
-            InputError: there is not one weight for each class, or both fields are set.
-        """
+        """See `_Loss`. Raises InputError: there is not one weight for each class, or both fields are set."""
         if self.balanced:
             if self.class_weights is not None:
                 raise InputError(
@@ -63,16 +75,13 @@ class CrossEntropy(_Weighted):
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
-    def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return ExampleLoss(self.losses, self.weights(classes, labels))
-
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         smoothing = self.label_smoothing if training else 0.0
         return F.cross_entropy(logits, targets, reduction="none", label_smoothing=smoothing)
 
 
 @option("loss")
-class BCE:
+class BCE(_Loss):
     """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021)."""
 
     label_smoothing: float = ranged(0.0, least=0, below=1)
@@ -81,9 +90,6 @@ class BCE:
 
     probabilities: ClassVar[str] = SIGMOID
     targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
-
-    def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return ExampleLoss(self.losses, None)
 
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         shares = class_shares(targets, logits)
@@ -103,9 +109,6 @@ class Focal(_Weighted):
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
-    def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return ExampleLoss(self.losses, self.weights(classes, labels))
-
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         shares = class_shares(targets, logits)
         log_probs = F.log_softmax(logits, 1)
@@ -114,13 +117,10 @@ class Focal(_Weighted):
 
 
 @option("loss")
-class MSE:
+class MSE(_Loss):
     """The squared error: the mean over the values of an image."""
 
     targets: ClassVar[tuple[str, ...]] = (VALUES,)
-
-    def build(self, classes: int, labels: Tensor) -> nn.Module:
-        return ExampleLoss(self.losses, None)
 
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         return F.mse_loss(logits, targets.to(logits.dtype), reduction="none").mean(1)

@@ -6,8 +6,6 @@ import hashlib
 import itertools
 import json
 import shutil
-import signal
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import NARROW, Case, Done, forked, forks, gang, records, train_here, weights
+from helpers import NARROW, Case, Done, forked, gang, records, train_here, weights
 from lockstep.cli import data
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
@@ -140,16 +138,6 @@ def test_a_packed_set_of_any_task_trains_as_its_source(task: str, columns: str, 
     assert own.read_summary()["best"] == theirs.read_summary()["best"]
     pairs = zip(weights(own).values(), weights(theirs).values(), strict=True)
     assert all(itertools.starmap(torch.equal, pairs))
-
-
-def test_a_packed_set_of_format_1_has_classes(target: Path, tmp_path: Path) -> None:
-    path = copied(target, tmp_path)
-    manifest = json.loads((path / "manifest.json").read_text())
-    assert manifest.pop("targets") == "classes"
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
-    old, new = Packed(path=str(path)), Packed(path=str(target))
-    assert (old.manifest, old.fingerprint()) == (new.manifest, new.fingerprint())
-    packed.check(path, lambda number: None)
 
 
 class WithTest(Folder):
@@ -361,26 +349,6 @@ def test_a_command_that_names_too_little_or_too_much_is_refused(arguments: tuple
     done = pack_command(*arguments)
     assert done.code == 2
     assert "expected TARGET and the overrides of a data set, SOURCE and TARGET, or --check TARGET alone" in done.err
-
-
-def test_a_killed_pack_leaves_nothing_that_looks_whole_and_the_next_one_tidies_up(tmp_path: Path) -> None:
-    source = fill(tmp_path / "images")
-    process = forks().start("lockstep", "pack", source.path, str(tmp_path / "target"), "--size", "1000")  # seconds
-    while not list(tmp_path.glob(".target.*.partial/train.images")):
-        assert process.poll() is None
-        time.sleep(0.05)
-    process.send_signal(signal.SIGSTOP)
-    (broken := tmp_path / "images" / "val" / "ant" / "00.png").write_bytes(b"no image")
-    with pytest.raises(InputError, match="cannot be decoded"):
-        pack(source, tmp_path / "target")
-    assert len(list(tmp_path.glob(".target.*.partial"))) == 1, "that of the pack which is still running"
-    broken.write_bytes((tmp_path / "images" / "val" / "ant" / "02.png").read_bytes())
-    process.close()
-    assert not (tmp_path / "target").exists()
-    with pytest.raises(InputError, match="is not a complete packed data set"):
-        Packed(path=str(tmp_path / "target")).prepare()
-    pack(source, tmp_path / "target")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "target"]
 
 
 def test_photos_are_packed_upright_and_a_share_is_held_out(tmp_path: Path) -> None:

@@ -7,8 +7,6 @@
     train.images, ...               uint8 (N, C, H, W), no header
     train.labels, ...               int64 (N,); of labels and values float32 (N, K); little-endian
 
-Format 1 has no `targets`: its labels are classes. Without `fit` it is `crop`.
-
 It is written under a temporary name and renamed when all of it is on the disk. A run checks the manifest, the sizes
 of the files and every label. Only `lockstep pack --check` also reads and hashes the pixels, which may be 100 GB.
 """
@@ -16,15 +14,13 @@ of the files and every label. Only `lockstep pack --check` also reads and hashes
 from __future__ import annotations
 
 import functools
-import glob
 import hashlib
 import json
 import math
 import os
-import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +35,7 @@ from lockstep.core.fields import pathname
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.core.safe_write import locked, sync
+from lockstep.core.safe_write import sync
 from lockstep.data.datasets.files import MappedSplit, PhotoSource, keeps_whole
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
@@ -119,8 +115,6 @@ class Manifest:
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
         """A manifest from parsed JSON. Raises ValueError if it is not one."""
-        if isinstance(parsed, dict) and parsed.get("format") == 1:
-            parsed = {**parsed, "format": 2, "targets": CLASSES}
         match parsed:
             case {
                 "format": 2,
@@ -233,7 +227,8 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
             raise StorageError(
                 f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk space there"
             )
-        with _temporary_folder(target) as folder:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+            (folder := Path(temporary, "packed")).mkdir()
             facts = {}
             for name, split in splits.items():
                 failures: dict[int, BrokenImage] = {}
@@ -285,18 +280,3 @@ def _write_hashed(path: Path, tensors: Iterable[Tensor]) -> str:
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()
-
-
-@contextmanager
-def _temporary_folder(target: Path) -> Iterator[Path]:
-    """A locked folder next to `target`. First removes the folders of killed packs."""
-    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):
-        with suppress(BlockingIOError), locked(leftover):  # another pack fills it
-            shutil.rmtree(leftover)
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
-    folder.mkdir()
-    try:
-        with locked(folder):
-            yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
