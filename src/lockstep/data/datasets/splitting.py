@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,6 @@ from lockstep.core.model_card import LABELS
 from lockstep.data.datasets.targets import CLASSES_NAMED
 
 Chosen = NDArray[np.bool_]
-Sides = tuple[NDArray[np.int64], int]  # the side of each example, and the number of sides
 
 
 class Units(NamedTuple):
@@ -66,17 +65,12 @@ class Examples:
             InputError: every stratum has one unit, or a side would have none of a class or label with several units.
         """
         units = self.units(key)
-
-        def sides(share: float) -> Sides:
-            taken = np.minimum(np.maximum(1, np.rint(share * units.total)), units.total - 1)
-            return (units.place < taken).astype(np.int64)[units.of], 2
-
-        chosen = sides(share)[0] == 1
+        taken = np.minimum(np.maximum(1, np.rint(share * units.total)), units.total - 1)
+        chosen: Chosen = (units.place < taken)[units.of]
         if not chosen.any():
             owner = "every class has" if len(units.place) > 1 else "there is"
             raise InputError(f"dataset.{key} is {share:g}, but {owner} one {self.unit}, expected two or more")
-        tenths = sorted((number / 10 for number in range(1, 10)), key=lambda other: abs(other - share))
-        self._check(key, share, units, sides, tenths)
+        self._check(key, share, units, chosen.astype(np.int64), 2)
         return chosen
 
     def fold(self, folds: int, fold: int) -> Chosen:
@@ -89,12 +83,9 @@ class Examples:
             InputError: a fold would have none of a class or label.
         """
         units = self.units("folds")
-
-        def sides(folds: float) -> Sides:
-            return (((units.place + 1) * int(folds) - 1) // units.total)[units.of], int(folds)
-
-        self._check("folds", folds, units, sides, range(folds - 1, 1, -1))
-        return sides(folds)[0] == fold
+        sides = (((units.place + 1) * folds - 1) // units.total)[units.of]
+        self._check("folds", folds, units, sides, folds)
+        return sides == fold
 
     def within(self, limit: float) -> Chosen:
         """The examples within a limit: a share up to 1 of each stratum, or a number; at least one unit per stratum.
@@ -140,36 +131,27 @@ class Examples:
         strata[example[rarest]] = label[rarest]
         return strata
 
-    def _check(
-        self, key: str, value: float, units: Units, sides: Callable[[float], Sides], others: Iterable[float]
-    ) -> None:
-        """Raise InputError if a side has none of a class or label. Suggests the first of `others` that does better.
+    def _check(self, key: str, value: float, units: Units, side: NDArray[np.int64], number: int) -> None:
+        """Raise InputError if one of the `number` sides, (N,), has none of a class or label.
 
         A share may leave the only unit of a class or label to the training split, on side 0.
         """
         example, owner = self._labels()
-
-        def missing(value: float) -> Iterator[tuple[int, int, int]]:
-            """Each class or label, the number of its units, and a side that has none of them."""
-            side, number = sides(value)
-            shape = int(owner.max(initial=0)) + 1, number
-            counts = np.bincount(owner * number + side[example], minlength=math.prod(shape)).reshape(shape)
-            for label, at in np.argwhere((counts == 0) & counts.any(1, keepdims=True)).tolist():
-                own = len(np.unique(units.of[example[owner == label]]))
-                if key == "folds" or at == 0 or own > 1:
-                    yield label, own, at
-
-        for label, own, at in missing(value):
+        shape = int(owner.max(initial=0)) + 1, number
+        counts = np.bincount(owner * number + side[example], minlength=math.prod(shape)).reshape(shape)
+        for label, at in np.argwhere((counts == 0) & counts.any(1, keepdims=True)).tolist():
+            own = len(np.unique(units.of[example[owner == label]]))
+            if key != "folds" and at != 0 and own == 1:
+                continue
             kind = "label" if self.targets == LABELS else "class" if self.labels.ndim == 1 else ""
             name = f"the {kind} {self.classes[label] if self.classes else label}" if kind else "the data set"
             part = key.removesuffix("_share") if at else "train"
             where = "a fold" if key == "folds" else f"the {SPLIT_NAMES[part]} split"
-            remedies = [f"use dataset.{key}={other:g}" for other in others if not any(missing(other))][:1]
-            remedies += [f"remove the {kind}"] * bool(kind)
-            remedies = remedies or [f"remove dataset.{key}"]
+            other = f"use {f'dataset.folds={own}' if key == 'folds' else 'another share'}" * (own > 1)
+            remedies = [other, f"remove the {kind}" if kind else f"remove dataset.{key}"]
             raise InputError(
                 f"dataset.{key} is {value:g}, but {name} has {own:,} {self.unit}{'s' * (own != 1)}, and "
-                f"{where} would have none; {', or '.join(remedies)}"
+                f"{where} would have none; {', or '.join(filter(None, remedies))}"
             )
 
     def _labels(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
