@@ -76,9 +76,7 @@ def test_other_columns_separators_and_absolute_paths_work(root: Path, between: s
     assert table.class_names == ("1", "2", "3")
     assert levels(table.train()) == [10, 30, 20, 20]
     assert table.eval().labels.tolist() == [2]
-    alias, left_out = table.notes()[:2]
-    assert alias.endswith(f"1, such as '{root}/sub/../sub/b.png' in line 4 for '{root}/sub/b.png' in line 3")
-    assert left_out.endswith("skipped lines of other splits (1 'other')")
+    assert table.notes()[0].endswith("skipped lines of other splits (1 'other')")
 
 
 def test_an_image_counts_once_for_each_line_that_names_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +96,6 @@ def test_an_image_counts_once_for_each_line_that_names_it(root: Path, monkeypatc
         relative = CSV(path="list.csv", decode_size=8, skip=len(alias))
         LISTINGS.clear()
         assert levels(relative.train()) == [10] * 4 + [30] * 5
-        assert f"such as {alias!r} in line 12 for 'a.png' in line 2" in relative.notes()[0]
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 0.9])

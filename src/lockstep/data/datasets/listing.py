@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -170,22 +169,6 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
             "write names (class_2), or use task=regression for numbers"
         )
     return classes
-
-
-def as_labels(names: Sequence[str], classes: Sequence[str], place: Callable[[int], str]) -> Tensor:
-    """The labels of examples, int64 (N,), by the names of their classes.
-
-    Raises:
-        InputError: a name is not a class; `place` says where it is.
-    """
-    numbers = {name: label for label, name in enumerate(classes)}
-    labels = [numbers.get(class_name(name), -1) for name in names]
-    if -1 in labels:
-        unknown = labels.index(-1)
-        raise InputError(
-            f"dataset: {place(unknown)} has the label {names[unknown]!r}, which no training example has; remove it"
-        )
-    return torch.tensor(labels, dtype=torch.int64)
 
 
 def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str, share: str = "") -> OptionT:

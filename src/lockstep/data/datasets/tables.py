@@ -73,7 +73,7 @@ class CSV(FileSource):
         return Path(self.path).parent if self.images is None else Path(self.images)
 
     def list_files(self) -> dict[str, Files]:
-        rows, notes = self._checked_rows()
+        rows = self._checked_rows()
         by_split: dict[str, list[Row]] = {}
         for row in rows:
             by_split.setdefault(row.split, []).append(row)
@@ -82,7 +82,7 @@ class CSV(FileSource):
         splits = {key: option_of(by_split, name, where, key=key) for key, name in names.items()}
         other_splits = Counter(row.split for row in rows if row.split not in names.values())
         shown = ", ".join(f"{number:,} {split!r}" for split, number in other_splits.most_common(SPLITS_SHOWN))
-        notes += (f"{self.path}: skipped lines of other splits ({shown})",) * bool(other_splits)
+        notes = (f"{self.path}: skipped lines of other splits ({shown})",) * bool(other_splits)
         classes = self._classes(splits["train_split"])
         return {key: self._listing(rows, classes, notes) for key, rows in splits.items()}
 
@@ -123,10 +123,10 @@ class CSV(FileSource):
         groups = None if self.group_column is None else as_names(rows[index].group or "" for index in order)
         return Files(in_folder(self.folder), names, labels[order], classes, notes=notes, groups=groups)
 
-    def _checked_rows(self) -> tuple[list[Row], tuple[str, ...]]:
+    def _checked_rows(self) -> list[Row]:
         """The lines of the table, checked: each names an image that exists, with one label, split and group."""
         rows_by_file: dict[str, Row] = {}
-        rows, renamed = [], []
+        rows = []
         for row in self._rows():
             may_lack = self.targets == LABELS and not self.label_columns  # an image without a label
             labels = [] if may_lack else zip(row.label, self._columns_of_labels, strict=True)
@@ -142,13 +142,10 @@ class CSV(FileSource):
             if earlier is row and not file.is_file():
                 remedy = "correct it, or name the folder that its paths start from with dataset.images=FOLDER"
                 raise self._wrong(row.line, f"has {row.name!r}, and {file} is not a file", "images", remedy)
-            if row.name != earlier.name:
-                renamed.append(f"{row.name!r} in line {row.line:,} for {earlier.name!r} in line {earlier.line:,}")
             rows.append(row._replace(name=earlier.name))
         if not rows:
             raise InputError(f"dataset.path: {self.path} has no lines below its first, expected one for each image")
-        note = f"{self.path}: images repeated under another name (each line counts): {len(renamed):,}, such as "
-        return rows, tuple(note + example for example in renamed[:1])
+        return rows
 
     def _rows(self) -> Iterator[Row]:
         with opened(Path(self.path), links=True) as file:

@@ -13,7 +13,7 @@ from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
-from lockstep.data.datasets.listing import as_labels, classes_of
+from lockstep.data.datasets.listing import classes_of
 
 LARGEST = 3e38  # a value in float32
 CLASSES_NAMED = 5  # the most classes that a note names
@@ -80,8 +80,7 @@ def names_of(
         return (column,) if width <= 1 else tuple(f"{column}_{number}" for number in range(width))
     if targets != LABELS:
         return classes_of(examples, place, gaps=gaps)
-    names = [name for own in examples for name in own]
-    owners = [example for example, own in enumerate(examples) for _ in own]
+    names, owners = _flattened(examples)
     if not names:
         raise InputError(
             f"dataset: none of the {len(examples):,} training examples has a label, the first is {place(0)}; correct "
@@ -104,25 +103,27 @@ def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], plac
     """
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         return as_numbers(examples, names, place, binary=targets == LABELS)
-    return as_shares(examples, names, place) if targets == LABELS else as_labels(examples, names, place)
-
-
-def as_shares(examples: Sequence[Sequence[str]], labels: Sequence[str], place: Callable[[int], str]) -> Tensor:
-    """Which of the `labels` each example has, float32 (N, K), by their names.
-
-    Raises:
-        InputError: a name is not a label; `place` says where it is.
-    """
-    numbers = {name: number for number, name in enumerate(labels)}
-    shares = torch.zeros(len(examples), len(labels))
-    for example, own in enumerate(examples):
-        for name in own:
-            if class_name(name) not in numbers:
-                raise InputError(
-                    f"dataset: {place(example)} has the label {name!r}, which no training example has; remove it"
-                )
-            shares[example, numbers[class_name(name)]] = 1
+    cells, owners = _flattened(examples) if targets == LABELS else (examples, range(len(examples)))
+    numbers_by_name = {name: number for number, name in enumerate(names)}
+    numbers = [numbers_by_name.get(class_name(cell), -1) for cell in cells]
+    if -1 in numbers:
+        unknown = numbers.index(-1)
+        raise InputError(
+            f"dataset: {place(owners[unknown])} has the label {cells[unknown]!r}, which no training example has; "
+            "remove it"
+        )
+    labels = torch.tensor(numbers, dtype=torch.int64)
+    if targets != LABELS:
+        return labels
+    shares = torch.zeros(len(examples), len(names))
+    shares[torch.tensor(owners, dtype=torch.int64), labels] = 1
     return shares
+
+
+def _flattened(examples: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[int]]:
+    """The names of all examples, and the example that each is of."""
+    pairs = [(name, example) for example, own in enumerate(examples) for name in own]
+    return [name for name, _ in pairs], [example for _, example in pairs]
 
 
 def as_numbers(
