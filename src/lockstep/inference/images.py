@@ -15,8 +15,7 @@ from torch import Tensor
 
 from lockstep.core.errors import InputError, reason_of
 from lockstep.core.model_card import CROP, INTERPOLATION, Shape
-from lockstep.data.datasets.bands import GREY, RGB
-from lockstep.data.datasets.decode import ImageFile, contents
+from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
 

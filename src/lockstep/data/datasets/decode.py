@@ -1,18 +1,24 @@
 """Decodes image files to upright 8-bit RGB, grey or other channels, and no more pixels than are needed.
 
 simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, and Pillow all other photos
-(`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB. Images of other numbers of channels are
-arrays and TIFF files (`lockstep.data.datasets.bands`). The first bytes of a file decide its format, not its name.
-Sizes and boxes refer to the upright image.
+(`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB. The first bytes of a file decide its
+format, not its name. Sizes and boxes refer to the upright image.
+
+Images of other numbers of channels are arrays of NumPy (`.npy`), height x width x channels, and TIFF files, of which
+the first page is read. Other numbers than uint8 are refused: a band is a measurement, and nothing says which of its
+values are to be 0 and 255.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
 import os
 import stat
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -20,9 +26,9 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
-from lockstep.data.datasets import bands, photos
-from lockstep.data.datasets.bands import GREY, RGB
+from lockstep.data.datasets import photos
 from lockstep.data.datasets.listing import Member
 
 Pixels = NDArray[np.uint8]  # (height, width, channels), from a decoder
@@ -32,8 +38,11 @@ Decoder = Callable[[bytes], Pixels]
 # Stored rows and columns, how they are decoded, and EXIF orientation.
 Header = tuple[int, int, Decoder | None, int]
 
-JPEG = b"\xff\xd8\xff"  # the first bytes of a file
-READ_BYTES = 2**17  # read from a file at a time
+GREY, RGB = 1, 3  # the numbers of channels of a photo
+BANDS_SUFFIXES = frozenset({".tif", ".tiff", ".npy"})  # of files with other numbers of channels
+# The first bytes of a file.
+JPEG, NPY, TIFF = b"\xff\xd8\xff", b"\x93NUMPY", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+TO_8_BITS = "((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')"
 # The most pixels that a file may have decoded: one of a few kB can ask for any amount of memory and time.
 PIXELS = 2**27
 LENGTH = 8 * PIXELS  # the most bytes of a file; no format needs more for a pixel
@@ -71,7 +80,7 @@ class ImageFile(NamedTuple):
         if channels in (GREY, RGB):
             rows, columns, decoder, orientation = _turbo_header(data) or _pillow_header(data)
         else:
-            rows, columns, decoder, orientation = bands.opened(data, channels)
+            rows, columns, decoder, orientation = _bands_header(data, channels)
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, -(-height * width * max(channels, RGB) // RGB))  # the RGB pixels that take as many bytes
@@ -169,12 +178,9 @@ def contents(place: Path | Member) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
         check_length(status.st_size)
-        parts = [os.read(descriptor, READ_BYTES)]
-        while parts[-1]:
-            parts.append(os.read(descriptor, READ_BYTES))
+        return os.read(descriptor, status.st_size)
     finally:
         os.close(descriptor)
-    return parts[0] if len(parts) == 2 else b"".join(parts)
 
 
 def check_length(length: int) -> None:
@@ -209,6 +215,48 @@ def _by_pillow(data: bytes) -> Pixels:
     with photos.opened_by_pillow(data) as image:
         image.load()
         return photos.to_rgb(image)
+
+
+def _bands_header(data: bytes, channels: int) -> Header:
+    """The header of an array or a TIFF of so many channels, checked. Raises ValueError."""
+    if data.startswith(TIFF):
+        return _tiff(data, channels)
+    if not data.startswith(NPY):
+        raise ValueError(f"it is neither .npy nor TIFF, expected one of them for {channels} channels")
+    pixels = np.load(BytesIO(data), allow_pickle=False)
+    _check_bands(pixels.shape, pixels.dtype, channels)
+    return pixels.shape[0], pixels.shape[1], lambda _: np.ascontiguousarray(pixels), photos.UPRIGHT
+
+
+def _tiff(data: bytes, channels: int) -> Header:
+    check_installed("tifffile", "a TIFF of several bands", extra="bands")
+    import tifffile
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # of damaged tags in each of thousands of files
+    page: Any = tifffile.TiffFile(BytesIO(data)).pages.first
+    if page.axes not in ("YXS", "SYX"):
+        raise ValueError(f"its first page has the shape {page.shape} and one sample per pixel, expected {channels}")
+    rows, columns, samples = (page.shape[page.axes.index(axis)] for axis in "YXS")
+    _check_bands((rows, columns, samples), page.dtype, channels)
+
+    def decode(data: bytes) -> Pixels:
+        if any(map(len(data).__lt__, map(operator.add, page.dataoffsets, page.databytecounts))):
+            raise ValueError("it is cut short")
+        pixels: Pixels = page.asarray(maxworkers=1)
+        return np.ascontiguousarray(np.moveaxis(pixels, page.axes.index("S"), 2))
+
+    return rows, columns, decode, page.tags.valueof(photos.ORIENTATION, photos.UPRIGHT)
+
+
+def _check_bands(shape: tuple[int, ...], dtype: np.dtype[Any], channels: int) -> None:
+    if len(shape) != 3 or shape[2] != channels:
+        hint = "; save np.moveaxis(x, 0, -1)" * (len(shape) == 3 and shape[0] == channels)
+        raise ValueError(f"its shape is {shape}, expected height x width x {channels} channels{hint}")
+    if dtype != np.uint8:
+        raise ValueError(
+            f"its numbers are {dtype}, expected uint8; choose the values LOW and HIGH that are to be 0 and 255 in "
+            f"the whole data set, and save {TO_8_BITS}"
+        )
 
 
 def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:

@@ -16,8 +16,7 @@ from lockstep.core.errors import BrokenImage, InputError, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
-from lockstep.data.datasets.bands import RGB
-from lockstep.data.datasets.decode import Box, ImageFile, contents
+from lockstep.data.datasets.decode import RGB, Box, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes

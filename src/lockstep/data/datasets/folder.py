@@ -21,8 +21,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname
 from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
-from lockstep.data.datasets import bands
-from lockstep.data.datasets.bands import GREY, RGB
+from lockstep.data.datasets.decode import BANDS_SUFFIXES, GREY, RGB
 from lockstep.data.datasets.files import AUTO, FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order
 
@@ -105,7 +104,7 @@ class ImageNet(Folder):
 
 def suffixes_of(channels: int) -> frozenset[str]:
     """The suffixes of the files that can hold an image of so many channels."""
-    return SUFFIXES if channels in (GREY, RGB) else bands.SUFFIXES
+    return SUFFIXES if channels in (GREY, RGB) else BANDS_SUFFIXES
 
 
 def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -> Files:
