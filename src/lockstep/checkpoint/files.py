@@ -2,9 +2,7 @@
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
 parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
-manifest has a hash of itself and of each file, and a file whose hash matches is trusted. A complete
-checkpoint may come from another run. So the facts and the state both name their run and step, and the summary names
-the run of all checkpoints in its folder.
+manifest has a hash of itself and of each file, and a file whose hash matches is trusted.
 """
 
 import hashlib
@@ -31,7 +29,6 @@ from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, re
 from lockstep.core.safe_write import sync, write_atomic
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-NAMES = "names"  # what a file of a checkpoint names, in its facts and in its state
 LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
@@ -96,27 +93,25 @@ def has_state(path: Path) -> bool:
         return True
 
 
-def find_corruption(path: Path, run: str | None = None) -> str:
-    """What is wrong with the checkpoint at `path`, or an empty string. `run` is the run that it should be of."""
+def find_corruption(path: Path) -> str:
+    """What is wrong with the checkpoint at `path`, or an empty string."""
     try:
-        _check(path, run)
+        _check(path)
     except ValueError as error:
         return str(error)
     return ""
 
 
 @_reasons()
-def _check(path: Path, run: str | None) -> None:
+def _check(path: Path) -> None:
     digests = manifest(path)
     with ThreadPoolExecutor(len(digests)) as pool:  # hashing releases Python's lock
         for name, digest in zip(digests, pool.map(lambda name: sha256(path / name), digests), strict=True):
             if digest != digests[name]:
                 raise ValueError(f"{name} does not match its sha256")
-    names = read_facts(path)[NAMES]
-    if STATE in digests and read_state(path).get(NAMES) != names:
-        raise ValueError(f"{STATE} and {FACTS} are of different checkpoints")
-    if run is not None and names["run"] != run:
-        raise ValueError(f"it is of run {names['run']}, and the summary of this folder names run {run}")
+    read_facts(path)
+    if STATE in digests:
+        read_state(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -137,7 +132,7 @@ def read_facts(path: Path) -> dict[str, Any]:
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     match checked_json(path / FACTS, data):
-        case {"format": 1, "identity": {}, "progress": {"step": int(step)}, "names": {"run": str()}} as facts:
+        case {"format": 1, "identity": {}, "progress": {"step": int(step)}} as facts:
             step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
             if step_name and int(step_name[1]) != step:
                 raise ValueError(f"its facts belong to step {step}")
@@ -206,7 +201,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     stay: list[Path] = []
     is_finished = run.summary.get("status") == "completed" and whole_weights(run_dir.path)
     if not (everything and is_finished):
-        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path, run.id))
+        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]

@@ -23,7 +23,6 @@ from lockstep.checkpoint import files
 from lockstep.checkpoint.files import (
     EMA,
     MODEL,
-    NAMES,
     Facts,
     find_corruption,
     has_state,
@@ -36,7 +35,7 @@ from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.model import load_whole
-from lockstep.core.run import Run, candidates, read_overrides
+from lockstep.core.run import candidates, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import sync, write_atomic
 
@@ -46,21 +45,20 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The content of a checkpoint that passed its hashes, on the CPU; `run` is the run that it names."""
+    """The content of a checkpoint that passed its hashes, on the CPU."""
 
     path: Path
-    run: str
     facts: dict[str, Any]
     model: dict[str, Tensor]
     ema: dict[str, Tensor] | None
     state: dict[str, Any]
 
 
-def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> Path | None:
-    """The newest undamaged checkpoint in a `checkpoints` folder, of `run`; `say` reports each damaged one."""
+def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
+    """The newest undamaged checkpoint in a `checkpoints` folder; `say` reports each damaged one."""
     checkpoints = [path for path in candidates(folder) if has_state(path)]
     for number, path in enumerate(checkpoints, start=1):
-        if not (reason := find_corruption(path, run)):
+        if not (reason := find_corruption(path)):
             return path
         next_try = "trying the one before it" if number < len(checkpoints) else "there is none before it"
         say(f"checkpoint {path} is damaged ({reason}); {next_try}")
@@ -70,7 +68,7 @@ def latest_valid(folder: Path, say: Say = log.warn, run: str | None = None) -> P
 def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
     """The newest undamaged checkpoint of a run; None for a run that has not saved any yet. Raises InputError."""
     warnings: list[str] = []
-    newest = latest_valid(run_dir.checkpoints, warnings.append, Run(run_dir.path).id)
+    newest = latest_valid(run_dir.checkpoints, warnings.append)
     if newest is None and _has_saved(run_dir):
         raise _all_damaged(run_dir)
     for sentence in warnings:
@@ -109,8 +107,8 @@ def _has_saved(run_dir: RunDir) -> bool:
 
 def _all_damaged(run_dir: RunDir) -> InputError:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
-    run, checkpoints = Run(run_dir.path).id, candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path, run) or 'it has weights only'}" for path in checkpoints]
+    checkpoints = candidates(run_dir.checkpoints)
+    reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; {shell_command([override('init_from', whole)])} uses the undamaged weights" if whole else ""
@@ -137,18 +135,13 @@ def load(path: Path) -> LoadedCheckpoint:
 
 def _read(path: Path) -> LoadedCheckpoint:
     """Read a checkpoint whose hashes have been checked."""
-    facts = read_facts(path)
-    names = facts.pop(NAMES)
     try:
-        state = read_state(path)
-        del state[NAMES]
         return LoadedCheckpoint(
             path=path,
-            run=names["run"],
-            facts=facts,
+            facts=files.read_facts(path),
             model=load_file(path / MODEL),
             ema=load_file(path / EMA) if EMA in manifest(path) else None,
-            state=state,
+            state=read_state(path),
         )
     except Exception as error:  # the hashes match, but the files do not load: safetensors raises all kinds
         raise _damaged(path, str(error).partition("\n")[0]) from error

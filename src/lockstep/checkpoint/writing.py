@@ -24,7 +24,6 @@ from lockstep.checkpoint.files import (
     FACTS,
     LEAST_RESUMABLE,
     MODEL,
-    NAMES,
     STATE,
     Facts,
     best_scored,
@@ -48,7 +47,6 @@ from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
 
-SPARE_DIGITS = 18  # of the step in the name of a checkpoint while it replaces another one of its step
 RETRY_S = 30.0  # seconds between a failed save and the next one
 
 
@@ -59,15 +57,6 @@ def _reason(error: BaseException) -> str:
     quoted = re.search(r"os error (\d+)", str(error))  # how safetensors passes it on
     number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
     return str(error) if number is None else os.strerror(number).lower()
-
-
-def _finish_replacing(folder: Path) -> None:
-    """Give a checkpoint that replaces another one of its step the usual name. A kill may have left this to do."""
-    for spare in folder.glob(f"step-{'[0-9]' * SPARE_DIGITS}"):
-        usual = spare.with_name(f"step-{int(spare.name[5:]):08d}")
-        if usual.exists():
-            remove(usual)
-        spare.rename(usual)
 
 
 @dataclass(frozen=True)
@@ -102,7 +91,6 @@ class Checkpointer:
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
     card: ModelCard | None = None
-    run: str = ""
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
@@ -218,18 +206,16 @@ class Checkpointer:
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
                 delete(leftover)
-        _finish_replacing(folder)
         name = f"step-{progress['step']:08d}"
-        temporary, final = folder / f".{name}.tmp", folder / name
+        temporary, final, old = folder / f".{name}.tmp", folder / name, None
         try:
             temporary.mkdir()
             for file, content in weights.items():
                 content.save(temporary / file)
             digests = {file: sha256(temporary / file) for file in weights}
-            names = {"run": self.run, "step": progress["step"]}
             with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
-                torch.save({**map_tensors(state, with_own_storage), NAMES: names}, opened)
-            (temporary / FACTS).write_text(json.dumps({**facts, NAMES: names}, indent=2) + "\n")
+                torch.save(map_tensors(state, with_own_storage), opened)
+            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint and the run folder
             # all their files.
@@ -237,14 +223,15 @@ class Checkpointer:
             for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
-            # An existing checkpoint of this step is damaged, or a stop interrupted its evaluation. It goes only after
-            # the new one has a name that a resume finds: one of more digits.
-            temporary.rename(folder / f"step-{progress['step']:0{SPARE_DIGITS}d}" if final.exists() else final)
+            if final.exists():  # it is damaged, or a stop interrupted its evaluation
+                final.rename(old := folder / f".{name}.old.tmp")
+            temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
-        _finish_replacing(folder)
+        if old is not None:
+            delete(old)
         # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         try:

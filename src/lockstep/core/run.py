@@ -91,7 +91,7 @@ class Run:
 
     @property
     def id(self) -> str | None:
-        """The name that the checkpoints of this run give it; None if no summary has it."""
+        """What no other run has; None if no summary has it."""
         return self.summary.get("run")
 
     @property

@@ -1,6 +1,5 @@
 """The composition root: builds the parts of a run in order, each from the parts above it, alike on every rank."""
 
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -9,14 +8,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.reading import LoadedCheckpoint
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
 from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
-from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
@@ -73,13 +70,13 @@ def run(
     images = partial(data.normalised, world=world)
     state, loaded = build_and_load_state(job, run_dir, world, data.plan, images)
     compile_model(state.model, job, world, stop)
-    checkpointer = build_checkpointer(job, run_dir, world, data, card, loaded)
+    checkpointer = build_checkpointer(job, run_dir, world, data, card)
     progress, origin = restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, state, progress, origin=origin)
     loader = build_loader(job, data, world)  # may refuse the data, so the run begins after it
-    record.write_start(job, data.plan, progress, run=checkpointer.run)
+    record.write_start(job, data.plan, progress)
     telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
     inputs = partial(inputs_of, data.transforms, state.draws)
@@ -112,15 +109,9 @@ def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
 
 
 def build_checkpointer(
-    job: ResolvedJob,
-    run_dir: RunDir,
-    world: World,
-    data: TrainingData,
-    card: ModelCard,
-    loaded: LoadedCheckpoint | None,
+    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, card: ModelCard
 ) -> Checkpointer:
     """The checkpointer, which saves the run on main and restores it on every rank."""
-    own = loaded.run if loaded is not None and loaded.path.parent == run_dir.checkpoints else None
     return Checkpointer(
         run_dir=run_dir,
         fingerprint=data.fingerprint,
@@ -129,7 +120,6 @@ def build_checkpointer(
         writes=world.is_main,
         every_s=data.plan.save_every_s,
         card=card,
-        run=Run(run_dir.path).id or own or secrets.token_hex(8),
     )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import secrets
 import shutil
 import time
 from collections.abc import Mapping
@@ -79,18 +80,19 @@ class RunRecord:
             )
         return notes
 
-    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress, *, run: str) -> None:
-        """Write a run's config and environment, and mark it as begun. `run` is its name in its checkpoints."""
+    def write_start(self, job: ResolvedJob, plan: Plan, progress: Progress) -> None:
+        """Write a run's config and environment, and mark it as begun."""
         if not self.world.is_main:
             return
         # Write the config again, because every `auto` has a value now.
         write_atomic(self.run_dir.config, components.dump(components.plain(job)))
         write_atomic(self.run_dir.environment, json.dumps(environment.facts(self.world), indent=2) + "\n")
         self.run_dir.mark_latest(Path(job.output_root))
-        spent = Run(self.run_dir.path).spent
+        earlier = Run(self.run_dir.path)
+        spent = earlier.spent
         spent["hours"] = spent.get("hours", 0.0) + (time.monotonic() - self.began) / 3600  # of the start
         self.run_dir.start_summary(
-            run=run,
+            run=earlier.id or secrets.token_hex(8),
             monitor=job.monitor,
             started=self.started,
             step=progress.step,
