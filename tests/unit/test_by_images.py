@@ -9,7 +9,6 @@ import pytest
 
 import lockstep
 from helpers import built, photos_of_two_classes
-from lockstep.core.errors import InputError
 from lockstep.job import by_images
 from lockstep.job.resolve import resolve
 from lockstep.models import Timm
@@ -68,11 +67,6 @@ def test_what_is_typed_is_kept_and_every_choice_is_said(missing: str) -> None:
 def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
     start = by_images.with_start(replace(built(*RECIPE), init_from="file.safetensors"), None)
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
-
-
-def test_an_edited_config_leaves_nothing_open() -> None:
-    with pytest.raises(InputError, match=r"model\.pretrained is auto"):
-        ResolvedJob.of(replace(chosen(images=80), model=Timm(pretrained="auto")))
 
 
 def test_a_resume_keeps_the_choices_when_the_weights_come_or_go(

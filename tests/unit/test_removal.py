@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from helpers import train_here
-from lockstep.checkpoint import reading
-from lockstep.checkpoint.files import best_scored, drop_state, find_corruption
+from lockstep.checkpoint.files import best_scored
 from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
 from lockstep.cli.runs import clean
@@ -120,30 +119,6 @@ def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best:
         ledger.end(record, State.done, objective=objective)
     assert bool(cleaned(run, everything=True)) == is_best
     assert ledger.best == (run.path.name if is_best else "001-b")
-
-
-def test_a_best_checkpoint_without_state_loads_and_is_no_resume(run: RunDir) -> None:
-    for path in candidates(run.checkpoints)[1:]:
-        drop_state(path)
-        drop_state(path)
-        assert not (path / "state.pt").exists()
-        assert find_corruption(path) == ""
-        load(path)
-    with pytest.raises(InputError, match=r"has weights only.*init_from="):
-        reading.load(run.checkpoints / "step-00000006")
-    (run.checkpoints / "step-00000008" / "state.pt").write_bytes(b"")
-    with pytest.raises(InputError, match="step-00000006: it has weights only"):
-        load_newest(run)
-
-
-def test_a_kill_between_manifest_and_file_leaves_a_whole_checkpoint(run: RunDir) -> None:
-    path = run.checkpoints / "step-00000006"
-    state = (path / "state.pt").read_bytes()
-    drop_state(path)
-    (path / "state.pt").write_bytes(state[:10])
-    assert find_corruption(path) == ""
-    drop_state(path)
-    assert not (path / "state.pt").exists()
 
 
 @pytest.mark.parametrize("words", [{"keep": 0}, {"folders": ["nowhere"]}])

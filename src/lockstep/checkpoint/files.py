@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,10 +26,8 @@ from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json, read_text
-from lockstep.core.safe_write import sync, write_atomic
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
-LEAST_RESUMABLE = 2  # a best checkpoint among this many of the newest keeps its state, even with checkpoint.keep=1
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
 Facts = Mapping[str, Any]
@@ -40,15 +38,12 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def manifest_text(
-    folder: Path, known: Mapping[str, str] = MappingProxyType({}), names: Iterable[str] | None = None
-) -> str:
-    """The text of `manifest.json`: sizes and hashes of the files in a checkpoint's folder, and its own hash.
+def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash.
 
-    `known` are hashes that have been computed. `names` are the files; None is all but the manifest.
+    `known` are hashes that have been computed.
     """
-    if names is None:
-        names = {path.name for path in folder.iterdir()} - {MANIFEST}
+    names = {path.name for path in folder.iterdir()} - {MANIFEST}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     digests = {name: known[name] if name in known else sha256(folder / name) for name in sizes}
     return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
@@ -74,7 +69,7 @@ def manifest(path: Path) -> dict[str, str]:
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
         case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
-            if {FACTS, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
+            if {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
                 if own != _own_hash(sizes, digests):
                     raise ValueError(f"{MANIFEST} does not match its own sha256")
                 for name, expected in sizes.items():  # without reading: a sparse file can be terabytes of zeros
@@ -83,14 +78,6 @@ def manifest(path: Path) -> dict[str, str]:
                             raise ValueError(f"{name} has {size} bytes, expected {expected}")
                 return digests
     raise ValueError(f"{MANIFEST} does not list the files of a checkpoint")
-
-
-def has_state(path: Path) -> bool:
-    """Whether a checkpoint has more than weights, so that a run can resume from it if it is undamaged."""
-    try:
-        return STATE in manifest(path)
-    except ValueError:
-        return True
 
 
 def find_corruption(path: Path) -> str:
@@ -110,8 +97,7 @@ def _check(path: Path) -> None:
             if digest != digests[name]:
                 raise ValueError(f"{name} does not match its sha256")
     read_facts(path)
-    if STATE in digests:
-        read_state(path)
+    read_state(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -161,18 +147,6 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
         raise UnreadableFile(file, f"cannot be read as safetensors ({error})") from error
 
 
-def most_bytes(*, weights: float, whole: float, exported: float, keep: int, keep_best: int) -> float:
-    """The most bytes that the checkpoints of a run take at any time, with the one that is being written.
-
-    Args:
-        weights, whole: the bytes of a checkpoint that keeps only its weights, and of one with its state.
-        exported: the bytes of the weights in the run folder.
-        keep, keep_best: see `Checkpointer`.
-    """
-    with_state = max(keep, min(LEAST_RESUMABLE, keep + keep_best))
-    return (with_state + 1) * whole + (keep + keep_best - with_state) * weights + exported
-
-
 @dataclass(frozen=True)
 class Removable:
     """The checkpoints of a run.
@@ -201,7 +175,7 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     stay: list[Path] = []
     is_finished = run.summary.get("status") == "completed" and whole_weights(run_dir.path)
     if not (everything and is_finished):
-        whole = (path for path in checkpoints if has_state(path) and not find_corruption(path))
+        whole = (path for path in checkpoints if not find_corruption(path))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
         stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
@@ -254,14 +228,3 @@ def delete(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def drop_state(path: Path) -> None:
-    """Remove the optimizer's state, which takes most of the space, from an undamaged checkpoint.
-
-    The manifest is replaced first: a kill before the removal leaves a file that it does not list and nobody reads.
-    """
-    if STATE in (digests := manifest(path)):
-        write_atomic(path / MANIFEST, manifest_text(path, digests, digests.keys() - {STATE}))
-        sync(path)
-    (path / STATE).unlink(missing_ok=True)

@@ -25,7 +25,6 @@ from lockstep.checkpoint.files import (
     MODEL,
     Facts,
     find_corruption,
-    has_state,
     manifest,
     read_state,
     whole_weights,
@@ -56,7 +55,7 @@ class LoadedCheckpoint:
 
 def latest_valid(folder: Path, say: Say = log.warn) -> Path | None:
     """The newest undamaged checkpoint in a `checkpoints` folder; `say` reports each damaged one."""
-    checkpoints = [path for path in candidates(folder) if has_state(path)]
+    checkpoints = candidates(folder)
     for number, path in enumerate(checkpoints, start=1):
         if not (reason := find_corruption(path)):
             return path
@@ -108,7 +107,7 @@ def _has_saved(run_dir: RunDir) -> bool:
 def _all_damaged(run_dir: RunDir) -> InputError:
     """The error of a run that has lost its checkpoints: what is damaged, what can still be used, and what to type."""
     checkpoints = candidates(run_dir.checkpoints)
-    reasons = [f"{path.name}: {find_corruption(path) or 'it has weights only'}" for path in checkpoints]
+    reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
     whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
     usable = f"; {shell_command([override('init_from', whole)])} uses the undamaged weights" if whole else ""
@@ -122,14 +121,9 @@ def _all_damaged(run_dir: RunDir) -> InputError:
 
 
 def load(path: Path) -> LoadedCheckpoint:
-    """Read a checkpoint to the CPU. Raises InputError if it is damaged or has weights only."""
+    """Read a checkpoint to the CPU. Raises InputError if it is damaged."""
     if reason := find_corruption(path):
         raise _damaged(path, reason)
-    if not has_state(path):
-        raise InputError(
-            f"resume: {path} has weights only, because newer checkpoints of its run have the state to resume from; "
-            f"begin a new run with its weights: {shell_command([override('init_from', path)])}"
-        )
     return _read(path)
 
 

@@ -16,42 +16,25 @@ from torch import Tensor, nn
 from lockstep.core import log
 from lockstep.core.model import ShardedOptimizer, is_sharded, part_like, tensors_in, whole, wire
 
-ALIGNMENT = 16  # bytes; more than any dtype needs
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 
 
-class HostCopies:
-    """Copies tensors to host memory.
+def host_copies(tree: Any) -> Any:
+    """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory.
 
-    Tensors of a GPU are copied to one pinned buffer, and the host waits once for all copies. The buffer is reused, so
-    the next call of `of` overwrites the tensors that the previous call returned.
+    Tensors of a GPU are copied to pinned memory, which torch reuses, and the host waits once for all copies.
     """
 
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-
-    def of(self, tree: Any) -> Any:
-        """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory."""
-        staged = iter(self._staged([tensor for tensor in tensors_in(tree) if on_gpu(tensor)]))
-
-        def copied(tensor: Tensor) -> Tensor:
-            if on_gpu(tensor):
-                return next(staged)
+    def copied(tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
             return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor.detach(), non_blocking=True)
 
-        return map_tensors(tree, copied)
-
-    def _staged(self, tensors: list[Tensor]) -> list[Tensor]:
-        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors]
-        if self.buffer.numel() < sum(sizes):
-            self.buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-        copies = []
-        for tensor, part in zip(tensors, self.buffer[: sum(sizes)].split(sizes), strict=True):
-            copies.append(part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-            copies[-1].copy_(tensor.detach(), non_blocking=True)
-        if tensors and tensors[0].is_cuda:
-            torch.cuda.current_stream(tensors[0].device).synchronize()
-        return copies
+    copies = map_tensors(tree, copied)
+    if device := next((tensor.device for tensor in tensors_in(tree) if tensor.is_cuda), None):
+        torch.cuda.current_stream(device).synchronize()
+    return copies
 
 
 def gathered(tree: Any, *, keep: bool) -> Any:
@@ -105,15 +88,6 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return tree
 
 
-def with_own_storage(tensor: Tensor) -> Tensor:
-    """`tensor` in a storage of its size, because torch.save writes the whole storage of each tensor."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """The `state_dict` of an optimizer over parameters of `model`, with names instead of numbers."""
     names = _names(optimizer, model)
@@ -128,11 +102,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
 def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved: Mapping[str, Any]) -> None:
     """Load the result of `optimizer_state` into an optimizer that has not stepped yet.
 
-    The optimizer keeps the options that it was built with: the current command's options. This function
-    changes the weights of the model, so restore them afterwards. It also clears their gradients.
-
-    Raises:
-        ValueError, TypeError, LookupError, AttributeError: the state is of another optimizer or another model.
+    The optimizer keeps the options that it was built with: the current command's options. This function changes the
+    weights of the model, so restore them afterwards. It also clears their gradients. Raises ValueError, TypeError,
+    LookupError, AttributeError: the state is of another optimizer or another model.
     """
     every_name = _names(optimizer, model)
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer

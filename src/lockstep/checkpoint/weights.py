@@ -81,8 +81,7 @@ def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping
 def _unpickled(file: Path) -> Mapping[str, Tensor]:
     """The tensors that `torch.save` has written; they are in memory only when they are used.
 
-    Raises:
-        InputError: the file is damaged, or has objects that could run code.
+    Raises InputError: the file is damaged, or has objects that could run code.
     """
     try:
         with torch.serialization.safe_globals(PLAIN), opened(file, links=True):
@@ -112,13 +111,10 @@ def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:
 def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str:
     """Fill `model` with the weights at `path` (as for `weights_file`) to train it further.
 
-    If `classes`, the names by label, differ from the weights' classes, the head gets the weights' rows by name;
-    a class without one keeps its new row. A head without such rows stays new. The first convolution of a timm model
-    is adapted from RGB to other channels, as timm does it. Returns a sentence about what is not taken as it is, or
-    an empty text.
-
-    Raises:
-        InputError: the file does not exist, or tensors outside the head do not fit.
+    If `classes`, the names by label, differ from the weights' classes, the head gets the weights' rows by name; a
+    class without one keeps its new row. A head without such rows stays new. The first convolution of a timm model is
+    adapted from RGB to other channels, as timm does it. Returns a sentence about what is not taken as it is, or an
+    empty text. Raises InputError: the file does not exist, or tensors outside the head do not fit.
     """
     file, head = weights_file(path), head_parameters(model)
     from timm.models import adapt_input_conv

@@ -22,22 +22,19 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoint.files import (
     EMA,
     FACTS,
-    LEAST_RESUMABLE,
     MODEL,
     STATE,
     Facts,
     best_scored,
     delete,
-    drop_state,
     find_corruption,
-    has_state,
     manifest,
     manifest_text,
     remove,
     score_of,
     sha256,
 )
-from lockstep.checkpoint.state import HostCopies, gathered, map_tensors, optimizer_state, with_own_storage
+from lockstep.checkpoint.state import gathered, host_copies, optimizer_state
 from lockstep.checkpoint.weights import load_exported
 from lockstep.core import log
 from lockstep.core.errors import StorageError
@@ -96,7 +93,6 @@ class Checkpointer:
     pending: Future[tuple[int, Path]] | None = None
     failure: str = ""
     removal_failed: bool = False  # an old checkpoint could not be removed, and a warning said so
-    copies: HostCopies = field(default_factory=HostCopies)
     # The best weights so far, in host memory; None after they are exported to the run folder.
     unexported: Weights | None = None
 
@@ -149,10 +145,7 @@ class Checkpointer:
             return
         self.wait()
         self.saved_at = time.monotonic()
-        if self.unexported is not None:  # the save of these weights failed, and `copies` will reuse their memory
-            copies = {name: tensor.clone() for name, tensor in self.unexported.tensors.items()}
-            self.unexported = replace(self.unexported, tensors=copies)
-        tensors, state = self.copies.of([tensors, state])
+        tensors, state = host_copies([tensors, state])
         scored = EMA if EMA in tensors else MODEL
         weights = {
             file: Weights(own, self._metadata(progress, averaged=file == EMA, scored=file == scored))
@@ -214,7 +207,7 @@ class Checkpointer:
                 content.save(temporary / file)
             digests = {file: sha256(temporary / file) for file in weights}
             with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
-                torch.save(map_tensors(state, with_own_storage), opened)
+                torch.save(state, opened)
             (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint and the run folder
@@ -254,23 +247,18 @@ class Checkpointer:
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
 
-        Checkpoints that stay only because they are the best keep their weights, and lose their state, which only a
-        resume needs. Checkpoints of later steps than `written` were skipped by a resume; they stay until the run has
+        Checkpoints of later steps than `written` were skipped by a resume; they stay until the run has
         reached their step again.
         """
         checkpoints = [path for path in candidates(self.run_dir.checkpoints) if step_of(path) <= step_of(written)]
         best = best_scored(checkpoints, self.keep_best)
         retired = [path for path in checkpoints[self.keep :] if path not in best]
-        # A resume takes the newest undamaged checkpoint. It never takes an older one only because it is the best.
-        for_weights = [path for path in best if path not in checkpoints[: max(self.keep, LEAST_RESUMABLE)]]
-        if (retired or any(map(has_state, for_weights))) and (reason := find_corruption(written)):
+        if retired and (reason := find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         try:
             for path in retired:
                 remove(path)
-            for path in for_weights:
-                drop_state(path)
         except (OSError, StorageError) as error:  # the new checkpoint is complete, whatever becomes of an old one
             if not self.removal_failed:
                 log.warn(f"an old checkpoint could not be removed ({_reason(error)}); the run tries again")

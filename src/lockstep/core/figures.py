@@ -73,8 +73,7 @@ def number_or_text(value: str) -> str | float:
 def parsed_figures(line: str) -> tuple[int, dict[Any, Any]]:
     """The step and the scalars of a line of `metrics.jsonl`.
 
-    Raises:
-        ValueError, RecursionError: it is not one of ours.
+    Raises ValueError, RecursionError: it is not one of ours.
     """
     match parsed_json(line):
         case {"step": int(step), **scalars} if is_number(step):
@@ -96,8 +95,7 @@ def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> It
 def parsed_samples(line: str) -> tuple[int, dict[str, Any]]:
     """The step and the figures by tag of a line of `gpu.jsonl`.
 
-    Raises:
-        ValueError, RecursionError: it is not one of ours.
+    Raises ValueError, RecursionError: it is not one of ours.
     """
     match parsed_json(line):
         case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
@@ -166,8 +164,7 @@ class Predictions:
     def read(cls, path: Path) -> Predictions:
         """Read a file. Somebody else may have written it: its fields can have other types.
 
-        Raises:
-            UnreadableFile: it is missing, or not one of ours.
+        Raises UnreadableFile: it is missing, or not one of ours.
         """
         try:
             return cls(**read_json(path, PREDICTIONS_LIMIT))

@@ -75,10 +75,8 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
     """Send this rank's log to its files while the context is open.
 
     Main also writes `train.log`. If `separate` is set, because the job has several processes, everything that another
-    rank prints goes to its own file, so that only main writes to the terminal.
-
-    Raises:
-        StorageError: there is no space for a file.
+    rank prints goes to its own file, so that only main writes to the terminal. Raises StorageError: there is no space
+    for a file.
     """
     handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
     if rank == 0:

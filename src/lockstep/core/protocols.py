@@ -165,7 +165,7 @@ class Launcher(Component, Protocol):
         return 1, 1
 
     @property
-    def ranks(self) -> int | str: ...
+    def ranks(self) -> Any: ...
 
     @property
     def world_size(self) -> int:
@@ -173,7 +173,7 @@ class Launcher(Component, Protocol):
         return int(self.ranks) * self.node_range[1]
 
     @property
-    def threads(self) -> int | str:
+    def threads(self) -> Any:
         """The CPU threads of each rank."""
 
     @property
@@ -255,7 +255,7 @@ class Optimizer(Component, Protocol):
     """Whether a CUDA graph can record its step: it takes tensors for learning rates, and its state begins at zero."""
 
     @property
-    def lr(self) -> float | str:
+    def lr(self) -> Any:
         """The base learning rate, which the schedule multiplies; a number after `auto` is resolved."""
 
     @property

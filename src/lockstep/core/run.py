@@ -252,8 +252,7 @@ class Run:
 def read_overrides(path: Path) -> list[str]:
     """The overrides that a run folder keeps in `.hydra/overrides.yaml`.
 
-    Raises:
-        InputError: the file is missing or is not a list of texts.
+    Raises InputError: the file is missing or is not a list of texts.
     """
     loaded = safe_read.read_yaml(path)
     if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):

@@ -136,7 +136,7 @@ def batches(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
         text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
         yield Finding("weights", text, Level.warning)
     model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))
-    size = sizes_of_checkpoints(job, model)[2] + OUTPUTS
+    size = sizes_of_checkpoints(job, model)[1] + OUTPUTS
     yield Finding("files", f"the run takes up to {format_bytes(size)}", amount=size)
     blank = torch.empty((2, *job.dataset.input_shape), device="meta", dtype=job.precision.storage)
     frozen, until = frozen_names(model, job.train.freeze), job.train.freeze_until

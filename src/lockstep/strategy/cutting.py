@@ -143,10 +143,7 @@ def cut(model: nn.Module, images: Tensor, stages: int, entries: Sequence[str] | 
     """Cut a model into `stages` stages: before the modules `entries`, or into stages with about equal parameters.
 
     `images` are some inputs, (b, C, H, W), in the format that a run gives the model. Parameters, buffers and the mode
-    are left unchanged.
-
-    Raises:
-        InputError: the model cannot be cut there, or not into so many stages.
+    are left unchanged. Raises InputError: the model cannot be cut there, or not into so many stages.
     """
     trace = ForwardTrace(model, images)
     homes = trace.homes(model)

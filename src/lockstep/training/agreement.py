@@ -92,8 +92,7 @@ def checksums(model: nn.Module, world: World) -> Tensor | None:
 def compare_weights(sums: list[int], step: int) -> None:
     """Compare the `checksums` of the ranks after a step.
 
-    Raises:
-        LockstepError: a rank's weights differ from the majority's, or from main's if there is no majority.
+    Raises LockstepError: a rank's weights differ from the majority's, or from main's if there is no majority.
     """
     if not sums:
         return
@@ -112,8 +111,7 @@ def compare_weights(sums: list[int], step: int) -> None:
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
     """Compare the weights of all ranks now. Collective; waits for the device.
 
-    Raises:
-        LockstepError: as in `compare_weights`, on every rank.
+    Raises LockstepError: as in `compare_weights`, on every rank.
     """
     sums = checksums(model, world)
     compare_weights([] if sums is None else sums.tolist(), step)

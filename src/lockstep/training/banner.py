@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import most_bytes
 from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
 from lockstep.config.options import name_of
 from lockstep.core import log
@@ -143,35 +142,24 @@ def _setting(composed: Mapping[str, Any], group: str, key: str) -> Any:
 
 def _keeps(job: ResolvedJob, state: TrainState) -> str:
     """The files that the run will keep, with sizes estimated from the parameters and the optimizer."""
-    weights, optimizer, total = sizes_of_checkpoints(job, state.model)
+    size, total = sizes_of_checkpoints(job, state.model)
     newest, best = job.checkpoint.keep, job.checkpoint.keep_best
-    size_of_each = (
-        f"about {format_bytes(weights + optimizer)} each"
-        if optimizer is not None
-        else "as large as the optimizer makes them"
-    )
-    most = f"; at most {format_bytes(total)} in all, while one is written" if optimizer is not None else ""
-    return (
-        f"the newest {newest} checkpoint{'s' * (newest != 1)}, {size_of_each}, and the weights of the best"
-        f"{f' {best}' * (best != 1)}, {format_bytes(weights)}{most}"
-    )
+    keeps = f"the newest {newest} checkpoint{'s' * (newest != 1)} and the best{f' {best}' * (best != 1)}"
+    if size is None:
+        return f"{keeps}, as large as the optimizer makes them"
+    return f"{keeps}, about {format_bytes(size)} each; at most {format_bytes(total)} in all, while one is written"
 
 
-def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float, float | None, float]:
-    """The bytes of a checkpoint's weights and of its state (None if unknown), and the most that all of them take."""
+def sizes_of_checkpoints(job: ResolvedJob, model: nn.Module) -> tuple[float | None, float]:
+    """The bytes of a checkpoint (None if the optimizer's are not known), and the most that all of them take."""
     tensors = model.state_dict().values()
     weights = sum(tensor.nbytes for tensor in tensors)
     saved = weights * (1 + job.train.averages)
     state = state_bytes(job.optimizer, model)
     headers = HEADERS + (2 * len(tensors) + job.dataset.classes) * HEADERS_EACH
-    total = most_bytes(
-        weights=saved + headers,
-        whole=saved + (state or 0) + 2 * headers,
-        exported=weights + headers,
-        keep=job.checkpoint.keep,
-        keep_best=job.checkpoint.keep_best,
-    )
-    return saved, state, ROUNDING * total
+    number = job.checkpoint.keep + job.checkpoint.keep_best + 1  # one is being written
+    total = number * (saved + (state or 0) + 2 * headers) + weights + headers  # the best weights are exported
+    return None if state is None else saved + state, ROUNDING * total
 
 
 def state_bytes(option: Optimizer, model: nn.Module) -> int | None:

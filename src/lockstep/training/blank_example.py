@@ -92,10 +92,8 @@ def check_single_examples(
 ) -> None:
     """Refuse, before the first step, a plan in which a batch norm counts over one example, and that is too few.
 
-    It is too few for a layer that has one value per channel of an example. Frozen batch norms count nothing.
-
-    Raises:
-        InputError: a batch norm would have one value per channel in a step of the plan.
+    It is too few for a layer that has one value per channel of an example. Frozen batch norms count nothing. Raises
+    InputError: a batch norm would have one value per channel in a step of the plan.
     """
     better = next(batches_without_single(plan, strategy, ranks), None)
     if better == plan.batch:

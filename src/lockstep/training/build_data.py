@@ -55,8 +55,7 @@ class TrainingData:
 def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingData]:
     """The data of a job, and the job with its `auto` micro-batches and loader chosen. Collective.
 
-    Raises:
-        InputError: the data does not fit the job, or differs between ranks.
+    Raises InputError: the data does not fit the job, or differs between ranks.
     """
     train, val, test = _splits(job, world)
     context = _loader_context(job, train, val, world)
@@ -84,8 +83,7 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
 def build_loader(job: ResolvedJob, data: TrainingData, world: World) -> Loader:
     """The loader of both splits. A resident one reads every image here.
 
-    Raises:
-        InputError: more images cannot be decoded than may be skipped.
+    Raises InputError: more images cannot be decoded than may be skipped.
     """
     order_of = None
     if job.train.sampling == "balanced":

@@ -225,8 +225,7 @@ def micro_batches_that_fit(job: ResolvedJob, world: World, *, least: int = 1, he
 def choose_micro_batches(job: ResolvedJob, world: World, *, held_gb: float) -> int:
     """The number for `train.micro_batches=auto`: it fits on every rank, next to `held_gb` GB of images. Collective.
 
-    Raises:
-        InputError: a single example does not fit.
+    Raises InputError: a single example does not fit.
     """
     needed = world.gather(micro_batches_that_fit(job, world, held_gb=held_gb) or 0)
     if 0 in needed:

@@ -34,13 +34,10 @@ def evaluate(
 ) -> Mapping[str, float]:
     """The mean of the loss in evaluation mode (`loss`), and the scores of the task, by name.
 
-    The raw model is called, never the replica: the first evaluation forward of DDP hides a collective.
-    Broken images do not count. The logits, averaged over `views` of an image (see `weighted_views`), go to
-    `observers`. `between` gets the numbers of finished blocks and of all, after each block and equally often on every
-    rank: it may contain a collective, and may raise.
-
-    Raises:
-        InputError: more images are broken than `dataset.skip` allows, or all of them.
+    The raw model is called, never the replica: the first evaluation forward of DDP hides a collective. Broken images
+    do not count. The logits, averaged over `views` of an image (see `weighted_views`), go to `observers`. `between`
+    gets the numbers of finished blocks and of all, after each block and equally often on every rank: it may contain a
+    collective, and may raise. Raises InputError: more images are broken than `dataset.skip` allows, or all of them.
     """
     world.share_buffers(model)
     training = model.training

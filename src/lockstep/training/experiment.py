@@ -155,8 +155,7 @@ def explaining(
 ) -> Iterator[None]:
     """Explain an error of training: keep the batch behind bad numbers, or find a number of micro-batches that fits.
 
-    Raises:
-        NumericalError, LockstepError: the error that ended training, explained.
+    Raises NumericalError, LockstepError: the error that ended training, explained.
     """
     try:
         yield
@@ -234,11 +233,7 @@ class Parts(TrainStep):
 
 
 def build_parts(job: ResolvedJob) -> Parts:
-    """The parts of a resolved job.
-
-    Raises:
-        InputError: the data or the model do not fit.
-    """
+    """The parts of a resolved job. Raises InputError: the data or the model do not fit."""
     world = World.solo("cuda:0" if job.device == "cuda" else job.device)
     torch.manual_seed(job.seed)
     job.precision.configure()

@@ -80,8 +80,7 @@ def freeze_for_good(model: nn.Module, names: frozenset[str]) -> None:
 def frozen_names(model: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
     """The names of the parameters and batch norms that `patterns` freeze (see `train.freeze`).
 
-    Raises:
-        InputError: a pattern fits nothing, or nothing would be left to train.
+    Raises InputError: a pattern fits nothing, or nothing would be left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     names += [name for name, module in model.named_modules() if isinstance(module, BatchNorm)]

@@ -104,8 +104,7 @@ class GraphStep(TrainStep):
     def recorded(self, shard: Shard, inputs: list[Inputs]) -> Recording:
         """Record the update of a shard. The weights and the optimizer's state do not change.
 
-        Raises:
-            InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
+        Raises InputError: the model does something that cannot be recorded, such as reading a tensor as a number.
         """
         recording = Recording(
             frozen=self.state.freezing.frozen(shard.step),

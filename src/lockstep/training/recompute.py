@@ -21,8 +21,7 @@ from lockstep.core.model import BatchNorm, blocks
 def recompute_blocks(model: nn.Module) -> None:
     """Make each block of `model` compute its activations again, in place, by changing its class.
 
-    Raises:
-        InputError: the model has fewer than two blocks of several layers.
+    Raises InputError: the model has fewer than two blocks of several layers.
     """
     recomputed = [*blocks(model, large=math.inf)]  # a single layer has nothing to compute again
     if len(recomputed) < 2:

@@ -10,7 +10,7 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import lockstep
 from lockstep.checkpoint.reading import difference
@@ -21,7 +21,6 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import LONGEST, PATH, Component, default_of, rule_of
 from lockstep.core.model_card import CROP, ModelCard
 from lockstep.core.plan import Plan, make_plan
-from lockstep.core.protocols import Launcher, Optimizer
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
@@ -30,19 +29,6 @@ from lockstep.losses import probabilities_of
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
 # Fields of a model that are not in its card: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
-
-
-class ResolvedLauncher(Launcher, Protocol):
-    """A launcher that knows its numbers."""
-
-    ranks: int
-    threads: int
-
-
-class ResolvedOptimizer(Optimizer, Protocol):
-    """An optimizer that knows its learning rate."""
-
-    lr: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +56,6 @@ class ResolvedJob(Job):
     batch: int
     train: ResolvedTrainBlock
     input: ResolvedInputBlock
-    launcher: ResolvedLauncher
-    optimizer: ResolvedOptimizer
 
     def micro_batch(self, ranks: int) -> int:
         """The largest number of examples in one forward pass on one of `ranks` ranks."""
@@ -79,39 +63,13 @@ class ResolvedJob(Job):
 
     @classmethod
     def of(cls, job: Job) -> ResolvedJob:
-        """The same job with narrower types.
-
-        Raises:
-            InputError: a value is open, because somebody has edited the config of a run.
-        """
-        values: dict[str, Any] = {
-            "epochs": job.epochs,
-            "batch": job.batch,
-            "model.pretrained": getattr(job.model, "pretrained", False),
-            "train.ema": job.train.ema or 0.0,
-            "train.mixup": job.train.mixup,
-            "train.eval_batch": job.train.eval_batch,
-            "input.mean": job.input.mean,
-            "input.std": job.input.std,
-            "launcher.ranks": job.launcher.ranks,
-            "launcher.threads": job.launcher.threads,
-            "optimizer.lr": job.optimizer.lr,
-        }
-        if unknown := [key for key, value in values.items() if value is None or isinstance(value, str)]:
-            raise InputError(
-                f"{unknown[0]} is {values[unknown[0]]}, expected a value that is known when ranks start; start the "
-                "job again with resume=RUN_FOLDER, which makes its config anew"
-            )
+        """The same job with narrower types."""
         blocks = {"train": ResolvedTrainBlock(**vars(job.train)), "input": ResolvedInputBlock(**vars(job.input))}
         return cls(**{field.name: getattr(job, field.name) for field in fields(Job)} | blocks)
 
 
 def load_job(path: Path) -> ResolvedJob:
-    """The job that a run folder's `config.yaml` describes.
-
-    Raises:
-        InputError: the file is missing, or does not describe a resolved job.
-    """
+    """The resolved job that a run folder's `config.yaml` describes. Raises InputError if it is missing or damaged."""
     return ResolvedJob.of(components.build_job(components.load(path)))
 
 
@@ -213,8 +171,7 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 def card_of(job: ResolvedJob) -> ModelCard:
     """The card of a resolved job, before its first step.
 
-    Raises:
-        InputError: the names of its classes are too long to be kept with the weights.
+    Raises InputError: the names of its classes are too long to be kept with the weights.
     """
     data = job.dataset
     card = ModelCard(

@@ -225,8 +225,7 @@ def restore(
 def build_loss(job: ResolvedJob, labels: Tensor, world: World, *, skip: int) -> MaskedLoss:
     """The loss of a job on its device, for the `labels` of its training split, of which `skip` may be broken.
 
-    Raises:
-        InputError: the loss has parameters, which nothing would train, or does not give one number per example.
+    Raises InputError: the loss has parameters, which nothing would train, or does not give one number per example.
     """
     classes = job.dataset.classes
     module = job.loss.build(classes, labels).to(world.device)

@@ -127,8 +127,7 @@ class TrainStep:
     def log(self, name: str, values: Tensor) -> None:
         """Log a figure of each example of the present micro-batch, (b,), under one of the task's `figures`.
 
-        Raises:
-            InputError: there is not one for each example.
+        Raises InputError: there is not one for each example.
         """
         if values.ndim != 1 or len(values) not in (0, len(self.labels)):  # none without the last stage of a model
             raise InputError(

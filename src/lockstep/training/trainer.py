@@ -120,8 +120,7 @@ class Trainer:
     def check(self, windows: list[Window]) -> None:
         """Check the losses and the weights of windows.
 
-        Raises:
-            NumericalError, LockstepError: a loss is not finite, or the weights of the ranks differ.
+        Raises NumericalError, LockstepError: a loss is not finite, or the weights of the ranks differ.
         """
         for window in windows:
             # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
@@ -212,8 +211,7 @@ class Trainer:
     def test(self) -> None:
         """Evaluate the best weights of a run that has ended on its test split, if it has one. Nothing is saved after.
 
-        Raises:
-            Stopped: a rank was asked to stop; a resume does it again.
+        Raises Stopped: a rank was asked to stop; a resume does it again.
         """
         if self.test_loader is None or not self.progress.best_step:
             return
@@ -259,8 +257,7 @@ class Trainer:
     def between(self) -> None:
         """Between two micro-batches or blocks: give a sign of life, and act on a stop of any rank. Collective.
 
-        Raises:
-            StopNow: on every rank, if one was asked to stop.
+        Raises StopNow: on every rank, if one was asked to stop.
         """
         self.heartbeat()
         if self.world.any(self.stop.requested):
@@ -296,8 +293,7 @@ class Trainer:
     def save(self) -> None:
         """Save the state after the last finished step. Training waits only for the copy to host memory.
 
-        Raises:
-            NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
+        Raises NumericalError, LockstepError: the weights are not finite or differ between ranks; nothing is saved.
         """
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("checkpoint"):
