@@ -175,11 +175,9 @@ def class_shares(targets: Tensor, logits: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskedLoss:
-    """The loss of each example of a micro-batch, where broken images do not count.
+    """The loss of each example of a micro-batch, where broken images (see `is_broken`) do not count.
 
-    Fields:
-        loss: logits (b, classes) and targets to losses (b,).
-        tolerates_broken: whether there may be broken images, see `is_broken`.
+    `loss` takes logits (b, classes) and targets to losses (b,); `tolerates_broken` says whether there may be some.
     """
 
     loss: nn.Module

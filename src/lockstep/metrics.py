@@ -61,12 +61,9 @@ def predicted_classes(probabilities: Tensor) -> Tensor:
 
 
 def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> float | NDArray[Any]:
-    """The average of the scores of those classes or labels that have examples and a score; NaN if none has.
+    """The average of the scores (k,) of those classes or labels that have examples and a score; NaN if none has.
 
-    Args:
-        scores: (k,), NaN where there is no score.
-        examples: (k,), the number of examples of each.
-        average: one of `CLASS_AVERAGES`.
+    `examples` has the number of examples of each, (k,), and `average` is one of `CLASS_AVERAGES`.
     """
     scores = np.where(examples > 0, scores, math.nan)
     if average == "none":

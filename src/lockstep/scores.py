@@ -23,10 +23,8 @@ def build_score(metric: Metric, classes: int, targets: str) -> Score:
 class Block(NamedTuple):
     """A block of an evaluation on one rank. For broken images see `is_broken`.
 
-    Fields:
-        images: uint8 (b, C, H, W).
-        logits: (b, classes), with what the task has `predicted`, the `labels` of the split, and the losses (b,).
-        first: the number of the first example in the split.
+    It has uint8 images (b, C, H, W), logits (b, classes), what the task has `predicted`, the labels of the split, the
+    losses (b,), and the number of its first example in the split.
     """
 
     images: Tensor

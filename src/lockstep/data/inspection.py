@@ -46,12 +46,9 @@ class Finding:
 
 
 def inspect(source: Source, seconds: float) -> Iterator[Finding]:
-    """Look at the splits of a data set, and at its images for at most `seconds`.
+    """Look at the splits of a data set, and at its images for at most `seconds`. Raises InputError for a wrong label.
 
     Data that is missing is not downloaded, and no error if a run would do it.
-
-    Raises:
-        InputError: a label is not a class.
     """
     try:
         train, val, test = source.train(), source.eval(), source.test()

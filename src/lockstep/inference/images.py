@@ -70,10 +70,8 @@ def stored_image(
 def files_in(path: Path, channels: int = RGB) -> list[Path]:
     """The image files below a folder, sorted; the matches of a pattern that no shell expanded; else only this path.
 
-    Of a folder, these are the files that can hold an image of so many channels.
-
-    Raises:
-        InputError: it is a folder without images, or a pattern without files.
+    Of a folder, these are the files that can hold an image of so many channels. Raises InputError for a folder
+    without images, or a pattern without files.
     """
     if not path.exists() and glob.has_magic(str(path)):
         if names := sorted(glob.glob(str(path))):  # noqa: PTH207, the pattern may begin at the root

@@ -206,9 +206,7 @@ def find_weights(path: str | Path, key: str = KEY) -> Path:
     """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
 
     For `latest` it is the newest run's file, or, if this run has none, the newest file of a run or a sweep's job.
-
-    Raises:
-        InputError: there are no weights; its sentence begins with `key`.
+    Raises InputError if there are no weights; its sentence begins with `key`.
     """
     path = Path(path)
     folder = pointed(path, Path("outputs"), key)

@@ -54,13 +54,10 @@ def without_weights(option: Model) -> Model:
 
 
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """The model on the meta device: names and shapes only.
+    """The model on the meta device: names and shapes only. Raises InputError if it cannot be built.
 
     A few bytes of a config or of a file of weights can describe a model of any size. So it is sketched before it is
     built, which takes no memory.
-
-    Raises:
-        InputError: the model cannot be built.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         return without_weights(option).build(classes, input_shape)

@@ -141,8 +141,7 @@ def built(
 ) -> nn.Module:
     """The network of a library that `make` makes for images of this shape; `usual` is the side that it is made for.
 
-    Raises:
-        InputError: it cannot be built, or does not accept the images.
+    Raises InputError if it cannot be built, or does not accept the images.
     """
     channels, height, width = input_shape
     try:
@@ -192,12 +191,9 @@ class ResNet34(Network):
 
 
 def published_weights(name: str) -> dict[str, Any]:
-    """The weights of timm's model `name`, fetched if they are not in a cache.
+    """The weights of timm's model `name`, as entries of timm's `pretrained_cfg`; fetched if they are not in a cache.
 
-    Returns entries of timm's `pretrained_cfg`: the file, and whether it is in a format of the model's class.
-
-    Raises:
-        InputError: timm has no weights for the model, or they are not in a cache and cannot be fetched.
+    Raises InputError if timm has none for the model, or they cannot be fetched.
     """
     cfg = _published(name)
     if (weights := _cached(cfg)) is not None:

@@ -42,11 +42,8 @@ OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
 @dataclass(frozen=True)
 class ForwardDraws:
-    """The random draws of a model's training forward pass.
-
-    Fields:
-        keys: the keys of all keyed draws.
-        unknown: the names of modules that draw without keys.
+    """The random draws of a model's training forward pass: the `keys` of all keyed draws, and the names of modules
+    (`unknown`) that draw without keys.
     """
 
     seed: int

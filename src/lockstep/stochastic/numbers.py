@@ -81,10 +81,7 @@ def forward_keys(seed: int, micro: Shard) -> Tensor:
 
 
 class ForwardKeys:
-    """The two 32-bit words of every draw of the current forward pass, for each device that runs one.
-
-    `draws` is the number of draws of a pass.
-    """
+    """The two 32-bit words of each of the `draws` draws of the current forward pass, for each device that has one."""
 
     def __init__(self) -> None:
         self.draws = 0

@@ -68,9 +68,7 @@ class ImageFile(NamedTuple):
     def read(cls, place: Path | Member, channels: int = RGB) -> ImageFile:
         """Read the file at `place`, without decoding it.
 
-        Raises:
-            OSError: it cannot be read.
-            ValueError: its format is not supported, or its header declares too many pixels or other channels.
+        Raises OSError, or ValueError for a format that is not supported, or a size or channels that do not fit.
         """
         return cls.of(contents(place), channels)
 
@@ -89,7 +87,7 @@ class ImageFile(NamedTuple):
     def fitted(
         self, size: tuple[int, int], interpolation: str = INTERPOLATION, fit: str = CROP, fill: Sequence[int] = (0,)
     ) -> Stored:
-        """The image as a data set stores it: (channels, *size).
+        """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
 
         Args:
             size: height and width.
@@ -97,9 +95,6 @@ class ImageFile(NamedTuple):
             fit: `crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
                 frame to the largest one that fits into it, `squash` changes the aspect ratio.
             fill: the colour of the frame, one value, or one for each channel.
-
-        Raises:
-            Exception: any exception of the decoder, for a damaged file.
         """
         height, width = self._whole(size, fit)
         # An image that is one pixel wide would become a huge one.
@@ -144,9 +139,7 @@ class ImageFile(NamedTuple):
         return _resized(pixels[rows, columns], size, interpolation)
 
     def _decoded(self, share: float) -> tuple[Pixels, int]:
-        """The whole upright image. Also returns the scale, in eighths: a JPEG is decoded at the smallest one that
-        keeps at least `share` of each side.
-        """
+        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of its sides."""
         pixels, eighths = self._scaled_jpeg(share) if self.decoder is None else (self.decoder(self.data), 8)
         pixels = photos.upright(pixels, self.orientation)
         return (photos.grey(pixels) if self.channels == GREY else pixels), eighths
@@ -166,10 +159,7 @@ class ImageFile(NamedTuple):
 
 
 def contents(place: Path | Member) -> bytes:
-    """The bytes of an image file, with half the system calls of `Path.read_bytes`, which dominate for small files.
-
-    Refuses a pipe or a device, because reading it might wait forever. Raises OSError or ValueError.
-    """
+    """The bytes of an image file, in few system calls. Raises OSError, or ValueError for a pipe or a device."""
     if not isinstance(place, Path):
         return place.contents()
     descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)

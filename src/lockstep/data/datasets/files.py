@@ -71,10 +71,8 @@ class MappedSplit(ArraySplit):
 class Crop:
     """Chooses the boxes that are cut from whole images while they are read: other boxes in each epoch.
 
-    Fields:
-        boxes: takes the random numbers of n examples and the sizes of their images, int64 (n, 2) as height and
-            width; returns int64 (n, 4) as top, left, height and width.
-        size: the (height, width) that a box is resized to.
+    `boxes` takes the random numbers of n examples and the (height, width) of their images, int64 (n, 2), and returns
+    int64 (n, 4): top, left, height and width. A box is resized to `size`, (height, width).
     """
 
     boxes: Callable[[SampleRNG, Tensor], Tensor]
@@ -225,8 +223,7 @@ class FileSource(PhotoSource, CutSource):
     def wanted(self, places: Callable[[str], Set[str]]) -> dict[str, str]:
         """The splits to list, as the names by their fields; `places` has the folders or parts that a name stands for.
 
-        Raises:
-            InputError: there is an evaluation split although it is cut, or the test split is another one too.
+        Raises InputError if there is an evaluation split although it is cut, or the test split is another one too.
         """
         train, val, test = keys = [f"{split}_{self.part}" for split in SPLIT_NAMES]
         names = {key: name for key in keys if (name := getattr(self, key)) is not None}

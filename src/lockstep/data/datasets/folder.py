@@ -110,8 +110,7 @@ def suffixes_of(channels: int) -> frozenset[str]:
 def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -> Files:
     """The files with these suffixes of the split in `folder`, with the classes of the split in `train`.
 
-    Raises:
-        InputError: `folder` is not a split, or has a class that `train` does not have.
+    Raises InputError if `folder` is not a split, or has a class that `train` does not have.
     """
     class_folders, other_kinds = scan_split(folder)
     names = dict.fromkeys(scan_split(train)[0], as_names([]))
@@ -139,10 +138,7 @@ def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -
 def scan_split(folder: Path) -> tuple[dict[str, list[str]], Counter[str]]:
     """The classes of a split with their folders, in their order, and the number of all other entries by kind.
 
-    Read once per process.
-
-    Raises:
-        InputError: there is no such folder, or it has no class folders.
+    Read once per process. Raises InputError if there is no such folder, or it has no class folders.
     """
     if not folder.is_dir():
         near = [override("dataset.path", path) for path in near_paths(folder) if path.is_dir()]

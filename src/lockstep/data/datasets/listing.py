@@ -172,11 +172,7 @@ def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool
 
 
 def option_of(options: Mapping[str, OptionT], name: str, where: str, *, key: str, share: str = "") -> OptionT:
-    """The split or the column `name`, which the field `key` of a data set requests.
-
-    Raises:
-        InputError: `where` does not have it.
-    """
+    """The split or column `name` that the field `key` requests. Raises InputError if `where` does not have it."""
     if name not in options:
         available = ", ".join(sorted(map(repr, options))) or "nothing"
         share = share or {"val_split": "val_share", "test_split": "test_share"}.get(key, "")

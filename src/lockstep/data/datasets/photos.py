@@ -34,9 +34,7 @@ TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astyp
 def opened_by_pillow(data: bytes) -> Any:
     """The image opened by Pillow, which reads only its header.
 
-    Raises:
-        ValueError: its format is not supported.
-        InputError: it needs a package that is not installed.
+    Raises ValueError if its format is not supported, or InputError if it needs a package that is not installed.
     """
     from PIL import Image, UnidentifiedImageError
 
@@ -101,8 +99,7 @@ def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def to_rgb(image: Any) -> NDArray[np.uint8]:
     """The current frame of an image that Pillow has opened: (height, width, 3).
 
-    Raises:
-        ValueError: it has numbers of which no format says what is white.
+    Raises ValueError for numbers of which no format says what is white.
     """
     from PIL import Image
 

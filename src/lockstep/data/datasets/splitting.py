@@ -22,10 +22,8 @@ Chosen = NDArray[np.bool_]
 class Units(NamedTuple):
     """What a cut leaves whole, ranked in each stratum by the hashes of their names.
 
-    Fields:
-        of: (N,): the unit of each example.
-        place: the rank of each unit in its stratum, from 0.
-        total: the number of units in its stratum.
+    `of` is the unit of each example, (N,), `place` the rank of each unit in its stratum, from 0, and `total` the number
+    of units in it.
     """
 
     of: NDArray[np.int64]
@@ -59,10 +57,8 @@ class Examples:
         """The examples in a share, which the field `key` of a data set requests.
 
         Of each stratum, the share of the units with the smallest hashes: at least one of two or more, and never all.
-        If a unit is added, at most one other changes sides.
-
-        Raises:
-            InputError: every stratum has one unit, or a side would have none of a class or label with several units.
+        If a unit is added, at most one other changes sides. Raises InputError if every stratum has one unit, or a
+        side would have none of a class or label with several units.
         """
         units = self.units(key)
         taken = np.minimum(np.maximum(1, np.rint(share * units.total)), units.total - 1)
@@ -74,13 +70,10 @@ class Examples:
         return chosen
 
     def fold(self, folds: int, fold: int) -> Chosen:
-        """The examples of a fold.
+        """The examples of a fold. Raises InputError if a fold would have none of a class or label.
 
         Each stratum is cut in the order of the hashes, so the folds have as many units of it, within one, and a unit
         that is added moves at most one other over each of the cuts.
-
-        Raises:
-            InputError: a fold would have none of a class or label.
         """
         units = self.units("folds")
         sides = (((units.place + 1) * folds - 1) // units.total)[units.of]

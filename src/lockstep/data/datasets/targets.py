@@ -63,17 +63,10 @@ def are_vectors(examples: Sequence[Sequence[Any]]) -> bool:
 def names_of(
     examples: Sequence[Any], targets: str, place: Callable[[int], str], column: str, *, gaps: bool = True
 ) -> tuple[str, ...]:
-    """The names of the classes, labels or values, by the training examples.
+    """The names of the classes, labels or values, by the training examples as `target_of` returns them.
 
-    Args:
-        examples: as `target_of` returns them.
-        targets: as for `target_of`.
-        place: says where an example is.
-        column: names values, and labels without names, with their number if there are several.
-        gaps: as for `classes_of`.
-
-    Raises:
-        InputError: no example has a label, or a name may be meant otherwise.
+    Without names, labels and values are called `column`, with their number if there are several. `gaps` is as for
+    `classes_of`. Raises InputError if no example has a label, or a name may be meant otherwise.
     """
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         width = len(examples[0]) if examples else 1
@@ -98,8 +91,7 @@ def names_of(
 def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], place: Callable[[int], str]) -> Tensor:
     """The labels of examples, see `Split.labels`, from what `target_of` returns and the names of the training split.
 
-    Raises:
-        InputError: an example has none of these classes or labels, or not a number for each of them.
+    Raises InputError if an example has none of these classes or labels, or not a number for each of them.
     """
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         return as_numbers(examples, names, place, binary=targets == LABELS)
@@ -131,8 +123,7 @@ def as_numbers(
 ) -> Tensor:
     """The numbers of examples, float32 (N, K), one for each of `names`; with `binary` 0 and 1 only.
 
-    Raises:
-        InputError: a cell is not a finite number, or an example has more or fewer; `place` says where it is.
+    Raises InputError for a cell that is not a finite number, and for an example with more or fewer.
     """
     expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
     words = {"true": 1.0, "false": 0.0} if binary else {}

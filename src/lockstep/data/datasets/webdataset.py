@@ -99,10 +99,7 @@ class WebDataset(FileSource):
             return []
 
     def _labels(self, key: str, pattern: str, left_out: Counter[str]) -> dict[TarMember, Any]:
-        """The labels of the images in shards, in their order, as `as_targets` takes them.
-
-        Counts all other files in `left_out`, by suffix.
-        """
+        """The labels of the images in shards, as `as_targets` takes them. Counts all other files, by suffix."""
         shards = self._shards(pattern)
         if not shards:
             share = f"dataset.{key.partition('_')[0]}_share=0.1"
@@ -197,8 +194,7 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
     """The name, the offset and the size of each file in an archive.
 
-    Raises:
-        ValueError: it is not a tar archive or is cut short, or a member is neither a plain file nor a folder.
+    Raises ValueError if it is not a complete tar archive, or a member is neither a plain file nor a folder.
     """
     try:
         with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8") as tar:

@@ -39,8 +39,7 @@ ResultT = TypeVar("ResultT")
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
     """The images uint8 (len(indices), C, H, W) of a split, and the errors of broken examples, which are blank.
 
-    Raises:
-        InputError: an image is broken, and the split allows none.
+    Raises InputError if an image is broken and the split allows none.
     """
     try:
         return split.fetch(indices, epoch), {}
@@ -114,12 +113,8 @@ def reading_rate(split: Split) -> float:
 def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     """Decode every image of a split, uint8 (N, C, H, W); also returns the broken ones. Collective.
 
-    Args:
-        world: the ranks of each machine share the memory.
-        threads: the most threads of this rank; it uses fewer if more do not help (`useful_threads`).
-
-    Raises:
-        InputError: an image cannot be read. All ranks raise the same error.
+    The ranks of a machine share the memory. A rank uses fewer than `threads` threads if more do not help. All ranks
+    raise the same InputError for an image that cannot be read.
     """
     if world.control is None:  # no process group
         world = World.solo()

@@ -93,16 +93,13 @@ def repeated_order(seed: int, epoch: int, plan: Plan, repeats: int) -> Tensor:
 
 
 def balanced_order(seed: int, epoch: int, labels: Tensor) -> Tensor:
-    """The order of an epoch of as many examples as there are labels, int64 (n,), on the CPU.
+    """The order of an epoch of as many examples as there are `labels`, int64 (n,): int64 (n,), on the CPU.
 
     Every class that has examples comes equally often; the counts differ by one at most. In a small class no example
     is repeated before all have come; of a large class each epoch has other examples.
 
     A number encodes an example and its repetition in the epoch, counted from 0: example + repetition * n. So each
     repetition is augmented in another way.
-
-    Args:
-        labels: int64 (n,), on the CPU.
     """
     n = len(labels)
     keyed = key(seed, BALANCED, epoch)

@@ -110,8 +110,7 @@ class EvalLoader:
     def count_skipped(self) -> int:
         """The number of different broken images that all ranks together have read so far. Collective.
 
-        Raises:
-            InputError: there are more than `skip`.
+        Raises InputError if there are more than `skip`.
         """
         if not self.skip:
             return 0

@@ -18,10 +18,8 @@ FIRST_COLOUR = 1 + 4 * TRIES  # the number of an example's first colour: after t
 class Erase:
     """Random erasing (Zhong et al. 2020) of normalised images, as timm's `RandomErasing` does it.
 
-    Fields:
-        probability: of an image to lose a rectangle.
-        mode: what the rectangle becomes. `const`: zeros; `rand`: one standard normal number for each channel;
-            `pixel`: one for each pixel and channel.
+    An image loses a rectangle with a `probability`. It becomes zeros (mode `const`), one standard normal number for
+    each channel (`rand`), or one for each pixel and channel (`pixel`).
     """
 
     probability: float
