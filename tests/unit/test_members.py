@@ -216,7 +216,6 @@ def test_values_beside_an_image_are_its_numbers(
         ("npy", npy(["a", "b"]), {"targets": "values"}, r"1\.npy is not a label \(Cannot cast"),
         ("npy", npy(np.array([None])), {"targets": "values"}, r"1\.npy is not a label \(Object arrays cannot"),
         ("npy", b"no", {"targets": "values"}, r"1\.npy is not a label"),
-        ("cls", b"x" * 2**21, {"targets": "labels"}, r"1\.cls is not a label \(it has more than 1,048,576 bytes\)"),
     ],
 )
 def test_a_file_that_is_no_label_is_one_sentence(

@@ -184,14 +184,6 @@ def test_a_model_that_just_fits_into_memory_is_allowed(monkeypatch: pytest.Monke
             check_size(nn.BatchNorm1d(4), copies=3)
 
 
-@pytest.mark.parametrize("name", ["qwen3_vit_88m_enc", "gemma4_vit_167m_enc"])
-def test_an_encoder_of_timm_is_refused_with_a_whole_model(name: str) -> None:
-    with pytest.raises(
-        InputError, match=rf"^model={name} is the encoder .* Did you mean '{name.removesuffix('_enc')}"
-    ):
-        Timm(name=name).build(4, (3, 32, 32))
-
-
 @pytest.mark.parametrize(("depth", "width", "size"), [(16, 4, 2_748_890), (40, 2, 2_243_546), (28, 10, 36_479_194)])
 def test_a_wide_resnet_has_the_parameters_of_its_authors_code(depth: int, width: int, size: int) -> None:
     with torch.device("meta"):

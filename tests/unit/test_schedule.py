@@ -251,12 +251,6 @@ def test_an_evaluation_in_the_warm_up_of_a_plateau_does_not_count() -> None:
     assert [schedule.factor(step, PLAN, scores) for step in (10, 20, 31, 41)] == pytest.approx([0.5, 1, 1, 0.1])
 
 
-def test_a_threshold_that_no_value_reaches_is_refused() -> None:
-    with pytest.raises(InputError, match=r"threshold is 1, expected a share .* use schedule.threshold_mode=abs"):
-        Plateau(threshold=1)
-    assert Plateau(threshold=1, threshold_mode="abs", patience=0).factor(9, PLAN, [(1, 1.0), (2, 2.0)]) == 0.1
-
-
 @pytest.mark.parametrize(
     "schedule",
     [

@@ -204,20 +204,6 @@ def test_a_proof_reads_the_columns_as_the_task_says(
         ("train.patience=2", None),
         ("train.patience=3", "train.patience is 3, but the run has 3 evaluations (one every 5 of 15 steps)"),
         ("train.patience=3ep", "train.patience is 3ep, but the run has 3 evaluations"),
-        ("schedule=plateau schedule.patience=0", None),
-        (
-            "schedule=plateau schedule.patience=1",
-            "schedule.patience is 1, but 2 evaluations (one every 5 steps) can lower the rate, expected 3 or more: "
-            "one to compare with, and one more than the patience; use schedule.patience=0, or a smaller train.eval",
-        ),
-        ("schedule=plateau schedule.patience=0 schedule.warmup=1ep", "1 evaluation (one every 5 steps) can lower"),
-        ("schedule=plateau schedule.patience=1 train.eval_every=3", None),
-        ("schedule=plateau", "expected 12 or more: one to compare with"),
-        (
-            "schedule=chain schedule.parts=[constant:5,plateau:9:patience:0,linear]",
-            "1 evaluation (one every 5 steps)",
-        ),
-        ("schedule=chain schedule.parts=[constant:4,plateau:11:patience:0,linear]", None),
         ("monitor=f1/3 metric=f1", "does not log, expected one of loss, top1, top5, f1; set metric.f1.average=none"),
         ("monitor=-", "monitor is -, which an evaluation of this job does not log"),
         ("monitor=recall", "which an evaluation of this job does not log, expected one of loss, top1, top5; add a"),

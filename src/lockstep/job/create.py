@@ -151,7 +151,7 @@ def check_plan(job: ResolvedJob) -> Plan:
 
 
 def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Reject a schedule that has no effect in this plan, or an extension's if its `factor` takes other arguments."""
+    """Reject a schedule that does not fit the plan, or an extension's if its `factor` takes other arguments."""
     signature = inspect.signature(schedule.factor)
     try:
         signature.bind(1, plan, ())
@@ -162,8 +162,6 @@ def check_schedule(schedule: Schedule, plan: Plan) -> None:
         ) from error
     for step in (1, plan.total_steps):
         schedule.factor(step, plan, ())
-    if (check := getattr(schedule, "check", None)) is not None:
-        check(plan)
 
 
 def fetch_data(resume: Resume, dataset: Source) -> None:

@@ -73,12 +73,6 @@ class Timm(Network):
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
-        if (architecture := self.name.partition(".")[0]).endswith("_enc"):
-            others = [name for name in timm_models() if not name.endswith("_enc")]
-            raise InputError(
-                f"model={self.name} is the encoder of a model, and gives no logits; choose a complete one."
-                f"{did_you_mean(architecture.removesuffix('_enc'), others)}"
-            )
         if self._cfg is not None and self._cfg.fixed_input_size and "img_size" not in options:
             options["img_size"] = (height, width)
         if self.drop_path_rate:

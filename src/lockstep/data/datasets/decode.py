@@ -139,7 +139,7 @@ class ImageFile(NamedTuple):
         return _resized(pixels[rows, columns], size, interpolation)
 
     def _decoded(self, share: float) -> tuple[Pixels, int]:
-        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of its sides."""
+        """The whole upright image, and its scale in eighths: of a JPEG the smallest that keeps `share` of a side."""
         pixels, eighths = self._scaled_jpeg(share) if self.decoder is None else (self.decoder(self.data), 8)
         pixels = photos.upright(pixels, self.orientation)
         return (photos.grey(pixels) if self.channels == GREY else pixels), eighths

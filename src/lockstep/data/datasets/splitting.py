@@ -22,8 +22,8 @@ Chosen = NDArray[np.bool_]
 class Units(NamedTuple):
     """What a cut leaves whole, ranked in each stratum by the hashes of their names.
 
-    `of` is the unit of each example, (N,), `place` the rank of each unit in its stratum, from 0, and `total` the number
-    of units in it.
+    `of` is the unit of each example, (N,); `place` is the rank of each unit in its stratum, from 0; `total` is the
+    number of units in it.
     """
 
     of: NDArray[np.int64]

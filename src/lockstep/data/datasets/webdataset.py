@@ -16,14 +16,12 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import MB, opened, parsed_json
+from lockstep.core.safe_read import opened, parsed_json
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
 from lockstep.data.datasets.targets import SEPARATOR, as_targets, names_of, split_text, target_of
-
-LABEL_BYTES = MB
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class WebDataset(FileSource):
                         left_out[HIDDEN] += 1
                     elif suffix == self.label.lower().removeprefix("."):
                         file.seek(offset)
-                        labels[key] = self._target(file.read(min(size, LABEL_BYTES + 1)), f"{shard}:{name}")
+                        labels[key] = self._target(file.read(size), f"{shard}:{name}")
                     elif f".{suffix.rpartition('.')[2]}" in suffixes_of(self.channels):
                         sample = images.setdefault(key, {})
                         if suffix in sample:
@@ -146,8 +144,6 @@ class WebDataset(FileSource):
     def _target(self, content: bytes, place: str) -> Any:
         """The label in a file, as `as_targets` takes it."""
         try:
-            if len(content) > LABEL_BYTES:
-                raise ValueError(f"it has more than {LABEL_BYTES:,} bytes")
             if self._kind == "npy":
                 array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
                 return target_of(array.astype(float, casting="same_kind").tolist(), self.targets, place)
