@@ -93,7 +93,7 @@ def test_a_first_rung_that_does_not_run_ends_the_ladder_with_its_sentence(
         (
             ("resume=latest",),
             {},
-            "resume=latest: each setup sets strategy, launcher, loggers and folder",
+            "resume=latest: ladder trains from the initial weights",
         ),
         ((), {"ranks": 1}, "--ranks is 1, expected from 2 to"),
         ((), {"ranks": 10_000}, "--ranks is 10000, expected from 2 to"),

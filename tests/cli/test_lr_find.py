@@ -138,7 +138,10 @@ def test_the_line_that_trained_a_run_can_be_tried(tmp_path: Path, capsys: pytest
     trained = ("steps=500", "++epochs=1", "schedule=step", "schedule.warmup=0", "launcher.ranks=2")
     lr_find([*JOB, *trained], steps=40, low=1e-5, high=1.0, out=str(tmp_path / "a.svg"))
     shown = capsys.readouterr()
-    assert f"lr-find trains --steps=40 steps at rising rates, so {' '.join(trained)} is ignored" in shown.err
+    assert (
+        f"lr-find trains --steps=40 steps at rising rates; ignored: launcher.threads=1 {' '.join(trained)}"
+        in shown.err
+    )
     lr_find(JOB, steps=40, low=1e-5, high=1.0, out=str(tmp_path / "a.svg"))
     assert capsys.readouterr().out == shown.out
 

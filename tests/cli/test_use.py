@@ -177,7 +177,7 @@ def test_a_broken_image_is_left_out_where_that_is_allowed(place: Path, tmp_path:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("outputs/pets", "epochs=3"), "epochs=3: an evaluation takes other data only"),
+        (("outputs/pets", "epohcs=3"), "epohcs: there is no such key in the config. Did you mean epochs=3"),
         (("outputs/pets", "dataset=digits"), "dataset: it has 10 classes, which are not the 2 of the model"),
         (("outputs/digits", "--out", "nowhere"), "--out is nowhere, expected a folder that exists"),
         (("nowhere/latest",), "weights: no run has been started in nowhere"),

@@ -13,39 +13,72 @@ from lockstep.cli.arguments import ONE_PROCESS, arguments
 from lockstep.cli.ladder import OF_RUNGS
 from lockstep.cli.lr_find import OF_TEST, lr_find
 from lockstep.cli.prove import OF_RUNS
-from lockstep.config.commands import RUN_FOLDERS, without_keys
+from lockstep.config.commands import OF_RUN
+from lockstep.config.composition import without_keys
 from lockstep.core.errors import InputError
+from lockstep.job.resume import refuse_resume
 
-# The keys that commands set themselves, and commands that compose a job.
-OF_KEYS: dict[str, Collection[str]] = {
-    "ladder": OF_RUNGS,
-    "prove": OF_RUNS,
-    "lr-find": OF_TEST,
-    "show": RUN_FOLDERS,
-}
+# A command that trained a run, with a key of each kind that says where and how.
+TRAINED = [
+    "epochs=3",
+    "schedule=step",
+    "schedule.warmup=3",
+    "logger=wandb",
+    "launcher=slurm",
+    "launcher.ranks=2",
+    "sweep.halving=3",
+]
 OF_JOBS: dict[str, Callable[[list[str]], object]] = {
     "lr-find": lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None),
     "lockstep.compose": compose,
 }
 
 
-@pytest.mark.parametrize("command", OF_KEYS)
-def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_sets_itself(
-    command: str, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("keys", "used"),
+    [
+        ({*OF_RUN, *OF_TEST}, []),
+        (OF_RUN, TRAINED[:3]),
+        (OF_RUNS, TRAINED[1:3]),
+        (OF_RUNGS, TRAINED[:3]),
+    ],
+)
+def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_does_not_use(
+    keys: Collection[str], used: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    keys = [f"{key}dir" if key.endswith(".") else key for key in OF_KEYS[command] if key != "resume"]
-    words = ["model=linear", *(f"{key}=X" for key in keys), "seed=3"]
-    assert without_keys(words, OF_KEYS[command], "it does something") == ["model=linear", "seed=3"]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line == f"it does something, so {' '.join(words[1:-1])} is ignored"
-    assert without_keys(["model=linear"], OF_KEYS[command], "it does something") == ["model=linear"]
+    assert without_keys(["model=linear", *TRAINED], keys, "it draws") == ["model=linear", *used]
+    ignored = [word for word in TRAINED if word not in used]
+    assert capsys.readouterr().err == f"it draws; ignored: {' '.join(ignored)}\n"
+    assert without_keys(["model=linear"], keys, "it draws") == ["model=linear"]
     assert not capsys.readouterr().err
+    with pytest.raises(InputError, match=r"Did you mean .launcher\.ranks"):
+        without_keys(["launcher=spawn", "launcher.rank=2"], keys, "it draws")
 
 
-@pytest.mark.parametrize("keys", [OF_RUNS, OF_TEST, OF_RUNGS])
-def test_a_run_that_is_resumed_is_not_left_out(keys: Collection[str]) -> None:
-    with pytest.raises(InputError, match=r"^resume=latest: it does something; remove it"):
-        without_keys(["resume=latest"], keys, "it does something")
+@pytest.mark.parametrize("command", ["evaluate", "predict", "export", "demo", "runs", "compare", "report", "watch"])
+def test_a_command_that_takes_no_job_ignores_the_line_that_trained(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command, "RUN", *["a.png"] * (command == "predict")]
+    words += ["--by", "epochs=3"] if command == "compare" else []
+    monkeypatch.setattr(sys, "argv", ["lockstep", *words])
+    expected = arguments()
+    monkeypatch.setattr(sys, "argv", ["lockstep", *words[:2], *TRAINED, *words[2:], "model=linear"])
+    assert arguments() == expected
+    assert f"ignored: {' '.join(TRAINED)} model=linear" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["lockstep", *words, "epohcs=3"])
+    with pytest.raises(InputError, match=r"Did you mean .*epochs"):
+        arguments()
+
+
+def test_an_evaluation_takes_the_data_of_the_line_that_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["lockstep", "evaluate", "RUN", "dataset=fake", "epochs=3", "dataset.classes=3"])
+    assert arguments().overrides == ["dataset=fake", "dataset.classes=3"]
+
+
+def test_a_run_to_resume_is_not_left_out_where_it_says_the_job() -> None:
+    with pytest.raises(InputError, match=r"^resume=latest: it trains; remove it, and type the overrides"):
+        refuse_resume(["seed=1", "resume=latest"], "it trains")
 
 
 def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,7 +86,7 @@ def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.C
     for run in (OF_JOBS["lr-find"], OF_JOBS["lockstep.compose"]):
         with pytest.raises(InputError, match="no/such"):  # and not of the other words
             run(line)
-    assert "epochs=2 schedule=step is ignored" in capsys.readouterr().err
+    assert f"ignored: epochs=2 hydra.run.dir={tmp_path} schedule=step" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ONE_PROCESS)

@@ -3,10 +3,12 @@
 import argparse
 import sys
 from importlib import metadata
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from lockstep.config.command_line import Parser
-from lockstep.config.commands import shell_command
+from lockstep.config.commands import OVERRIDE, key_of, shell_command
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.launch_env import is_launched, launched_place
 
@@ -29,7 +31,8 @@ def arguments() -> argparse.Namespace:
     _comparing_ways(commands)
     _pack(commands)
     _check_command(sys.argv[1:], list(commands.choices))
-    options, rest = parser.parse_known_args(sys.argv[1:] or ["--help"])
+    words = _without_overrides(sys.argv[1:], commands.choices)
+    options, rest = parser.parse_known_args(words or ["--help"])
     if options.command in ONE_PROCESS and is_launched() and launched_place().size > 1:
         raise InputError(
             f"lockstep {options.command} is one process on each machine; start it without torchrun or srun -n"
@@ -39,6 +42,25 @@ def arguments() -> argparse.Namespace:
     elif rest:
         commands.choices[options.command].unknown(rest)
     return options
+
+
+def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[str]:
+    """The words without the overrides of a job, for a command that takes a model or runs; `evaluate` takes data."""
+    command = next((word for word in words if word in commands), "train")
+    if command in ("train", "new", "pack", *ONE_PROCESS):
+        return words
+    data = ("dataset", "data_root") if command == "evaluate" else ()
+
+    def is_used(flag: str, word: str) -> bool:
+        is_override = OVERRIDE.match(word) and key_of(word).partition(".")[0] not in data
+        return not is_override or commands[command].takes_value(flag) or Path(word).exists()
+
+    typed = [*pairwise(["", *words])]
+    if unused := [word for flag, word in typed if not is_used(flag, word)]:
+        from lockstep.config.composition import without_keys  # takes 0.3 s
+
+        without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} takes no job")
+    return [word for flag, word in typed if is_used(flag, word)]
 
 
 def _check_command(words: list[str], commands: list[str]) -> None:

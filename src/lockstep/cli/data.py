@@ -3,7 +3,6 @@
 import io
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from lockstep.config.commands import key_of, override, shell_command
+from lockstep.config.commands import OVERRIDE, key_of, override, shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import CLASSES, VALUES
@@ -22,7 +21,7 @@ from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.job.create import job_of
+from lockstep.job.create import job_here
 from lockstep.runtime.host import cores
 from lockstep.telemetry.pictures import as_image, channels_shown
 from lockstep.telemetry.progress import progress
@@ -33,7 +32,6 @@ MOST = 64  # rows or columns
 CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
 LINES = 4  # the most labels or values under an image
 CHARACTER = 6.5  # the usual width of a character, in pixels
-OVERRIDE = re.compile(r"[+~]*\w[\w.@/]*=")  # and no path, such as ./a=b
 Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
 
 
@@ -49,7 +47,7 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
             raise InputError(f"--{option} is {number}, expected from 1 to {MOST}: --{option}=4")
     file = Path("show.png" if out is None else out)
     check_out(file, ".png")
-    job = job_of([*overrides, "launcher.ranks=1"])
+    job = job_here(overrides, "show draws images")
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
     drawn = io.BytesIO()
@@ -138,7 +136,7 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
             "`lockstep pack --help`"
         )
     folder = ["dataset=folder", override("dataset.path", paths[0])] if len(paths) == 2 else []
-    job = job_of(["launcher.ranks=1", "batch=1", *folder, *overrides, *words[len(paths) :]])
+    job = job_here(["batch=1", *folder, *overrides, *words[len(paths) :]], "pack decodes images")
     source, target = job.dataset, paths[-1]
     torch.set_num_threads(1)  # each core decodes another image
     images = sum(map(len, packed.splits_of(source).values()))

@@ -167,13 +167,8 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
 
     Raises:
-        InputError: an override changes another key, or is wrong; or there is neither a run nor `dataset=`.
+        InputError: an override is wrong; or there is neither a run nor `dataset=`.
     """
-    for override in overrides:
-        if key_of(override).partition(".")[0] not in KEYS:
-            raise InputError(
-                f"{override}: an evaluation takes other data only, such as dataset.path=FOLDER; remove it"
-            )
     if run is not None and not overrides:
         run_data: Source = components.build("dataset", components.load(run.config).get("dataset"))
         return run_data

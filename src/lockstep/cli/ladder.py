@@ -21,7 +21,8 @@ import torch
 
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.cli.processes import ending, running
-from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command, without_keys
+from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command
+from lockstep.config.composition import without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
@@ -32,6 +33,7 @@ from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.core.table import show_rows
 from lockstep.job.create import check_plan, job_of
+from lockstep.job.resume import refuse_resume
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
 from lockstep.runtime.signals import StopNow
@@ -47,7 +49,7 @@ DEFAULT = ("experiment=mnist_tutorial",)
 COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
-OF_RUNGS |= {"resume", *RUN_FOLDERS, *map(key_of, COMMON)}
+OF_RUNGS |= {"sweep.", *RUN_FOLDERS, *map(key_of, COMMON)}
 STOPPED = "the ladder was stopped; rerun the command to resume"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
@@ -118,6 +120,7 @@ def ladder(
         InputError: the job or an option is wrong, or the first rung does not run.
         Stopped: the ladder was stopped.
     """
+    refuse_resume(overrides, "ladder trains from the initial weights")
     words = (*without_keys(overrides, OF_RUNGS, "each setup sets strategy, launcher, loggers and folder"),) or DEFAULT
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])

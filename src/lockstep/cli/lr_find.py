@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
-from lockstep.config.commands import without_keys
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
 from lockstep.core.table import show_json
-from lockstep.job.create import job_of
+from lockstep.job.create import job_here
 from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.pictures import svg
 from lockstep.telemetry.progress import progress
@@ -27,7 +26,7 @@ MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"
 SMOOTHING = 0.9  # the share of the earlier losses in the average that is judged
 EXPLODED = 4.0  # the test ends at an average of this many times the lowest one
-OF_TEST = {"steps", "epochs", "schedule", "schedule.", "launcher.ranks", "resume"}  # what the test sets itself
+OF_TEST = ("steps", "epochs", "schedule", "schedule.")  # what the test sets itself
 SETTLED = 10  # steps after which an average no longer rests on the first few losses
 # A fall counts from this many times the median second difference of the averages: in simulations of 40 to 200 steps
 # without a trend, 95 % of the largest falls stay below 10.8 to 13.5 times.
@@ -50,8 +49,7 @@ def lr_find(
         raise InputError(f"--low is {low:g} and --high is {high:g}, expected 0 < low < high: --low=1e-6 --high=10")
     if out is not None:
         check_out(Path(out), ".svg")
-    overrides = without_keys(overrides, OF_TEST, f"lr-find trains --steps={steps} steps at rising rates")
-    job = job_of([*overrides, "launcher.ranks=1"])
+    job = job_here(overrides, f"lr-find trains --steps={steps} steps at rising rates", OF_TEST)
     # Twice the steps, because the short batches at the ends of epochs are skipped.
     job = replace(job, steps=2 * steps, resume=None, schedule=components.build_option("schedule", "constant"))
     with progress("trying", steps) as advance:

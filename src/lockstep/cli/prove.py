@@ -26,7 +26,7 @@ from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.reading import latest_valid
 from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
-from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.commands import OF_RUN, key_of
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
@@ -34,6 +34,7 @@ from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import show_json
 from lockstep.job.resolve import with_targets
+from lockstep.job.resume import refuse_resume
 from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
 from lockstep.telemetry.progress import progress
@@ -56,8 +57,7 @@ COMMON = (
     "logger=jsonl",
     "telemetry.samples=true",
 )
-OF_RUNS = {"steps", "epochs", "resume", "output_root", "train.eval_every", "logger.", *RUN_FOLDERS}
-OF_RUNS |= {*map(key_of, COMMON)}
+OF_RUNS = {"steps", "epochs", "output_root", "train.eval_every", *map(key_of, COMMON), *OF_RUN}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
 
 
@@ -90,7 +90,8 @@ def prove(
     """
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
-    overrides = without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
+    refuse_resume(overrides, "prove trains from the initial weights")
+    overrides = composition.without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     job = replace(job, dataset=with_targets(job.dataset, job.task.targets))
     planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), everything=everything)

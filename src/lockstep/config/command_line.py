@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         hint = hint or f" `{self.prog} --help` shows its arguments."
         raise InputError(f"{self._name}{' '.join(words)} is not a recognized argument.{hint}")
 
+    def takes_value(self, flag: str) -> bool:
+        return any(flag in action.option_strings and action.nargs != 0 for action in self._actions)
+
     @property
     def _name(self) -> str:
         """The command in front of a sentence, which begins with the program."""

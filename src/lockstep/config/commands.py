@@ -3,14 +3,13 @@
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
-from lockstep.core import log
 from lockstep.core.errors import InputError, shown
 from lockstep.core.named_paths import pointed
 from lockstep.core.run_dir import LATEST
@@ -20,6 +19,10 @@ RUNS = ("resume", "init_from", "task.teacher")
 STARTS = ("init_from", "task.teacher")  # of these, `latest` means the run that is the newest now
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
 RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of runs begin
+# What says where a run trains, and what it records: of no use where no run is made.
+OF_RUN = {"launcher", "launcher.", "logger", "logger.", "checkpoint.", "telemetry.", "budget.", "cost.", "sweep."}
+OF_RUN |= {*RUN_FOLDERS}
+OVERRIDE = re.compile(r"[+~]*(hydra/)?\w[\w.@]*=")  # how one begins; no path does, such as ./a=b
 # The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
 # what overloads Hydra's parser or Python's integers. Hydra looks for a file named after a key.
 LONGEST, LONGEST_KEY, DEEPEST, MOST_DIGITS = 10_000, 200, 30, 300
@@ -97,23 +100,6 @@ def command_of_program() -> list[str]:
 def key_of(override: str) -> str:
     """The key or group of an override: `epochs` for `++epochs=3`."""
     return override.lstrip("+~").partition("=")[0].strip()
-
-
-def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
-    """The overrides without the keys that a command sets itself, so that it accepts the command that trained a run.
-
-    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
-
-    Raises:
-        InputError: one of them is `resume`, without which the others say another job.
-    """
-    words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
-    left_out = [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]
-    if resumes := [word for word in left_out if key_of(word) == "resume"]:
-        raise InputError(f"{resumes[0]}: {who}; remove it, and type the overrides of the run")
-    if left_out:
-        log.note(f"{who}, so {shell_command(left_out)} is ignored")
-    return [word for word in words if word not in left_out]
 
 
 def check_word(text: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from lockstep.config.commands import check_word, key_of, program_name, program_w
 from lockstep.config.hydra_policy import own_hydra
 from lockstep.config.messages import UNEXPECTED, sentence, translate, unreadable
 from lockstep.config.schema import CONF, GROUPS, Job
+from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 
@@ -242,6 +243,23 @@ def composing() -> Iterator[None]:
     """A context in which configs can be composed without Hydra's `main`."""
     with own_hydra(), initialize_config_dir(str(CONF)):
         yield
+
+
+def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
+    """The overrides without the keys that a command does not use, so that it accepts the command that trained a run.
+
+    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
+
+    Raises:
+        InputError: there is no such key.
+    """
+    words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
+    if not (ignored := [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]):
+        return words
+    with composing():
+        _compose("config", [*map(quoted_path, words)], with_hydra=True)
+    log.note(f"{who}; ignored: {shell_command(ignored)}")
+    return [word for word in words if word not in ignored]
 
 
 @contextmanager

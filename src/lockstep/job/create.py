@@ -6,7 +6,7 @@ The folder is locked, created once the job is checked, and undone if a rank refu
 import importlib
 import inspect
 import multiprocessing
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import torch
 
 from lockstep.checkpoint.reading import check_fingerprint, read_facts
 from lockstep.config import components, composition
-from lockstep.config.commands import RUN_FOLDERS, key_of, without_keys
+from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
 from lockstep.config.composition import Invocation
 from lockstep.config.schema import Job
 from lockstep.core import log
@@ -93,11 +93,20 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
 
 def job_of(overrides: Sequence[str]) -> ResolvedJob:
     """The job of the words of a command that makes no run folder, resolved and checked; its data is there."""
-    words = without_keys(overrides, RUN_FOLDERS, "no run folder is made")
+    words = composition.without_keys(overrides, RUN_FOLDERS, "no run folder is made")
     with composition.invoked(words) as (values, invocation):
         job = checked_job(resume := decide_resume(values, invocation))
         fetch_data(resume, job.dataset)
         return fitted_to_images(job, resume)
+
+
+def job_here(overrides: Sequence[str], who: str, unused: Collection[str] = ()) -> ResolvedJob:
+    """The job of a command that takes one, on one device in this process: `who` says what the command does with it.
+
+    It ignores what only a run uses, and the keys in `unused`.
+    """
+    words = composition.without_keys(overrides, {"strategy", "strategy.", *OF_RUN, *unused}, who)
+    return job_of([*words, "launcher=inline", "launcher.ranks=1"])
 
 
 def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = None) -> ResolvedJob:

@@ -138,6 +138,12 @@ def refuse_in_sweep(named: str | None) -> None:
         raise InputError("resume continues one run, so it cannot be combined with a sweep; remove -m")
 
 
+def refuse_resume(words: Sequence[str], who: str) -> None:
+    """Refuse a run to continue: without its overrides the other words would be another job."""
+    if resumes := [word for word in words if key_of(word) == "resume"]:
+        raise InputError(f"{resumes[0]}: {who}; remove it, and type the overrides of the run")
+
+
 def _named(values: Mapping[str, Any], invocation: Invocation) -> tuple[Path | None, str | None]:
     """The run folder that `resume=` names, or else the checkpoint; None for what it does not name."""
     if values["resume"] is None:
