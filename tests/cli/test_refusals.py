@@ -18,7 +18,7 @@ import torch
 from torchvision.io import write_jpeg
 
 from helpers import built, created, refusal, train, train_here, tree
-from lockstep.config import commands, components, messages
+from lockstep.config import components, messages
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
@@ -280,20 +280,12 @@ def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("name=" + "a" * 20_000, "has 20,005 characters, expected at most 10,000"),
-        ("name=" + "[" * 1000, "has 1000 nested brackets, expected at most 30"),
-        ("seed=" + "9" * 5000, "has a number of more than 300 digits; write a smaller one"),
-        ("a" * 300 + "=b", "has a key of 300 characters, expected at most 200"),
-        ("name=\udc80", "is not valid Unicode; write it in UTF-8"),
-    ],
+    "word",
+    ["name=" + "a" * 20_000, "name=" + "[" * 999 + "]" * 999, "seed=" + "9" * 5000, "a" * 300 + "=b", "a=\udc80"],
+    ids=lambda word: word[:4],
 )
-def test_a_word_that_would_overtax_the_parser_is_refused(word: str, says: str) -> None:
-    with pytest.raises(InputError) as raised:
-        commands.check_word(word)
-    assert says in str(raised.value)
-    assert len(str(raised.value)) < 200
+def test_a_word_that_overtaxes_the_parser_is_refused_in_one_short_sentence(tmp_path: Path, word: str) -> None:
+    assert len(refusal(tmp_path / "runs", word)) < 800
 
 
 def test_what_composing_raises_without_a_word_of_its_own_becomes_a_sentence() -> None:

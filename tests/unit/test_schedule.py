@@ -23,7 +23,6 @@ from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
 from lockstep.core.run import Run
-from lockstep.job.create import check_schedule
 from lockstep.optim.schedule import Chain, Constant, Cosine, Exponential, Linear, Plateau, Polynomial, Step
 
 PLAN = Plan(examples=100, batch=10, total_steps=100, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -102,16 +101,6 @@ def test_a_unit_that_does_not_exist_is_refused_by_its_key(schedule: Any, says: s
 def test_steps_without_milestones_are_refused() -> None:
     with pytest.raises(InputError, match=r"schedule\.milestones is empty; use schedule=constant"):
         Step(milestones=[])
-
-
-def test_a_schedule_that_takes_no_scores_is_refused_before_the_run() -> None:
-    class Old:
-        def factor(self, step: int, plan: Plan) -> float:
-            return 1.0
-
-    says = r"schedule: Old\.factor takes \(step, plan\), expected \(step, plan, scores\): add `scores`"
-    with pytest.raises(InputError, match=says):
-        check_schedule(Old(), PLAN)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

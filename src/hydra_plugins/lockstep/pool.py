@@ -149,9 +149,8 @@ class PoolLauncher(Launcher, Callback):
     ) -> tuple[list[Record], list[Task] | None]:
         """The records of jobs, and the tasks of those that are to run; None if all only submit themselves.
 
-        Raises:
-            WrongJob: a job is wrong; the ledger is unchanged.
-            InputError: the jobs do not fit the launcher, or no device is free; the ledger is unchanged.
+        Raises WrongJob for a wrong job, and InputError if the jobs do not fit the launcher, or no device is free; the
+        ledger is then unchanged.
         """
         from lockstep.sweep.pool import Task, to_run
 
@@ -195,8 +194,7 @@ class PoolLauncher(Launcher, Callback):
     def _agree(self, ledger: Ledger, monitors: set[str]) -> None:
         """Take the score that the monitors of jobs are as that of the sweep.
 
-        Raises:
-            WrongJob: they differ, or are another one than before; the ledger is unchanged.
+        Raises WrongJob if they differ, or are another one than before; the ledger is unchanged.
         """
         identity = ledger.identity()
         if identity.figure != SCORE and (self.search is not None or ledger.records()):
@@ -211,11 +209,7 @@ class PoolLauncher(Launcher, Callback):
             ledger.create(replace(identity, figure=monitor.name, direction=monitor.direction))
 
     def _planned(self, words: Sequence[str]) -> tuple[DictConfig, Needs]:
-        """The config of a job, and what it needs.
-
-        Raises:
-            InputError: its words are wrong.
-        """
+        """The config of a job, and what it needs. Raises InputError if its words are wrong."""
         if (key := tuple(words)) not in self.planned:
             try:
                 config = self.hydra_context.config_loader.load_sweep_config(self.config, [*words])
@@ -250,8 +244,7 @@ class PoolLauncher(Launcher, Callback):
     def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:
         """The tasks of the draws of a search. A job whose values do not fit together has failed, and others follow.
 
-        Raises:
-            InputError: what all jobs of the search share is wrong.
+        Raises InputError if what all jobs of the search share is wrong.
         """
         assert self.search is not None
         tasks: list[Task] = []

@@ -60,8 +60,7 @@ class RayLauncher(pool.PoolLauncher):
     def _connect(self) -> None:
         """Connect to the cluster, or start Ray on this machine.
 
-        Raises:
-            InputError: there is no cluster at the address.
+        Raises InputError if there is no cluster at the address.
         """
         import ray
 

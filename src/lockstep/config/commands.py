@@ -23,9 +23,6 @@ RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of r
 OF_RUN = {"launcher", "launcher.", "logger", "logger.", "checkpoint.", "telemetry.", "budget.", "cost.", "sweep."}
 OF_RUN |= {*RUN_FOLDERS}
 OVERRIDE = re.compile(r"[+~]*(hydra/)?\w[\w.@]*=")  # how one begins; no path does, such as ./a=b
-# The largest number of characters, nested brackets and digits of an override: more than anybody types, and less than
-# what overloads Hydra's parser or Python's integers. Hydra looks for a file named after a key.
-LONGEST, LONGEST_KEY, DEEPEST, MOST_DIGITS = 10_000, 200, 30, 300
 # The words before the overrides of the user's command.
 _WORDS = ["lockstep", "train"]
 
@@ -103,23 +100,11 @@ def key_of(override: str) -> str:
 
 
 def check_word(text: str) -> None:
-    """Refuse a word of the command line that would overload the parser, or move what a job writes."""
+    """Refuse a word of the command line that would move what a job writes, or that no file can have."""
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
         raise InputError(f"{shown(text)}: a run folder has its own .hydra, and Hydra writes none; remove it")
     if "=" in text and key_of(text) in ("hydra.job", "hydra.job.chdir") and parsed(text) is not False:
         raise InputError(f"{shown(text)}: a job stays in the folder of its command; remove hydra.job.chdir")
-    depth = deepest = 0
-    for character in text if len(text) <= LONGEST else "":
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    if len(text) > LONGEST:
-        raise InputError(f"{shown(text)} has {len(text):,} characters, expected at most {LONGEST:,}")
-    if "=" in text and (length := len(key_of(text))) > LONGEST_KEY:
-        raise InputError(f"{shown(text)} has a key of {length:,} characters, expected at most {LONGEST_KEY}")
-    if deepest > DEEPEST:
-        raise InputError(f"{shown(text)} has {deepest} nested brackets, expected at most {DEEPEST}")
-    if re.search(rf"\d{{{MOST_DIGITS + 1}}}", text):
-        raise InputError(f"{shown(text)} has a number of more than {MOST_DIGITS} digits; write a smaller one")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
         raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
 

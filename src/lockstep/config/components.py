@@ -29,8 +29,7 @@ _BUILT: dict[tuple[type[Any], str], Any] = {}
 def locate(group: str, target: object, key: str = "") -> type[Any]:
     """The class that a node of `group` names. `key` is the node's key in the config, by default the group's name.
 
-    Raises:
-        InputError: the target is not an option of the group, of ours or of an extension.
+    Raises InputError if the target is not an option of the group, of ours or of an extension.
     """
     module = str(target).rpartition(".")[0]
     if module == GROUPS[group]:
@@ -48,8 +47,7 @@ def locate(group: str, target: object, key: str = "") -> type[Any]:
 def build_many(group: str, nodes: Any) -> dict[str, Any]:
     """The components of a group of which a job can have any number, by name.
 
-    Raises:
-        InputError: a node does not describe a component.
+    Raises InputError if a node does not describe a component.
     """
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
         raise InputError(f"{group} is {shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
@@ -62,10 +60,8 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
 def build(group: str, node: Any, key: str = "") -> Any:
     """The component that a group's node describes. Its class is the schema of its fields.
 
-    `key` is the node's key in the config, by default the group's name.
-
-    Raises:
-        InputError: a key is unknown, or a value has the wrong type or is out of range.
+    `key` is the node's key in the config, by default the group's name. Raises InputError if a key is unknown, or a
+    value has the wrong type or is out of range.
     """
     key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
@@ -90,9 +86,8 @@ def build_option(group: str, name: str) -> Any:
 def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:
     """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
 
-    Raises:
-        InputError: some values break their rules; the message has one line for each.
-        OmegaConfBaseException: a key is unknown, or a value has another type.
+    Raises InputError if some values break their rules; the message has one line for each; OmegaConfBaseException if a
+    key is unknown, or a value has another type.
     """
     cache_key = (cls, repr(values))
     if cache_key not in _BUILT:
@@ -111,8 +106,7 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
 def build_job(values: Mapping[str, Any]) -> Job:
     """A job from the plain values of its config, with the component of every group.
 
-    Raises:
-        InputError: some keys are wrong; the message has one line for each.
+    Raises InputError if some keys are wrong; the message has one line for each.
     """
     problems: list[str] = []
     parts: dict[str, Any] = {}
@@ -194,8 +188,7 @@ def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
 def load(path: Path) -> dict[str, Any]:
     """A config as plain values: of a run folder, or one of our own options.
 
-    Raises:
-        InputError: the file is missing or is not a config, or has references.
+    Raises InputError if the file is missing or is not a config, or has references.
     """
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):

@@ -90,8 +90,7 @@ class Invocation:
     def current(cls) -> Invocation:
         """The invocation of the job that Hydra is running.
 
-        Raises:
-            InputError: the command line names a folder that a job of this kind does not use.
+        Raises InputError if the command line names a folder that a job of this kind does not use.
         """
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
@@ -153,8 +152,7 @@ def of_sweep(composed: DictConfig) -> dict[str, Any]:
 def to_dict(composed: DictConfig) -> dict[str, Any]:
     """The composed config of a job as plain values, every interpolation resolved.
 
-    Raises:
-        InputError: a value is missing (`???`) or an interpolation does not resolve.
+    Raises InputError if a value is missing (`???`) or an interpolation does not resolve.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
@@ -180,10 +178,8 @@ def _with_text_keys(value: Any) -> Any:
 def recompose(stored: Sequence[str], overrides: Sequence[str], configs: ConfigFiles) -> dict[str, Any]:
     """The config of an earlier command, composed from `configs` with its `stored` overrides, then `overrides`.
 
-    Later overrides win. Hydra's own config is then the one of this composition: see `of_hydra`.
-
-    Raises:
-        InputError: a stored override is one for Hydra itself; a run folder keeps no such override.
+    Later overrides win. Hydra's own config is then the one of this composition: see `of_hydra`. Raises InputError if
+    a stored override is one for Hydra itself; a run folder keeps no such override.
     """
     for text in stored:
         check_word(text)
@@ -266,30 +262,24 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
 def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
     """The config that the command line `overrides` would compose, as plain values, and this command, without `main`.
 
-    In the context, more configs can be composed, such as the config of the run that the command resumes.
-
-    Raises:
-        InputError: an override does not fit.
+    In the context, more configs can be composed, such as the config of the run that the command resumes. Raises
+    InputError if an override does not fit.
     """
-    with _composed(overrides) as values:
-        yield values, Invocation.current()
+    with composing():
+        yield _composed(overrides), Invocation.current()
 
 
 def composed(overrides: list[str]) -> dict[str, Any]:
-    with _composed(overrides) as values:
-        return values
-
-
-@contextmanager
-def _composed(overrides: list[str]) -> Iterator[dict[str, Any]]:
     with composing():
-        words = [*map(quoted_path, overrides)]
-        for word in words:
-            check_word(word)
-        config = _compose("config", words, with_hydra=True)
-        if config.hydra.mode == RunMode.MULTIRUN:
-            raise InputError(
-                "hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`"
-            )
-        HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
-        yield to_dict(config)
+        return _composed(overrides)
+
+
+def _composed(overrides: list[str]) -> dict[str, Any]:
+    words = [*map(quoted_path, overrides)]
+    for word in words:
+        check_word(word)
+    config = _compose("config", words, with_hydra=True)
+    if config.hydra.mode == RunMode.MULTIRUN:
+        raise InputError("hydra.mode=MULTIRUN requests a sweep, expected one job; a sweep is `lockstep train -m ...`")
+    HydraConfig.instance().set_config(config)  # the default name of a job refers to Hydra's choices
+    return to_dict(config)

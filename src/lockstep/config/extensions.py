@@ -46,8 +46,7 @@ class Extension:
     def load(self, module: str = "") -> None:
         """Import the package, or one of its modules.
 
-        Raises:
-            InputError: the import fails, or the package declares an invalid option.
+        Raises InputError if the import fails, or the package declares an invalid option.
         """
         name = module or self.package
         if is_own_process():
@@ -83,9 +82,8 @@ def use(packages: Sequence[str]) -> None:
 def active() -> tuple[Extension, ...]:
     """All extensions, after a check of their configs.
 
-    Raises:
-        InputError: an extension cannot be found, or one of its configs is not in a group or has the name of another
-            option.
+    Raises InputError if an extension cannot be found, or one of its configs is not in a group or has the name of
+    another option.
     """
     named = []
     for package, parent in json.loads(os.environ.get(VARIABLE, "{}")).items():

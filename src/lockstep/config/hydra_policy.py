@@ -78,8 +78,7 @@ OWN = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)
 def is_of_hydra(override: str | Override) -> bool:
     """Whether an override changes Hydra's own config, by its key or by the package of its group.
 
-    Raises:
-        OverrideParseException: the text is not an override.
+    Raises OverrideParseException if the text is not an override.
     """
     parsed = OverridesParser.create().parse_overrides([override])[0] if isinstance(override, str) else override
     return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))

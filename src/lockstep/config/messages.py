@@ -72,9 +72,7 @@ def _joined(word: str) -> str:
     at = words.index(word)
     if at and words[at - 1].endswith("="):  # `epochs= 3`
         word, at = words[at - 1].rstrip("="), at - 1
-    value = next((text for text in words[at + 1 : at + 3] if text != "="), "").lstrip(
-        "="
-    )  # `epochs = 3`, `epochs =3`
+    value = next((text for text in words[at + 1 : at + 3] if text != "="), "").lstrip("=")  # `= 3`, `=3`
     if not re.fullmatch(r"[\w.+]+", word) or not value or "=" in value or value.startswith("-"):
         return ""
     known = "." in word or word in GROUPS or word in Job.__dataclass_fields__

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from lockstep.config.commands import override, parsed, shell_command
 from lockstep.config.options import is_own, model_of, options_with
@@ -212,13 +213,9 @@ def _named_elsewhere(key: str, value: str) -> str:
 
 def _own(last: str) -> str:
     """The override for a key of the job or of one of its blocks, from the last part of its name; empty if none."""
-    if last in GROUPS:
-        return last
-    if last in {field.name for field in fields(Job)} - set(BLOCKS):
-        return f"{last}={{}}"
-    return next(
-        (f"{block}.{last}={{}}" for block, cls in BLOCKS.items() if last in {field.name for field in fields(cls)}), ""
-    )
+    places: dict[str, type[Any]] = {"": Job, **{f"{block}.": cls for block, cls in BLOCKS.items()}}
+    having = (place for place, cls in places.items() if last in {field.name for field in fields(cls)} - {*BLOCKS})
+    return last if last in GROUPS else next((f"{place}{last}={{}}" for place in having), "")
 
 
 def suggest_for_path(group: str, word: str) -> str:

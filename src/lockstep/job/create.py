@@ -4,7 +4,6 @@ The folder is locked, created once the job is checked, and undone if a rank refu
 """
 
 import importlib
-import inspect
 import multiprocessing
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -45,10 +44,8 @@ def create_run(
 ) -> tuple[Preparation, ResolvedJob]:
     """Prepare the job of a command, make its run folder, and take `lock` on the folder.
 
-    `earlier` is the folder of the ranks that torchrun has restarted: without another one, it is continued.
-
-    Raises:
-        InputError: the job does not fit, or another job uses the folder; nothing was written.
+    `earlier` is the folder of the ranks that torchrun has restarted: without another one, it is continued. Raises
+    InputError if the job does not fit, or another job uses the folder; nothing was written.
     """
     resume = replace(resume, folder=resume.folder or (Path(earlier) if earlier else None))
     if resume.folder is not None:
@@ -73,11 +70,7 @@ def create_run(
 
 
 def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
-    """The job of a command, resolved, and checked with its data.
-
-    Raises:
-        InputError: the job does not fit.
-    """
+    """The job of a command, resolved, and checked with its data. Raises InputError if the job does not fit."""
     torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
     # A job of the pool has its own process; Hydra's basic launcher runs the jobs of a sweep in one.
     sweep = invocation.sweep and multiprocessing.parent_process() is None
@@ -160,15 +153,7 @@ def check_plan(job: ResolvedJob) -> Plan:
 
 
 def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Reject a schedule that does not fit the plan, or an extension's if its `factor` takes other arguments."""
-    signature = inspect.signature(schedule.factor)
-    try:
-        signature.bind(1, plan, ())
-    except TypeError as error:
-        raise InputError(
-            f"schedule: {type(schedule).__name__}.factor takes ({', '.join(signature.parameters)}), expected "
-            "(step, plan, scores): add `scores`, the step and the gain of each evaluation so far"
-        ) from error
+    """Reject a schedule that does not fit the plan."""
     for step in (1, plan.total_steps):
         schedule.factor(step, plan, ())
 
@@ -176,8 +161,7 @@ def check_schedule(schedule: Schedule, plan: Plan) -> None:
 def fetch_data(resume: Resume, dataset: Source) -> None:
     """Download what is missing of the data, if the command may.
 
-    Raises:
-        InputError: the data cannot be read or downloaded.
+    Raises InputError if the data cannot be read or downloaded.
     """
     if resume.may_fetch:
         dataset.prepare()
@@ -193,8 +177,7 @@ def fetch_data(resume: Resume, dataset: Source) -> None:
 def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
     """Check that a job can continue from its checkpoint, if it has one, and that steps are left to do.
 
-    Raises:
-        InputError: the checkpoint is of another run, or the run has ended.
+    Raises InputError if the checkpoint is of another run, or the run has ended.
     """
     if (resumed := resume.checkpoint) is None:
         return

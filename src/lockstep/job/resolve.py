@@ -35,9 +35,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int |
     """The job with its device, ranks, strategy, launcher and paths decided.
 
     `resumed` is the checkpoint from which the job resumes, `images` the number of training images once it is known.
-
-    Raises:
-        InputError: this machine lacks a device that the job requests, or two keys contradict each other.
+    Raises InputError if this machine lacks a device that the job requests, or two keys contradict each other.
     """
     batch = job.batch
     if isinstance(batch, str):
@@ -96,11 +94,7 @@ def _augment(augment: Augment, dataset: Source) -> Augment:
 
 
 def with_targets(dataset: Source, targets: str) -> Source:
-    """The data set with the targets of the task.
-
-    Raises:
-        InputError: it has others.
-    """
+    """The data set with the targets of the task. Raises InputError if it has others."""
     own = getattr(dataset, "targets", CLASSES)
     if own == AUTO:
         return replace(dataset, targets=targets)

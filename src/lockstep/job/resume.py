@@ -68,8 +68,7 @@ class Resume:
     def checkpoint(self) -> Path | None:
         """The checkpoint to continue from: the newest one of the folder, or the one that `resume=` names.
 
-        Raises:
-            InputError: the run has saved checkpoints, but all of them are damaged.
+        Raises InputError if the run has saved checkpoints, but all of them are damaged.
         """
         from lockstep.checkpoint.reading import newest_of_run  # needs torch, which nothing else here does
 
@@ -83,8 +82,7 @@ class Resume:
 def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
     """What the command with the composed config `values` continues. Nothing is written.
 
-    Raises:
-        InputError: the run does not exist, its folder does not give its config, or an override does not fit.
+    Raises InputError if the run does not exist, its folder does not give its config, or an override does not fit.
     """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* applies only to sweeps; add -m, or remove it")

@@ -41,8 +41,7 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
 def lock_run_folder(folder: Path, lock: Lock) -> None:
     """Lock the folder of a job.
 
-    Raises:
-        InputError: the job cannot run in the folder, or another job does; nothing was changed.
+    Raises InputError if the job cannot run in the folder, or another job does; nothing was changed.
     """
     run_dir = RunDir(folder)
     lock.take(run_dir.lock)
@@ -95,8 +94,7 @@ class Preparation:
     def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
         """Write the files that describe a job.
 
-        Raises:
-            StorageError: a file cannot be written; all files are as they were.
+        Raises StorageError if a file cannot be written; all files are as they were.
         """
         sizes = {path: path.stat().st_size for path in run_dir.log_files()}
         before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
@@ -116,8 +114,7 @@ class Preparation:
     def undo(self) -> None:
         """Undo `write` and what ranks have logged: remove a new job's files, and restore an older job's files.
 
-        Raises:
-            StorageError: a file cannot be written back.
+        Raises StorageError if a file cannot be written back.
         """
         before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
         if not self.run_dir.began and not self.described:  # the folder is this job's own

@@ -56,10 +56,8 @@ class Submission:
 def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
     """The submission for a composed job.
 
-    Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job.
-
-    Raises:
-        InputError: a value of the job is wrong, or its folder is in use.
+    Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job. Raises
+    InputError if a value of the job is wrong, or its folder is in use.
     """
     folder = resume.folder
     if folder is not None:
@@ -98,8 +96,7 @@ def _check_setup(setup: list[str]) -> None:
 def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Path) -> str:
     """The script for one job or for an array of jobs, in `folders`. The output of an array's scripts goes to `root`.
 
-    Raises:
-        InputError: a line has a control character, which could end it.
+    Raises InputError if a line has a control character, which could end it.
     """
     first, several = submissions[0], len(submissions) > 1
     launcher = first.launcher
@@ -153,10 +150,8 @@ def preview(submissions: Sequence[Submission], folder: Path | None = None) -> st
 def submit(submissions: Sequence[Submission], folder: Path | None = None) -> list[tuple[str, Path]]:
     """Submit jobs; returns the number in SLURM and the run folder of each.
 
-    Several jobs become an array and must have the same launcher. `folder` is the folder of their sweep.
-
-    Raises:
-        InputError: SLURM refuses the jobs. The folders that were created for them are removed.
+    Several jobs become an array and must have the same launcher. `folder` is the folder of their sweep. Raises
+    InputError if SLURM refuses the jobs. The folders that were created for them are removed.
     """
     if shutil.which("sbatch") is None:
         raise InputError(

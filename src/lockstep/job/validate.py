@@ -250,38 +250,24 @@ def _check_graph(job: ResolvedJob) -> None:
         return
     strategy, optimizer = (type(part).__name__.lower() for part in (job.strategy, job.optimizer))
     mode = job.model.compile_mode
-    obstacles = [
-        (
-            not job.strategy.recordable,
-            f"under strategy={strategy} a step is more than the work of one device; use repro=exact strategy=single",
+    looks_ahead = getattr(job.optimizer, "lookahead", None) is not None
+    python_rate = (
+        f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
+        "recorded one; use optimizer=sgd, adam, adamw or muon"
+    )
+    several = f"under strategy={strategy} a step is more than the work of one device"
+    obstacles = {
+        f"{several}; use repro=exact strategy=single": not job.strategy.recordable,
+        "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16": (
+            job.precision.needs_loss_scaler
         ),
-        (
-            job.precision.needs_loss_scaler,
-            "under precision=fp16 a step counts only if no gradient overflows; use precision=bf16",
-        ),
-        (
-            not job.optimizer.recordable,
-            f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
-            "recorded one; use optimizer=sgd, adam, adamw or muon",
-        ),
-        (
-            getattr(job.optimizer, "lookahead", None) is not None,
-            "optimizer.lookahead adds to some steps alone, and a replay is the same in each; remove one of them",
-        ),
-        (
-            bool(job.task.figures),
-            f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task",
-        ),
-        (
-            job.train.sizes is not None,
-            "the recorded step takes images of one size; remove train.sizes",
-        ),
-        (
-            mode != "default",
-            f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default",
-        ),
-    ]
-    problems = [f"train.cuda_graph is true, but {reason}" for applies, reason in obstacles if applies]
+        python_rate: not job.optimizer.recordable,
+        "optimizer.lookahead adds to some steps alone, and a replay is the same in each; remove one": looks_ahead,
+        f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task": job.task.figures,
+        "the recorded step takes images of one size; remove train.sizes": job.train.sizes is not None,
+        f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default": mode != "default",
+    }
+    problems = [f"train.cuda_graph is true, but {reason}" for reason, applies in obstacles.items() if applies]
     if problems:
         raise InputError(*problems)
 

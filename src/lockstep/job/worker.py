@@ -42,8 +42,7 @@ SPARE_FILES = 512  # files that a rank may have open besides its connections
 def start(run_dir: RunDir, job: ResolvedJob) -> float | None:
     """Run a job in its folder in all its ranks, and return its objective.
 
-    Raises:
-        LockstepError: the job failed or was stopped.
+    Raises LockstepError if the job failed or was stopped.
     """
     if job.launcher.node_range[1] > 1:
         raise InputError(
@@ -154,11 +153,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
 
     The group is destroyed at the end and after a saved stop, when all ranks have just met. After an error it is not
     destroyed: another rank may hang in a collective, and waiting for that rank would hide the error. `timeout` is in
-    seconds; a collective that takes longer is an error.
-
-    Raises:
-        InputError: this rank has no GPU, the variables of its launcher are wrong, or the rank may not open enough
-            files to be connected with all ranks.
+    seconds; a collective that takes longer is an error. Raises InputError if this rank has no GPU, the variables of
+    its launcher are wrong, or the rank may not open enough files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
     place = launched_place() if is_launched() else None
@@ -188,10 +184,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
 def own_gpu(local_rank: int) -> int:
     """The index of a rank's GPU among those that its process sees.
 
-    A launcher may show each process only one GPU, which then has index 0 (`srun --gpus-per-task=1`).
-
-    Raises:
-        InputError: the process sees several GPUs, but none for this rank.
+    A launcher may show each process only one GPU, which then has index 0 (`srun --gpus-per-task=1`). Raises
+    InputError if the process sees several GPUs, but none for this rank.
     """
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
@@ -205,10 +199,8 @@ def own_gpu(local_rank: int) -> int:
 def allow_connections(ranks: int) -> None:
     """Raise this process's limit on open files to the number that the process groups of `ranks` ranks need.
 
-    In each group, gloo connects each rank with every other rank, and there may be two gloo groups.
-
-    Raises:
-        InputError: the system does not allow so many files.
+    In each group, gloo connects each rank with every other rank, and there may be two gloo groups. Raises InputError
+    if the system does not allow so many files.
     """
     needed = 2 * ranks + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

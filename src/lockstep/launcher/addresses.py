@@ -35,11 +35,7 @@ def machine() -> str:
 
 
 def resolve(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
-    """The addresses of a host, as family and text.
-
-    Raises:
-        InputError: the name cannot be resolved.
-    """
+    """The addresses of a host, as family and text. Raises InputError if the name cannot be resolved."""
     try:
         known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # a label of over 63 characters is a UnicodeError
@@ -62,8 +58,7 @@ def is_own(host: str, port: int) -> bool:
 def loopback_listener() -> socket.socket:
     """A socket that listens on a free port of the loopback interface, where the ranks of one machine meet.
 
-    Raises:
-        InputError: the interface is down, has no such address, or no port is free.
+    Raises InputError if the interface is down, has no such address, or no port is free.
     """
     try:
         listener = socket.create_server((LOOPBACK, 0))

@@ -47,11 +47,8 @@ def create_on_main(make: Make) -> Iterator[RunDir]:
     """The run folder. Main creates and closes it, and sends its path to the other ranks.
 
     `make` creates the folder, and returns the context in which it is used. Only main calls it, with the folder from
-    before a restart by torchrun, if any.
-
-    Raises:
-        InputError: this process cannot be the rank that its variables say.
-        RankFailed: the other ranks, or their store, are not there.
+    before a restart by torchrun, if any. Raises InputError if this process cannot be the rank that its variables say;
+    RankFailed: the other ranks, or their store, are not there.
     """
     if not is_launched() or launched_place().size == 1:
         with make(os.environ.get(RUN_FOLDER, "")) as run_dir:

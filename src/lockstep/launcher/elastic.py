@@ -106,11 +106,8 @@ class Elastic(Spawn):
     def run_agent(self, command: Sequence[str]) -> None:
         """Run `command` as each rank of this machine by torch's elastic agent, which meets the other agents.
 
-        `ranks` is resolved. Each rank shows its errors itself.
-
-        Raises:
-            LockstepError: the machines do not meet, or a signal has ended a rank.
-            SystemExit: a rank has failed, or the ranks were stopped.
+        `ranks` is resolved. Each rank shows its errors itself. Raises LockstepError if the machines do not meet, or a
+        signal has ended a rank; SystemExit if a rank has failed, or the ranks were stopped.
         """
         # Not needed by other jobs, and slow to import.
         from torch.distributed.elastic.multiprocessing import SignalException
@@ -221,8 +218,7 @@ class Slurm(Spawn):
     def in_allocation(self) -> Spawn:
         """The launcher that starts the ranks on a machine of the job: `elastic` if the job needs it, else `spawn`.
 
-        Raises:
-            InputError: SLURM has not started this process.
+        Raises InputError if SLURM has not started this process.
         """
         if not launch_env.is_submitted():
             raise InputError(

@@ -111,10 +111,7 @@ def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
     """Forward a stop to the ranks by `send` while the context is open; a second SIGINT kills the ranks.
 
     SIGUSR2 has the ranks write their stacks. Ctrl-Z suspends the ranks with this process, and they continue with it,
-    even if they are in other sessions.
-
-    Raises:
-        Interrupted: a second SIGINT killed them.
+    even if they are in other sessions. Raises Interrupted if a second SIGINT killed them.
     """
 
     def suspend(number: int, frame: FrameType | None) -> None:

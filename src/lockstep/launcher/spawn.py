@@ -85,8 +85,7 @@ class Spawn(Inline):
     def attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool = False) -> RankFailed | None:
         """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
 
-        Raises:
-            LockstepError: the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
+        Raises LockstepError if the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
         """
         for path in run_dir.rank_errors():  # of an earlier attempt
             path.unlink()

@@ -135,11 +135,9 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
     """Have `request` handle each signal that asks for a stop, including the signals that were blocked until now.
 
     At the end of the context, the previous handler also records the stop, so that a repeated signal does not
-    interrupt the exit. With `restore`, the previous handlers then take over again.
-
-    Raises:
-        LockstepError: a stop interrupted the context, or was requested before it, when there was no state to save.
-            It replaces other errors, which are effects of the stop: a library was interrupted, or another rank left.
+    interrupt the exit. With `restore`, the previous handlers then take over again. Raises LockstepError if a stop
+    interrupted the context, or was requested before it, when there was no state to save. It replaces other errors,
+    which are effects of the stop: a library was interrupted, or another rank left.
     """
     before = listen(request)
     unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)

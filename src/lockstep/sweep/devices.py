@@ -85,8 +85,7 @@ class Devices:
     def check(self, needs: Iterable[Needs]) -> None:
         """If jobs need GPUs, say which are skipped because others use them.
 
-        Raises:
-            InputError: others use all GPUs.
+        Raises InputError if others use all GPUs.
         """
         if not self.in_use or not any(need.gpus for need in needs):
             return

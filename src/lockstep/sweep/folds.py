@@ -40,8 +40,7 @@ class CrossValidation:
 def cross_validations(sweep: Path) -> list[CrossValidation]:
     """The cross-validations of a sweep of which a fold is done.
 
-    Raises:
-        InputError: there is none, or the ledger is damaged.
+    Raises InputError if there is none, or the ledger is damaged.
     """
     jobs = read_jobs(Ledger(sweep))
     for job in jobs:

@@ -132,10 +132,7 @@ class Ledger:
         """The records of jobs, by what `identify` says they are; each that the ledger does not have gets a number.
 
         `jobs` are overrides, and a name for the run folder behind the number. A damaged record is put aside, and its
-        job resumes in its folder.
-
-        Raises:
-            StorageError: a record cannot be written.
+        job resumes in its folder. Raises StorageError if a record cannot be written.
         """
         with storing(folder := self.folder / JOBS):
             make_folder(folder)  # it was lost
@@ -251,9 +248,7 @@ def record_of(folder: Path) -> tuple[Ledger, Record] | None:
 def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None]) -> float | None:
     """Run a job of a sweep in this process, and keep its record.
 
-    Raises:
-        LockstepError, Exception: what the job raised, if that is not a stop.
-        Stopped: the job was stopped.
+    Raises what the job raised, or Stopped if it was stopped.
     """
     record = ledger.start(record)
     try:

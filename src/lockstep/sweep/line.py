@@ -33,8 +33,7 @@ GRIDS = ("basic", "grid")  # the sweepers that run all combinations
 def choose_folder(config: DictConfig) -> Ledger:
     """Set the folder and the jobs' overrides of a sweep in Hydra's config, from its `sweep.*` keys.
 
-    Raises:
-        InputError: the sweep to resume does not exist, or is another one.
+    Raises InputError if the sweep to resume does not exist, or is another one.
     """
     check_hydra_overrides(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
@@ -95,8 +94,7 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
 def _objectives(config: DictConfig) -> list[str]:
     """The objectives of the line; a figure is written as a monitor, with a minus if less is better.
 
-    Raises:
-        InputError: there are none, or two are the same.
+    Raises InputError if there are none, or two are the same.
     """
     names, score = [str(name) for name in config.sweep.objectives], str(_monitor(config))
     written = [name if name in OBJECTIVES else str(_monitor(config, name)) for name in names]
@@ -178,11 +176,8 @@ def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False)
     """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
 
     Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
-    With Hydra's config `loader`, `glob(...)` is read too.
-
-    Raises:
-        HydraException: a word cannot be read.
-        InputError: there is an interval, and no search.
+    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
+    if there is an interval, and no search.
     """
     values: list[tuple[str, list[str]]] = []
     for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):

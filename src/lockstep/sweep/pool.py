@@ -92,9 +92,7 @@ class Pool:
             more: the tasks that follow the end of a job.
             cut: the state of a job that has trained enough.
 
-        Raises:
-            Stopped: a signal asked for it; every running job has saved its state and ended.
-            Interrupted: a second SIGINT ended them at once.
+        Raises Stopped after a signal, when every running job has saved its state; Interrupted after a second SIGINT.
         """
         waiting, stopping, self.has_killed = list(tasks), False, False
         with forwarding(self.send) as request:

@@ -28,9 +28,7 @@ SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `
 def write_sweep_report(ledger: Ledger) -> Path:
     """Write `report.html` into the folder of a sweep.
 
-    Raises:
-        InputError: the ledger is damaged, or of another version.
-        StorageError: the page cannot be written.
+    Raises InputError if the ledger is damaged, and StorageError if the page cannot be written.
     """
     path = RunDir(ledger.folder).report
     write_atomic(path, sweep_page(ledger))

@@ -150,10 +150,8 @@ def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...],
 def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = ()) -> list[Row]:
     """A row for the runs of a monitor that differ in the seed alone, or are equal in the keys `by`; the best first.
 
-    Each row has the figures `names`, besides the score and the metrics of the runs.
-
-    Raises:
-        InputError: no run has a key of `by`.
+    Each row has the figures `names`, besides the score and the metrics of the runs. Raises InputError if no run has a
+    key of `by`.
     """
     for key in by:
         if not any(key in run.settings for run in runs):

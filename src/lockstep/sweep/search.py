@@ -67,8 +67,7 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         records: the records of this command's jobs; jobs that were done or failed before take part with their scores.
         factor: how many times fewer jobs each round has.
 
-    Raises:
-        Stopped, Interrupted: as `Pool.run`; or a job was stopped alone, by a signal or a full disk, and has no score.
+    Raises Stopped and Interrupted as `Pool.run`; Stopped also if a job was stopped alone, and has no score.
     """
     ledger, direction = pool.ledger, pool.ledger.identity().direction
     racing = [*dict.fromkeys(records)]  # a line may have a job twice
