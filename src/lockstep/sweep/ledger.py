@@ -50,8 +50,7 @@ class Identity:
         base: the config that all jobs share, as composed without the swept keys.
         swept: the keys that differ from job to job, sorted.
         words: the command line of the newest call, without the program.
-        direction: which score is better.
-        figure: the name of the figure that the score is; `score` where nothing says it.
+        direction, figure: which score is better, and the figure that it is; `score` where nothing says it.
         id: what no other sweep has, also not one with the same folder.
     """
 

@@ -49,6 +49,11 @@ class Record:
     rung: str = ""
 
     @property
+    def values(self) -> dict[str, str]:
+        """The overrides, by their keys."""
+        return dict(word.partition("=")[::2] for word in self.overrides)
+
+    @property
     def score(self) -> float | None:
         """The objective of a job that has trained to its end."""
         return None if self.state is State.pruned else self.objective
@@ -201,12 +206,9 @@ def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]
 def objectives_of(folder: Path, record: Record, names: Sequence[str]) -> list[float]:
     """The objectives of a job in the `folder` of its sweep, if it is done; empty if one is unknown."""
     run = Run(folder / record.folder)
-    known = (
-        [record.score if name == SCORE else figure_of(run, name) for name in names]
-        if record.score is not None
-        else []
-    )
-    return [] if None in known else [value for value in known if value is not None]
+    figures = [record.score if name == SCORE else figure_of(run, name) for name in names]
+    known = [value for value in figures if value is not None]
+    return known if record.score is not None and len(known) == len(names) else []
 
 
 def unmeasured(folder: Path, records: Sequence[Record], names: Sequence[str]) -> list[str]:
@@ -238,6 +240,4 @@ def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str], score:
         others = (gain for gain in gains.values() if gain != gains[number])
         return any(all(a >= b for a, b in zip(other, gains[number], strict=True)) for other in others)
 
-    return sorted(
-        (number for number in jobs if not is_beaten(number)), key=lambda number: gains[number], reverse=True
-    )
+    return sorted((number for number in jobs if not is_beaten(number)), key=gains.__getitem__, reverse=True)

@@ -49,9 +49,8 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
     columns = columns_of(jobs.values())
-    count, best = Counter(record.present_state for record in records), best_of(records, monitor.direction)
-    best_text = ""
-    if best is not None:
+    count, best_text = Counter(record.present_state for record in records), ""
+    if best := best_of(records, monitor.direction):
         words = " ".join(varied(best.overrides, swept))
         best_text = f"job {best.number} with {figure_text(figure, best.score or 0.0)}: {words}"
     summary = {
@@ -63,8 +62,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
     command = [*identity.words]
     if command[:1] != ["ladder"]:
-        named = any(word.startswith("hydra.sweep.dir=") for word in command)
-        command = ["train", "-m", *command, *([] if named else [f"hydra.sweep.dir={relative(ledger.folder)}"])]
+        command = ["train", "-m", *command, f"hydra.sweep.dir={relative(ledger.folder)}"]
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
@@ -79,11 +77,12 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         "numbers": 2 + len(swept),  # the first column of figures
         "jobs": [
             (
-                _link(ledger, record),
+                # Its page, or its folder if it has none.
+                quote(f"{record.folder}/{'report.html' * jobs[record.number].run_dir.report.exists()}"),
                 [
                     str(record.number),
                     jobs[record.number].status,
-                    *_values(record, swept),
+                    *(record.values.get(key, "") for key in swept),
                     *cells({**jobs[record.number].columns, SCORE: record.score}, columns, figure),
                     *(number(costs[record.number].get(name), ".3g") for name in shown),
                 ],
@@ -108,24 +107,13 @@ def costs_of(job: Run) -> dict[str, float]:
     return {name: figures[key] for name, key in SPENDING.items() if figures.get(key) is not None}
 
 
-def _link(ledger: Ledger, record: Record) -> str:
-    """The address of a job's page, or of its folder if it has none."""
-    report = RunDir(ledger.folder / record.folder).report
-    return quote(f"{record.folder}/{report.name if report.exists() else ''}")
-
-
-def _values(record: Record, swept: Sequence[str]) -> list[str]:
-    words = dict(word.partition("=")[::2] for word in record.overrides)
-    return [words.get(key, "") for key in swept]
-
-
 def _charts(
     records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]], monitor: Monitor
 ) -> Iterator[tuple[str, str]]:
     scores, name = [record.score or 0.0 for record in records], head(SCORE, monitor.name)
     if swept and len(records) > 1:
         rows = [
-            [*map(number_or_text, _values(record, swept)), value]
+            [*(number_or_text(record.values.get(key, "")) for key in swept), value]
             for record, value in zip(records, scores, strict=True)
         ]
         yield (
@@ -163,10 +151,10 @@ def _importance(records: Sequence[Record], swept: Sequence[str]) -> Iterator[tup
     scores = [record.score or 0.0 for record in records]
     mean = math.fsum(scores) / (len(scores) or 1)
     total = math.fsum((score - mean) ** 2 for score in scores)
-    for place, key in enumerate(swept):
+    for key in swept:
         groups: dict[str, list[float]] = {}
         for record in records:
-            groups.setdefault(_values(record, swept)[place], []).append(record.score or 0.0)
+            groups.setdefault(record.values.get(key, ""), []).append(record.score or 0.0)
         if 1 < len(groups) < len(records) and total > 0:
             between = math.fsum(len(of) * (math.fsum(of) / len(of) - mean) ** 2 for of in groups.values())
             yield key, between / total

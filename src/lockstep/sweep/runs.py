@@ -157,20 +157,16 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
         if not any(key in run.settings for run in runs):
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
-    together: dict[Monitor, list[Run]] = {}
-    for run in runs:
-        together.setdefault(run.monitor, []).append(run)
-    return ordered([row for monitor, of in together.items() for row in _groups(of, by, monitor, names)], SCORE)
+    monitors = {monitor: [run for run in runs if run.monitor == monitor] for monitor in (run.monitor for run in runs)}
+    return ordered([row for monitor, of in monitors.items() for row in _groups(of, by, monitor, names)], SCORE)
 
 
 def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Sequence[str]) -> list[Row]:
     keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
     members = by_values(runs, keys)
     more_keys = [name for name in names if any(name in run.settings for run in runs)]
-    figures = [
-        *columns_of(runs)[1:],
-        *(name for name in names if any(figure_of(run, name) is not None for run in runs)),
-    ]
+    logged = (name for name in names if any(figure_of(run, name) is not None for run in runs))
+    figures = dict.fromkeys([*columns_of(runs)[1:], *logged])
     scores = {values: _samples(group, SCORE) for values, group in members.items()}
     images = {values: _validated_on(group) for values, group in members.items()}
     rows: list[Row] = []
@@ -185,7 +181,7 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
         if all(isinstance(run, JobRun) for run in runs) and len({run.folder.parent for run in runs}) == 1:
             row["jobs"] = [run.record.number for run in group if isinstance(run, JobRun)]
         row |= {"monitor": monitor.name, "direction": monitor.direction}
-        for name in (name for name in dict.fromkeys([*columns_of(runs)[1:], *figures]) if name not in row):
+        for name in (name for name in figures if name not in row):
             samples = _samples(group, name)
             row[name] = statistics.mean(samples) if samples else None
             row[f"{name}_spread"] = statistics.stdev(samples) if len(samples) > 1 else None
@@ -208,13 +204,12 @@ def _samples(runs: Sequence[Run], name: str) -> list[float]:
 def setting(run: Run, key: str) -> Setting:
     """The value of a key of a run; empty if it does not have the key."""
     value = Setting(run.settings.get(key, ""))
-    value.is_default = bool(run.composed) and key not in usual_differences(run)
+    value.is_default = bool(run.composed) and key not in _changed(run)
     return value
 
 
 @functools.cache
-def usual_differences(run: Run) -> set[str]:
-    """The keys of a run that are not at their defaults."""
+def _changed(run: Run) -> set[str]:
     return {key for key, _, _ in differences(run.composed, run.choices)}
 
 

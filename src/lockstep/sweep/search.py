@@ -55,11 +55,6 @@ def score_at(ledger: Ledger, record: Record, share: float, direction: Direction)
     return record.objective
 
 
-def _judged_at(ledger: Ledger, record: Record, share: float) -> float:
-    """The share of its steps at which a job is judged for a round; 0 if it has no evaluation there."""
-    return next((done for done, _ in evaluations(ledger, record) if done >= share), 0.0)
-
-
 def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
     """Run the rounds: after each, the best one of `factor` jobs continues.
 
@@ -107,10 +102,11 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         ahead = math.ceil(len(racing) / factor)
         for record in best_first[ahead:]:
             if runs(record):
-                score_here = scores[record.number]
-                pruned = replace(record, state=State.pruned, objective=score_here, exit_code=0, error="")
+                score = scores[record.number]
+                pruned = replace(record, state=State.pruned, objective=score, exit_code=0, error="")
                 pool.view.ended(ledger.write(pruned))
-        judged = max(_judged_at(ledger, record, share) for record in racing)
+        logged = [[done for done, _ in evaluations(ledger, record)] for record in racing]
+        judged = max(next((done for done in shares if done >= share), 0.0) for shares in logged)
         if judged >= rounds[number]:
             pool.view.show(
                 f"warning: round {rung} was to end after {100 * share:.3g} % of the steps, and a job was first "
@@ -128,13 +124,9 @@ class Search:
     Fields:
         space: what it may choose, by key.
         fixed: the overrides of every job.
-        ledger: the ledger of the sweep; the study is in the same folder.
-        objectives: the results of a job that the study gets.
-        trials: how many there will be, over all calls.
-        at_once: how many are open at a time.
+        trials, at_once: how many there will be, over all calls, and how many are open at a time.
         sampler: gives the sampler after a number of trials.
         retries: whether jobs that failed in earlier calls run again.
-        prunes: whether the study ends jobs before their end.
         identify: what a job is, by its overrides.
     """
 
@@ -191,18 +183,15 @@ class Search:
         key = self.identify(job)
         self.open.setdefault(key, []).append(trial)
         record, is_new = self._record(key), key not in self.of_this_call
-        if is_known := record is not None and self._is_known(key, record):
-            self.tell(job)
+        is_over = record is not None and record.state in (State.done, State.pruned, State.failed)
+        if is_over and record is not None and not (record.state is State.failed and self.retries and is_new):
+            self.tell(job)  # the ledger knows how the job ends
+            is_new = False
         self.of_this_call.add(key)
-        return [job] if is_new and not is_known else []
+        return [job] if is_new else []
 
     def _record(self, key: Hashable) -> Record | None:
         return next((record for record in self.ledger.records() if self.identify(record.overrides) == key), None)
-
-    def _is_known(self, key: Hashable, record: Record) -> bool:
-        """Whether the ledger knows how a job ends: it has run before, and is not to be tried again."""
-        is_tried_again = self.retries and key not in self.of_this_call
-        return record.state in (State.done, State.pruned) or (record.state is State.failed and not is_tried_again)
 
     def follow(self, record: Record | None = None) -> list[list[str]]:
         """The jobs that follow one that has ended, or the first ones."""

@@ -199,9 +199,8 @@ class SweepView:
     def _columns(self) -> Iterator[Column]:
         """The table of the running jobs."""
         records = [self.records[number] for number in self.running]
-        values = [dict(word.partition("=")[::2] for word in record.overrides) for record in records]
         yield Column("job", [str(record.number) for record in records])
-        yield from (column_of_settings(key, [job.get(key, "") for job in values]) for key in self.swept)
+        yield from (column_of_settings(key, [record.values.get(key, "") for record in records]) for key in self.swept)
         yield Column("epoch", [progress.epoch for progress in self.running.values()])
         scores = [score_text(progress.best, self.monitor.name) for progress in self.running.values()]
         yield Column(head(SCORE, self.monitor.name), scores)
