@@ -24,7 +24,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
 from lockstep.config.messages import translate
-from lockstep.core import log
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from lockstep.sweep.search import Search
     from lockstep.sweep.view import SweepView
 
-MANY = 100  # jobs whose configs take seconds to compose
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
 # which score is better: that of a search is the sweeper's.
 CONFIG = {
@@ -137,7 +135,13 @@ class PoolLauncher(Launcher, Callback):
                 if self.halving is not None:
                     halve(pool, records, {task.record.number: task for task in tasks}, self.halving)
                 elif self.search is not None:
-                    pool.run(tasks, self.search.has_enough, functools.partial(self._more, ledger, view), State.pruned)
+                    follow = self.search.follow
+                    pool.run(
+                        tasks,
+                        self.search.has_enough,
+                        lambda record: self._enter_drawn(ledger, view, follow(record)),
+                        State.pruned,
+                    )
                 else:
                     pool.run(tasks)
         finally:
@@ -155,8 +159,6 @@ class PoolLauncher(Launcher, Callback):
         from lockstep.sweep.pool import Task, to_run
 
         program, planned = command_of_program(), []
-        if len(job_overrides) >= MANY:
-            log.show(f"checking the configs of {len(job_overrides):,} jobs")
         for number, words in enumerate(job_overrides, first):
             try:
                 planned.append(self._planned(words))
@@ -235,11 +237,6 @@ class PoolLauncher(Launcher, Callback):
         """The records of jobs, whose folders are named after what varies."""
         names = [slug(shortened(",".join(words)) or "defaults") for words in _varied(ledger, jobs)]
         return ledger.enter(zip(jobs, names, strict=True), self.identify)
-
-    def _more(self, ledger: Ledger, view: SweepView, record: Record) -> list[Task]:
-        """The tasks that follow the end of a job in a search."""
-        assert self.search is not None
-        return self._enter_drawn(ledger, view, self.search.follow(record))
 
     def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:
         """The tasks of the draws of a search. A job whose values do not fit together has failed, and others follow.

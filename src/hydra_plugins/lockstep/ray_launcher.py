@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.core.config_store import ConfigStore
 
 from hydra_plugins.lockstep import pool
-from lockstep.core.errors import InputError, Stopped, check_installed
+from lockstep.core.errors import InputError, Stopped, check_installed, reason_of
 from lockstep.core.safe_write import append
 from lockstep.runtime.host import VISIBLE
 from lockstep.runtime.signals import STOP_SIGNALS
@@ -77,10 +77,10 @@ class RayLauncher(pool.PoolLauncher):
                 **({} if self.address else {"include_dashboard": False}),
             )
         except (OSError, RuntimeError, ValueError) as error:
-            reason = (str(error).strip() or "no reason given").splitlines()[0]
             raise InputError(
-                f"hydra.launcher.address: Ray cannot be reached at {self.address or 'this machine'} ({reason}); "
-                "start a cluster with ray start --head, or remove the address for Ray on this machine alone"
+                f"hydra.launcher.address: Ray cannot be reached at {self.address or 'this machine'} "
+                f"({reason_of(error)}); start a cluster with ray start --head, or remove the address for Ray on this "
+                "machine alone"
             ) from error
         finally:
             signal.signal(signal.SIGTERM, before)

@@ -28,7 +28,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, check_installed
+from lockstep.core.errors import InputError, check_installed, reason_of
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Direction
@@ -113,10 +113,10 @@ class OptunaSweeper(GridSweeper):
             try:
                 study = self._open(folder, self._name(identity, space), identity.direction)
             except Exception as error:  # Optuna and the storage's libraries raise all kinds of errors
-                reason = (str(error).strip() or "no reason given").splitlines()[0]
+                storage = self.study["storage"] or f"{JOURNAL} of the sweep"
                 raise InputError(
-                    f"hydra.sweeper.storage: {self.study['storage'] or f'{JOURNAL} of the sweep'} cannot be used "
-                    f"({type(error).__name__}: {reason}); start anew with sweep.resume=new, or name another storage"
+                    f"hydra.sweeper.storage: {storage} cannot be used ({type(error).__name__}: {reason_of(error)}); "
+                    "start anew with sweep.resume=new, or name another storage"
                 ) from error
             if not ledger.exists:
                 ledger.create(identity)

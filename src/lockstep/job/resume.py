@@ -208,19 +208,16 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         return
     composed_values, current_values = dict(leaves(own)), dict(leaves(values))
     different = [
-        key
+        f"{key} was {stored_values.get(key)!r} and is {composed_values.get(key)!r}"
         for key in stored_values | composed_values
-        if (key not in composed_values or key not in stored_values or stored_values[key] != composed_values[key])
+        if stored_values.get(key) != composed_values.get(key)
         and current_values.get(key) == composed_values.get(key)
         and key not in NOT_KEPT
         and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:
-        shown = ", ".join(
-            f"{key} was {stored_values.get(key)!r} and is {composed_values.get(key)!r}" for key in different[:SHOWN]
-        )
         more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
         raise InputError(
-            f"resume: {run_dir.overrides} no longer composes to its config ({shown}{more}); restore the lines "
-            "that it lost, or set these keys on the command line"
+            f"resume: {run_dir.overrides} no longer composes to its config ({', '.join(different[:SHOWN])}{more}); "
+            "restore the lines that it lost, or set these keys on the command line"
         )

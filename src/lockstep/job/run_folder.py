@@ -65,15 +65,12 @@ def _check_kinds(run_dir: RunDir) -> None:
     globs = ("logs/rank*.*", "events.out.tfevents.*", ".hydra/*.yaml")
     files = (known - folders).union(*map(run_dir.path.glob, globs))
     for path in sorted(run_dir.path.rglob("*")):
-        file_kind = kind(path.lstat().st_mode)
-        if file_kind == "a symbolic link":
-            raise InputError(f"{path} is a symbolic link, which a run folder must not have; replace it by its target")
-        if file_kind not in ("", "a folder"):
+        file_kind = kind(path.lstat().st_mode) or "a file"
+        if file_kind not in ("a file", "a folder"):
             raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
-        if file_kind == "" and path in folders:
-            raise InputError(f"{path} is a file, expected a folder; move it")
-        if file_kind and path in files:
-            raise InputError(f"{path} is a folder, expected a file; move it")
+        expected = "a folder" if path in folders else "a file" if path in files else file_kind
+        if file_kind != expected:
+            raise InputError(f"{path} is {file_kind}, expected {expected}; move it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,12 +54,11 @@ def create_on_main(make: Make) -> Iterator[RunDir]:
         with make(os.environ.get(RUN_FOLDER, "")) as run_dir:
             yield run_dir
         return
-    store = _store(
-        serve=launched_place().rank == 0 and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S
-    )
+    is_main = launched_place().rank == 0
+    store = _store(serve=is_main and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
     attempt = _shared_attempt(store)
     _arrive(store, attempt)
-    with _lead(store, attempt, make) if launched_place().rank == 0 else _follow(store, attempt) as run_dir:
+    with _lead(store, attempt, make) if is_main else _follow(store, attempt) as run_dir:
         yield run_dir
 
 
@@ -74,7 +73,13 @@ def _lead(store: TCPStore, attempt: str, make: Make) -> Iterator[RunDir]:
     if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         log.warn(f"a rank has failed, and all were started again: restart {restart}")
     try:
-        _check_arrivals(store, attempt)
+        for rank in range(1, size):
+            _, its_size = _arrival(store, attempt, rank)
+            if its_size != size and not _agent_serves():
+                raise InputError(
+                    f"rank {rank} was started with WORLD_SIZE={its_size}, and rank 0 with WORLD_SIZE={size}; use the "
+                    "same for each"
+                )
         find_local_ranks(store, attempt)
         context = make(_value(store, FOLDER) or os.environ.get(RUN_FOLDER, ""))
     except LockstepError as error:
@@ -151,18 +156,6 @@ def _arrive(store: TCPStore, attempt: str) -> None:
             f"to {place.size - 1}"
         )
     store.set(key, json.dumps(own))
-
-
-def _check_arrivals(store: TCPStore, attempt: str) -> None:
-    """Wait until all ranks are there, and refuse ranks of another job. Only main calls it."""
-    size = launched_place().size
-    for rank in range(1, size):
-        _, its_size = _arrival(store, attempt, rank)
-        if its_size != size and not _agent_serves():
-            raise InputError(
-                f"rank {rank} was started with WORLD_SIZE={its_size}, and rank 0 with WORLD_SIZE={size}; use the "
-                "same for each"
-            )
 
 
 def _arrival(store: TCPStore, attempt: str, rank: int) -> tuple[str, int]:
