@@ -194,10 +194,7 @@ class PoolLauncher(Launcher, Callback):
         return records, None if not tasks and any(need.submits for need in needs) else tasks
 
     def _agree(self, ledger: Ledger, monitors: set[str]) -> None:
-        """Take the score that the monitors of jobs are as that of the sweep.
-
-        Raises WrongJob if they differ, or are another one than before; the ledger is unchanged.
-        """
+        """Take the monitor of jobs as the sweep's. Raises WrongJob if they differ, or it was another one before."""
         identity = ledger.identity()
         if identity.figure != SCORE and (self.search is not None or ledger.records()):
             monitors = {*monitors, str(identity.monitor)}
@@ -239,10 +236,7 @@ class PoolLauncher(Launcher, Callback):
         return ledger.enter(zip(jobs, names, strict=True), self.identify)
 
     def _enter_drawn(self, ledger: Ledger, view: SweepView, drawn: Sequence[Sequence[str]]) -> list[Task]:
-        """The tasks of the draws of a search. A job whose values do not fit together has failed, and others follow.
-
-        Raises InputError if what all jobs of the search share is wrong.
-        """
+        """The tasks of the draws of a search. One whose values do not fit together has failed, and others follow."""
         assert self.search is not None
         tasks: list[Task] = []
         waiting = [*drawn]

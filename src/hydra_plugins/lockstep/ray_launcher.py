@@ -58,10 +58,7 @@ class RayLauncher(pool.PoolLauncher):
             ray.shutdown()  # ends every task of this process
 
     def _connect(self) -> None:
-        """Connect to the cluster, or start Ray on this machine.
-
-        Raises InputError if there is no cluster at the address.
-        """
+        """Connect to the cluster, or start Ray here. Raises InputError if there is no cluster at the address."""
         import ray
 
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

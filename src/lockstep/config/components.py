@@ -27,10 +27,7 @@ _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 
 def locate(group: str, target: object, key: str = "") -> type[Any]:
-    """The class that a node of `group` names. `key` is the node's key in the config, by default the group's name.
-
-    Raises InputError if the target is not an option of the group, of ours or of an extension.
-    """
+    """The class that a node of `group` names. Raises InputError if it is not an option of the group."""
     module = str(target).rpartition(".")[0]
     if module == GROUPS[group]:
         importlib.import_module(module)
@@ -45,10 +42,7 @@ def locate(group: str, target: object, key: str = "") -> type[Any]:
 
 
 def build_many(group: str, nodes: Any) -> dict[str, Any]:
-    """The components of a group of which a job can have any number, by name.
-
-    Raises InputError if a node does not describe a component.
-    """
+    """The components of a group of which a job can have any number, by name. Raises InputError if a node is wrong."""
     if not isinstance(nodes, Mapping | None) or "_target_" in (nodes or {}):
         raise InputError(f"{group} is {shown(nodes)}, expected names of its options: {group}=[NAME,NAME]")
     names = {str(name): node for name, node in (nodes or {}).items()}
@@ -104,10 +98,7 @@ def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, A
 
 
 def build_job(values: Mapping[str, Any]) -> Job:
-    """A job from the plain values of its config, with the component of every group.
-
-    Raises InputError if some keys are wrong; the message has one line for each.
-    """
+    """The job that a config describes, with all its components. Raises InputError with a line for each problem."""
     problems: list[str] = []
     parts: dict[str, Any] = {}
     blocks = [key for key in BLOCKS if isinstance(values.get(key), Mapping)]
@@ -186,10 +177,7 @@ def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A config as plain values: of a run folder, or one of our own options.
-
-    Raises InputError if the file is missing or is not a config, or has references.
-    """
+    """The plain values of a config of a run folder or an option of ours. Raises InputError if the file is not one."""
     loaded = read_yaml(path)
     if not isinstance(loaded, dict) or not loaded or "${" in str(loaded):
         raise InputError(f"{path} is not a config of a run: expected keys and their resolved values")

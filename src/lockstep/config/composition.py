@@ -36,15 +36,10 @@ VALUES = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFiles:
-    """The config files that a command named besides the project's own. A resume needs them to compose again.
-
-    Fields:
-        name: the name of the primary config.
-        folder: the folder of `--config-dir`; empty without this option.
-    """
+    """The config files that a command named besides the project's own. A resume needs them to compose again."""
 
     name: str = "config"
-    folder: str = ""
+    folder: str = ""  # of `--config-dir`
     searchpath: tuple[str, ...] = ()
 
     @classmethod
@@ -69,29 +64,18 @@ class ConfigFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """The command line of a job.
+    """The command line of a job."""
 
-    Fields:
-        overrides: the overrides of the job's keys.
-        command: the whole command, quoted for a shell.
-        folder: the run folder, if the sweep or the command names it.
-        hydra: Hydra's own config as YAML.
-        configs: the config files that the command names.
-    """
-
-    overrides: tuple[str, ...]
-    command: str
+    overrides: tuple[str, ...]  # of the job's keys
+    command: str  # all of it, quoted for a shell
     sweep: bool
-    folder: Path | None
-    hydra: str
+    folder: Path | None  # the run folder, if the sweep or the command names it
+    hydra: str  # Hydra's own config as YAML
     configs: ConfigFiles = ConfigFiles()
 
     @classmethod
     def current(cls) -> Invocation:
-        """The invocation of the job that Hydra is running.
-
-        Raises InputError if the command line names a folder that a job of this kind does not use.
-        """
+        """The invocation of the job that Hydra runs. Raises InputError if it names a folder that it does not use."""
         hydra = HydraConfig.get()
         sweep = hydra.mode == RunMode.MULTIRUN
         check_hydra_overrides(hydra.overrides.hydra, sweep=sweep)
@@ -150,10 +134,7 @@ def of_sweep(composed: DictConfig) -> dict[str, Any]:
 
 
 def to_dict(composed: DictConfig) -> dict[str, Any]:
-    """The composed config of a job as plain values, every interpolation resolved.
-
-    Raises InputError if a value is missing (`???`) or an interpolation does not resolve.
-    """
+    """The composed config of a job as plain values. Raises InputError for missing (`???`) or unresolved ones."""
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key != "hydra"])
     try:
         plain = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)

@@ -44,10 +44,7 @@ class Extension:
         return module == self.package or module.startswith(f"{self.package}.")
 
     def load(self, module: str = "") -> None:
-        """Import the package, or one of its modules.
-
-        Raises InputError if the import fails, or the package declares an invalid option.
-        """
+        """Import the package, or one of its modules. Raises InputError if that fails, or an option is invalid."""
         name = module or self.package
         if is_own_process():
             configure_native_threads()  # before the extension imports NumPy: its threads would prevent forking ranks
@@ -80,11 +77,7 @@ def use(packages: Sequence[str]) -> None:
 
 @functools.cache
 def active() -> tuple[Extension, ...]:
-    """All extensions, after a check of their configs.
-
-    Raises InputError if an extension cannot be found, or one of its configs is not in a group or has the name of
-    another option.
-    """
+    """All extensions. Raises InputError if one is not found, or has a config in no group or with a taken name."""
     named = []
     for package, parent in json.loads(os.environ.get(VARIABLE, "{}")).items():
         if importlib.util.find_spec(package) is None:  # a rank lacks the import path of the program

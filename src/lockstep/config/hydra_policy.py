@@ -76,10 +76,7 @@ OWN = (ConfigStore, GlobalHydra, HydraConfig, JobRuntime, VersionBase)
 
 
 def is_of_hydra(override: str | Override) -> bool:
-    """Whether an override changes Hydra's own config, by its key or by the package of its group.
-
-    Raises OverrideParseException if the text is not an override.
-    """
+    """Whether an override changes Hydra's own config, by its key or by the package of its group."""
     parsed = OverridesParser.create().parse_overrides([override])[0] if isinstance(override, str) else override
     return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
@@ -111,10 +108,7 @@ class CheckedLoader:
         return composed
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """Compose a job of a sweep: once for its choices of options; the job's other values are added to that config.
-
-        A sweep composes each job twice, and Hydra takes 0.1 s each time.
-        """
+        """Compose a job of a sweep: once for its choices of options, which takes 0.1 s; then set its other values."""
         parsed = OverridesParser.create().parse_overrides(sweep_overrides)
         for override in parsed:
             if override.is_hydra_override():

@@ -159,10 +159,7 @@ def check_schedule(schedule: Schedule, plan: Plan) -> None:
 
 
 def fetch_data(resume: Resume, dataset: Source) -> None:
-    """Download what is missing of the data, if the command may.
-
-    Raises InputError if the data cannot be read or downloaded.
-    """
+    """Download what is missing of the data, if the command may. Raises InputError if it cannot be had or read."""
     if resume.may_fetch:
         dataset.prepare()
         return
@@ -175,10 +172,7 @@ def fetch_data(resume: Resume, dataset: Source) -> None:
 
 
 def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
-    """Check that a job can continue from its checkpoint, if it has one, and that steps are left to do.
-
-    Raises InputError if the checkpoint is of another run, or the run has ended.
-    """
+    """Raise InputError if the checkpoint to resume is of another run, or no steps are left to do."""
     if (resumed := resume.checkpoint) is None:
         return
     try:  # after its last step, a run that was stopped has its last evaluation left; a checkpoint alone has not

@@ -66,10 +66,7 @@ class Resume:
 
     @cached_property
     def checkpoint(self) -> Path | None:
-        """The checkpoint to continue from: the newest one of the folder, or the one that `resume=` names.
-
-        Raises InputError if the run has saved checkpoints, but all of them are damaged.
-        """
+        """The newest checkpoint of the folder, or the one of `resume=`. Raises InputError if all are damaged."""
         from lockstep.checkpoint.reading import newest_of_run  # needs torch, which nothing else here does
 
         newest = None
@@ -80,10 +77,7 @@ class Resume:
 
 
 def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
-    """What the command with the composed config `values` continues. Nothing is written.
-
-    Raises InputError if the run does not exist, its folder does not give its config, or an override does not fit.
-    """
+    """What the command with the composed config `values` continues. Writes nothing. Raises InputError."""
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* applies only to sweeps; add -m, or remove it")
     (run, start), named = _named(values, invocation), invocation.folder

@@ -39,10 +39,7 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
 
 
 def lock_run_folder(folder: Path, lock: Lock) -> None:
-    """Lock the folder of a job.
-
-    Raises InputError if the job cannot run in the folder, or another job does; nothing was changed.
-    """
+    """Lock the folder of a job. Raises InputError if the job cannot run in it, or another job does."""
     run_dir = RunDir(folder)
     lock.take(run_dir.lock)
     if not run_dir.overrides.is_file() and not run_dir.only_prepared:
@@ -75,24 +72,17 @@ def _check_kinds(run_dir: RunDir) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error.
-
-    Fields:
-        described: whether the folder had any of these files before.
-        before: the old content of these files, the summary and the ranks' error files; None without such a file. The
-            size of each log, to which a job that was refused by a rank has added lines.
-    """
+    """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error."""
 
     run_dir: RunDir
-    described: bool
+    described: bool  # whether the folder had any of these files before
+    # The old content of these files, the summary and the ranks' error files; None without such a file. The size of
+    # each log, to which a job that was refused by a rank has added lines.
     before: Mapping[Path, bytes | int | None]
 
     @classmethod
     def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
-        """Write the files that describe a job.
-
-        Raises StorageError if a file cannot be written; all files are as they were.
-        """
+        """Write the files that describe a job. Raises StorageError if one cannot be; all are then as before."""
         sizes = {path: path.stat().st_size for path in run_dir.log_files()}
         before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
         described = any(before[path] for path in texts)
@@ -109,10 +99,7 @@ class Preparation:
         return preparation
 
     def undo(self) -> None:
-        """Undo `write` and what ranks have logged: remove a new job's files, and restore an older job's files.
-
-        Raises StorageError if a file cannot be written back.
-        """
+        """Remove a new job's files, or restore an older job's and its logs. Raises StorageError."""
         before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
         if not self.run_dir.began and not self.described:  # the folder is this job's own
             before = dict.fromkeys(self.run_dir.prepared_files())

@@ -31,22 +31,14 @@ REASON_CHARACTERS = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job to submit.
-
-    Fields:
-        name: the name of the job in SLURM's lists.
-        command: the command for each machine, without the run folder.
-        folder: the run folder; None for a new one below `root`.
-        root: the folder for new run folders.
-        resumes: whether the job resumes the run in `folder`; the command then names that folder.
-    """
+    """A job to submit."""
 
     launcher: Slurm
     name: str
-    command: tuple[str, ...]
-    folder: Path | None
+    command: tuple[str, ...]  # for each machine, without the run folder
+    folder: Path | None  # the run folder; None for a new one below `root`
     root: Path
-    resumes: bool = False
+    resumes: bool = False  # the run in `folder`, which the command then names
 
     def words(self, folder: Path) -> list[str]:
         """The command for each machine, with the run folder that the job gets."""
@@ -94,10 +86,7 @@ def _check_setup(setup: list[str]) -> None:
 
 
 def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Path) -> str:
-    """The script for one job or for an array of jobs, in `folders`. The output of an array's scripts goes to `root`.
-
-    Raises InputError if a line has a control character, which could end it.
-    """
+    """The script for a job, or an array whose output goes to `root`. Raises InputError for a control character."""
     first, several = submissions[0], len(submissions) > 1
     launcher = first.launcher
     output = root / "slurm-%A_%a.log" if several else folders[0] / "logs" / "slurm-%j.log"

@@ -40,10 +40,7 @@ SPARE_FILES = 512  # files that a rank may have open besides its connections
 
 
 def start(run_dir: RunDir, job: ResolvedJob) -> float | None:
-    """Run a job in its folder in all its ranks, and return its objective.
-
-    Raises LockstepError if the job failed or was stopped.
-    """
+    """Run a job in its folder in all its ranks, and return its objective. Raises LockstepError if it fails."""
     if job.launcher.node_range[1] > 1:
         raise InputError(
             f"launcher.nodes requests {job.launcher.node_range[1]} machines, which only the command line "

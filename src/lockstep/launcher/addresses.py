@@ -56,10 +56,7 @@ def is_own(host: str, port: int) -> bool:
 
 
 def loopback_listener() -> socket.socket:
-    """A socket that listens on a free port of the loopback interface, where the ranks of one machine meet.
-
-    Raises InputError if the interface is down, has no such address, or no port is free.
-    """
+    """A socket on a free port of the loopback interface, where local ranks meet. Raises InputError if it is down."""
     try:
         listener = socket.create_server((LOOPBACK, 0))
         # A listener alone also works on an interface that is down; its ranks would wait for each other.

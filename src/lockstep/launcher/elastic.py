@@ -216,10 +216,7 @@ class Slurm(Spawn):
     dry_run: bool = False
 
     def in_allocation(self) -> Spawn:
-        """The launcher that starts the ranks on a machine of the job: `elastic` if the job needs it, else `spawn`.
-
-        Raises InputError if SLURM has not started this process.
-        """
+        """The launcher of the ranks on a machine of the job: `elastic` if it needs that, else `spawn`."""
         if not launch_env.is_submitted():
             raise InputError(
                 "launcher=slurm submits the job, which only the command line can do; use lockstep train, or "

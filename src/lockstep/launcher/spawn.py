@@ -83,10 +83,7 @@ class Spawn(Inline):
         return super().try_address()
 
     def attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool = False) -> RankFailed | None:
-        """Start the ranks and wait for them. Returns a failure that allows a restart; None if the ranks are done.
-
-        Raises LockstepError if the ranks ended by a stop, a mistake of the user, or a failure with no restarts left.
-        """
+        """Start the ranks and wait for them. Returns a failure that allows a restart, and raises any other."""
         for path in run_dir.rank_errors():  # of an earlier attempt
             path.unlink()
         listener = loopback_listener()

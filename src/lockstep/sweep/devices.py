@@ -83,10 +83,7 @@ class Devices:
         return cls(gpus, cores(), free_bytes, others)
 
     def check(self, needs: Iterable[Needs]) -> None:
-        """If jobs need GPUs, say which are skipped because others use them.
-
-        Raises InputError if others use all GPUs.
-        """
+        """If jobs need GPUs, say which are skipped because others use them. Raises InputError if all are."""
         if not self.in_use or not any(need.gpus for need in needs):
             return
         names, self.in_use = ", ".join(self.in_use), []  # said once

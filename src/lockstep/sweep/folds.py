@@ -18,19 +18,12 @@ FOLDS = "dataset.folds"
 
 @dataclass(frozen=True)
 class CrossValidation:
-    """The runs of a sweep that differ in the fold alone.
+    """The runs of a sweep that differ in the fold alone."""
 
-    Fields:
-        values: the keys in which the cross-validations of the sweep differ, with the values here.
-        folds: into how many folds the data are cut.
-        runs: those that are done, by fold.
-        missing: how far each other fold is.
-    """
-
-    values: Mapping[str, str]
-    folds: int
-    runs: Mapping[int, Run]
-    missing: Mapping[int, str]
+    values: Mapping[str, str]  # of the keys in which the cross-validations of the sweep differ
+    folds: int  # into how many the data are cut
+    runs: Mapping[int, Run]  # those that are done, by fold
+    missing: Mapping[int, str]  # how far each other fold is
 
     @property
     def name(self) -> str:
@@ -38,10 +31,7 @@ class CrossValidation:
 
 
 def cross_validations(sweep: Path) -> list[CrossValidation]:
-    """The cross-validations of a sweep of which a fold is done.
-
-    Raises InputError if there is none, or the ledger is damaged.
-    """
+    """The cross-validations of a sweep of which a fold is done. Raises InputError if there is none."""
     jobs = read_jobs(Ledger(sweep))
     for job in jobs:
         if job.state == State.damaged:

@@ -245,10 +245,7 @@ def record_of(folder: Path) -> tuple[Ledger, Record] | None:
 
 
 def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None]) -> float | None:
-    """Run a job of a sweep in this process, and keep its record.
-
-    Raises what the job raised, or Stopped if it was stopped.
-    """
+    """Run a job of a sweep in this process and keep its record. Raises what the job raised, or Stopped."""
     record = ledger.start(record)
     try:
         objective = function()

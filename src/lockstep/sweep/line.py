@@ -31,10 +31,7 @@ GRIDS = ("basic", "grid")  # the sweepers that run all combinations
 
 
 def choose_folder(config: DictConfig) -> Ledger:
-    """Set the folder and the jobs' overrides of a sweep in Hydra's config, from its `sweep.*` keys.
-
-    Raises InputError if the sweep to resume does not exist, or is another one.
-    """
+    """Set the folder and the jobs' overrides of a sweep in Hydra's config. Raises InputError if they do not fit."""
     check_hydra_overrides(config.hydra.overrides.hydra, sweep=True)
     block = config.sweep
     values: Any = OmegaConf.to_container(block)
@@ -92,10 +89,7 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
 
 
 def _objectives(config: DictConfig) -> list[str]:
-    """The objectives of the line; a figure is written as a monitor, with a minus if less is better.
-
-    Raises InputError if there are none, or two are the same.
-    """
+    """The objectives of the line, figures as monitors are written. Raises InputError for none, or one twice."""
     names, score = [str(name) for name in config.sweep.objectives], str(_monitor(config))
     written = [name if name in OBJECTIVES else str(_monitor(config, name)) for name in names]
     written = [SCORE if text == score else text for text in written]

@@ -33,19 +33,12 @@ CONTEXT_BYTES = 2**30  # CUDA's context and its libraries take half of it to all
 
 @dataclass(frozen=True)
 class Task:
-    """A job to run.
-
-    Fields:
-        needs: the devices that it takes.
-        function: does the job, and returns its score.
-        command: the words that do the same in a fresh interpreter, without its folder.
-        environment: variables for its process.
-    """
+    """A job to run."""
 
     record: Record
     needs: Needs
-    function: Callable[[], float | None]
-    command: tuple[str, ...]
+    function: Callable[[], float | None]  # does the job, and returns its score
+    command: tuple[str, ...]  # the words that do the same in a fresh interpreter, without its folder
     environment: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -26,10 +26,7 @@ SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `
 
 
 def write_sweep_report(ledger: Ledger) -> Path:
-    """Write `report.html` into the folder of a sweep.
-
-    Raises InputError if the ledger is damaged, and StorageError if the page cannot be written.
-    """
+    """Write `report.html` into a sweep's folder. Raises InputError for a damaged ledger, StorageError."""
     path = RunDir(ledger.folder).report
     write_atomic(path, sweep_page(ledger))
     return path
