@@ -495,7 +495,6 @@ def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
     [
         (("ladder", "seed=1"), "lockstep ladder seed=1"),
         (("seed=1,2",), "lockstep train -m seed=1,2 hydra.sweep.dir={}"),
-        (("seed=1,2", "hydra.sweep.dir=s"), "lockstep train -m seed=1,2 hydra.sweep.dir=s"),
     ],
 )
 def test_a_page_of_several_runs_has_the_line_that_makes_it_again(

@@ -31,27 +31,19 @@ NOT_KEPT = ("name", "output_root")
 
 @dataclass(frozen=True, kw_only=True)
 class Resume:
-    """What a command continues, and the config of its job.
+    """What a command continues, and the config of its job."""
 
-    Fields:
-        composed: the composed config: of the command, or of the run that it continues with the command's overrides.
-        values: the same with the batch that the job has, if an override says `batch=auto`, and with the checkpoint
-            that `resume=` names, as an absolute path, or null.
-        overrides: the overrides that give `composed`.
-        run: the folder of the run that `resume=` names; None if it names a checkpoint or nothing.
-        folder: the folder of the job, which this run has or the command names; None for a new one.
-        may_fetch: whether missing data may be downloaded. Not to a folder that only the run folder names, because
-            somebody else may have written the run folder.
-        hydra: Hydra's own config of `composed`, as YAML. Its choices say which options the job has.
-    """
-
-    composed: Mapping[str, Any]
+    composed: Mapping[str, Any]  # the config of the command, or of the run that it continues with its overrides
+    # The same with the batch that the job has, if an override says `batch=auto`, and with the checkpoint that
+    # `resume=` names, as an absolute path, or null.
     values: Mapping[str, Any]
-    overrides: tuple[str, ...]
-    run: Path | None
-    folder: Path | None
+    overrides: tuple[str, ...]  # which give `composed`
+    run: Path | None  # the folder that `resume=` names; None if it names a checkpoint or nothing
+    folder: Path | None  # the folder of the job, which this run has or the command names; None for a new one
+    # Whether missing data may be downloaded. Not to a folder that only the run folder names: somebody else may have
+    # written that.
     may_fetch: bool
-    hydra: str = ""
+    hydra: str = ""  # Hydra's own config of `composed`, as YAML, with the options of the job
 
     @property
     def launcher(self) -> Mapping[str, Any]:

@@ -46,9 +46,7 @@ class _StopEarly(StopRequest):
 
     The first signal interrupts the main thread. The interrupted code may swallow the exception (a callback from C, a
     bare `except`) or take long to end; a second thread then ends the program. During an import the program ends at
-    once.
-
-    `says` is the sentence for the user.
+    once. `says` is the sentence for the user.
     """
 
     def __init__(self, says: str) -> None:

@@ -58,29 +58,20 @@ class StopNow(BaseException):
 
 
 class StopRequest:
-    """The stop that signals have requested, and when to act on it. The object itself is the signal handler.
-
-    Fields:
-        force: whether to stop without saving, because of a second SIGINT. One Ctrl-C can arrive twice (from the
-            terminal, and from a parent process that forwards it), so a second SIGINT only counts `AGAIN_S` seconds
-            after the first.
-        immediate: whether a stop interrupts the main thread, because no work there must be finished.
-        begun: whether a step was finished, so that there is a state to save.
-        saved: how far an earlier process has saved the run; see `not_begun`.
-        reason: why the run itself asked for the stop; empty for a signal.
-        rung_end: the share of its steps at which the job stops, after an evaluation.
-    """
+    """The stop that signals have requested, and when to act on it. The object itself is the signal handler."""
 
     def __init__(self) -> None:
         self.requested = False
+        # Whether to stop without saving, because of a second SIGINT. One Ctrl-C can arrive twice (from the terminal,
+        # and from a parent process that forwards it), so a second SIGINT only counts `AGAIN_S` after the first.
         self.force = False
-        self.immediate = True
-        self.begun = False
-        self.saved = ""
+        self.immediate = True  # whether a stop interrupts the main thread, because no work there must be finished
+        self.begun = False  # whether a step was finished, so that there is a state to save
+        self.saved = ""  # how far an earlier process has saved the run; see `not_begun`
         self.leaving = False
         self.interrupted_at: float | None = None
-        self.reason = ""
-        self.rung_end = float(os.environ.get(RUNG_END, "inf"))
+        self.reason = ""  # why the run itself asked for the stop; empty for a signal
+        self.rung_end = float(os.environ.get(RUNG_END, "inf"))  # the share of its steps at which the job stops
 
     def ask(self, reason: str) -> None:
         """Request a stop for a reason of the run's own."""
@@ -185,12 +176,9 @@ def reports_stops() -> bool:
 def begin(parent: int | None = None, *, says: str = "") -> None:
     """Prepare a process of ours: its streams, garbage, its end with its parent, its reaction to stops.
 
-    Called first, before imports that take seconds.
-
-    Args:
-        parent: the process that started this one, and that this one must not outlive. By default, the process that
-            the environment names, or the launcher of this rank (torchrun).
-        says: the sentence for the user if a stop ends the process before it has set its own handlers.
+    Called first, before imports that take seconds. It must not outlive `parent`, by default the process that the
+    environment names, or the launcher of this rank (torchrun). `says` is the sentence for the user if a stop ends the
+    process before it has set its own handlers.
     """
     guard_streams()
     own_process()

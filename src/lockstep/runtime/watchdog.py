@@ -58,13 +58,9 @@ class Watchdog(threading.Thread):
     native code for another rank or a disk. The watchdog gets each signal at once, through a pipe: so only the main
     thread may enter the context.
 
-    Args:
-        timeout: seconds without a sign of life. Time in which the process was suspended (Ctrl-Z) does not count.
-        stop: the stop request that the main thread acts on.
-        file: for the stacks.
-        record_error: records why the rank was ended, and where it was.
-
-    `local_peer_pids` maps each other rank of this machine to its process number. It is set when they are known.
+    `timeout` is in seconds without a sign of life; time in which the process was suspended (Ctrl-Z) does not count.
+    `file` is for the stacks. `record_error` records why the rank was ended, and where it was. `local_peer_pids` maps
+    each other rank of this machine to its process number, when they are known.
     """
 
     def __init__(

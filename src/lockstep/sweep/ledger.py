@@ -44,22 +44,14 @@ DIFFERENCES_SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a sweep is. Two lines with one identity are the same sweep, perhaps with more values.
+    """What a sweep is. Two lines with one identity are the same sweep, perhaps with more values."""
 
-    Fields:
-        base: the config that all jobs share, as composed without the swept keys.
-        swept: the keys that differ from job to job, sorted.
-        words: the command line of the newest call, without the program.
-        direction, figure: which score is better, and the figure that it is; `score` where nothing says it.
-        id: what no other sweep has, also not one with the same folder.
-    """
-
-    base: Mapping[str, Any] = field(default_factory=dict)
-    swept: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
+    base: Mapping[str, Any] = field(default_factory=dict)  # what all jobs share, as composed without the swept keys
+    swept: tuple[str, ...] = ()  # the keys that differ from job to job, sorted
+    words: tuple[str, ...] = ()  # the command line of the newest call, without the program
     direction: Direction = Direction.maximize
-    figure: str = SCORE
-    id: str = field(default_factory=lambda: secrets.token_hex(8))
+    figure: str = SCORE  # the figure that the score is; `score` where nothing says it
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # no other sweep has it, even in the same folder
 
     @property
     def monitor(self) -> Monitor:

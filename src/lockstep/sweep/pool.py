@@ -43,14 +43,10 @@ class Task:
 
 
 class Pool:
-    """The jobs of one call that wait and that run.
+    """The jobs of one call that wait and that run, at `most` so many at once; None is as many as fit.
 
-    Args:
-        devices: the devices to share out.
-        most: the most jobs at once; None is as many as fit.
-        start: starts the process of a task on its share of the devices.
-        wait: waits for the sentinels of processes, for some seconds at most.
-        memory_of: the bytes that a job that is done took of its GPU, if they were measured.
+    `start` starts the process of a task on its share of the devices. `wait` waits for the sentinels of processes, for
+    some seconds at most. `memory_of` gives the bytes that a job that is done took of its GPU, if they were measured.
     """
 
     def __init__(
@@ -77,15 +73,11 @@ class Pool:
         more: Callable[[Record], Sequence[Task]] = lambda record: (),
         cut: State = State.waiting,
     ) -> None:
-        """Run all tasks. One that fails or dies ends no other.
+        """Run all tasks, and `more` that follow the end of a job. One that fails or dies ends no other.
 
-        Args:
-            tasks: the first ones.
-            enough: asked again and again whether a running job has trained enough for now; then it saves and waits.
-            more: the tasks that follow the end of a job.
-            cut: the state of a job that has trained enough.
-
-        Raises Stopped after a signal, when every running job has saved its state; Interrupted after a second SIGINT.
+        `enough` is asked again and again whether a running job has trained enough for now; then it saves, and has the
+        state `cut`. Raises Stopped after a signal, when every running job has saved its state; Interrupted after a
+        second SIGINT.
         """
         waiting, stopping, self.has_killed = list(tasks), False, False
         with forwarding(self.send) as request:

@@ -20,33 +20,22 @@ SAMPLES = (SEED, FOLD)  # jobs that differ only in these are samples of one sett
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A job of a sweep.
+    """A job of a sweep."""
 
-    Fields:
-        number: the number of the job in its sweep, from 0.
-        state: how far it is.
-        host, pid, born: the process that runs the job, or ran it last; `born` is the kernel's start time of it.
-        started, ended: seconds since 1970.
-        objective: the score of a finished job.
-        exit_code, error: of a failed or stopped job.
-        submitted: the number of the job of a cluster that runs it; empty without one.
-        rung: the round of a successive halving that it is in, or was left behind after: `1 of 3`; empty without one.
-    """
-
-    number: int
+    number: int  # in its sweep, from 0
     overrides: tuple[str, ...]
     folder: str
     state: State = State.waiting
-    host: str = ""
+    host: str = ""  # the process that runs the job, or ran it last
     pid: int = 0
-    born: str = ""
-    started: float = 0.0
+    born: str = ""  # its start time, from the kernel
+    started: float = 0.0  # seconds since 1970
     ended: float = 0.0
-    objective: float | None = None
+    objective: float | None = None  # the score of a finished job
     exit_code: int = 0
     error: str = ""
-    submitted: str = ""
-    rung: str = ""
+    submitted: str = ""  # the number of the job of a cluster that runs it
+    rung: str = ""  # the round of a successive halving that it is in, or was left behind after: `1 of 3`
 
     @property
     def values(self) -> dict[str, str]:

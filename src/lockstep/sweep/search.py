@@ -58,11 +58,8 @@ def score_at(ledger: Ledger, record: Record, share: float, direction: Direction)
 def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], factor: int) -> None:
     """Run the rounds: after each, the best one of `factor` jobs continues.
 
-    Args:
-        records: the records of this command's jobs; jobs that were done or failed before take part with their scores.
-        factor: how many times fewer jobs each round has.
-
-    Raises Stopped and Interrupted as `Pool.run`; Stopped also if a job was stopped alone, and has no score.
+    Jobs that were done or failed before take part with their scores. Raises Stopped and Interrupted as `Pool.run`;
+    Stopped also if a job was stopped alone, and has no score.
     """
     ledger, direction = pool.ledger, pool.ledger.identity().direction
     racing = [*dict.fromkeys(records)]  # a line may have a job twice
@@ -119,26 +116,17 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
 
 @dataclass(kw_only=True)
 class Search:
-    """The trials of a study as jobs. Trials with the same values are one job, which runs once in a sweep.
-
-    Fields:
-        space: what it may choose, by key.
-        fixed: the overrides of every job.
-        trials, at_once: how many there will be, over all calls, and how many are open at a time.
-        sampler: gives the sampler after a number of trials.
-        retries: whether jobs that failed in earlier calls run again.
-        identify: what a job is, by its overrides.
-    """
+    """The trials of a study as jobs. Trials with the same values are one job, which runs once in a sweep."""
 
     study: optuna.Study
     space: dict[str, BaseDistribution]
-    fixed: Sequence[str]
+    fixed: Sequence[str]  # the overrides of every job
     ledger: Ledger
     objectives: Sequence[str]
-    trials: int
+    trials: int  # over all calls
     at_once: int
-    sampler: Callable[[int], optuna.samplers.BaseSampler]
-    retries: bool
+    sampler: Callable[[int], optuna.samplers.BaseSampler]  # gives the one after a number of trials
+    retries: bool  # whether jobs that failed in earlier calls run again
     prunes: bool
     identify: Identify = job_key
     open: dict[Hashable, list[optuna.Trial]] = field(default_factory=dict)

@@ -44,19 +44,14 @@ OVER = (State.done, State.failed, State.pruned)
 
 
 class JobProgress:
-    """The progress of a job, as of the last `update`.
-
-    Fields:
-        rate: images per second at the last log point; 0 before it.
-        best: the best score so far.
-        duration: the seconds that all of its steps take at its pace; None before its first figures.
-    """
+    """How far a job is, from the lines that it adds to its `metrics.jsonl`, as of the last `update`."""
 
     def __init__(self, job: JobRun) -> None:
         self.job, self.offset = job, 0
-        self.step, self.steps, self.steps_per_epoch, self.rate = 0, 0, 0, 0.0
+        self.step, self.steps, self.steps_per_epoch = 0, 0, 0
+        self.rate = 0.0  # images per second at the last log point
         self.best: float | None = None
-        self.duration: float | None = None
+        self.duration: float | None = None  # seconds that all of its steps take at its pace
         self.logged_at, self.share = 0.0, 1.0
         self._read()
         self.first = self.step  # where the job resumes
@@ -109,16 +104,7 @@ class JobProgress:
 
 
 class SweepView:
-    """The jobs of one call: live while they run, and as a table at the end.
-
-    Fields:
-        records: the records of its jobs, including the jobs that were done before.
-        open: the numbers of the jobs that have not ended, or run again.
-        left: the jobs of a search that are not known yet.
-        share: the share of its steps that each job has done at the end of the present round; 1 without halving.
-        portion: the share of its steps that each job does in this round.
-        later: the work of the later rounds, in jobs that train all of their steps.
-    """
+    """The jobs of one call, also those that were done before: live while they run, and as a table at the end."""
 
     def __init__(
         self, ledger: Ledger, records: Sequence[Record] = (), waiting: Iterable[Record] = (), begun: str = "started"
@@ -126,7 +112,9 @@ class SweepView:
         self.ledger, self.begun = ledger, begun
         self.records: dict[int, Record] = {}
         self.running: dict[int, JobProgress] = {}
-        self.open: set[int] = set()
+        self.open: set[int] = set()  # the jobs that have not ended, or run again
+        # With halving: the share of its steps that each job has done at the end of the present round, the share that
+        # it does in this round, and the work of the later rounds, in jobs that train all of their steps.
         self.share, self.portion, self.later = 1.0, 1.0, 0.0
         self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
         self.enter(records, waiting)
