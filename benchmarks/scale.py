@@ -37,7 +37,6 @@ from lockstep.job import worker
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.sinks import NullSamples
 from lockstep.telemetry.straggler import STEPS
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training.agreement import StopConsensus, checksums, compare_weights
@@ -103,7 +102,6 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         plan=plan(world.size),
         observer=Observer(),
         display=Display(),
-        samples=NullSamples(),
         times=TimeSpent(None, world.device, reduces=False, period=20),
         step=0,
         flops=0,

@@ -11,8 +11,9 @@ import torch
 from PIL import Image
 
 from helpers import resolved
-from lockstep.cli.data import CELL, GAP, LINE, caption, show, stored_pixels
+from lockstep.cli.data import LEAST, caption, show, stored_pixels
 from lockstep.core.errors import InputError
+from lockstep.telemetry.pictures import LINE
 from lockstep.training.experiment import Parts, build_parts
 
 EPOCHS, IMAGES, SIDE = 3, 4, 16
@@ -61,12 +62,12 @@ def test_the_pixels_are_those_of_training(words: tuple[str, ...], photos: Path, 
     parts = build_parts(resolved(*DIGITS, *words, f"epochs={EPOCHS}", "steps=null"))
     trained = trained_images(parts)
     side = parts.job.dataset.input_shape[1]
-    zoom, lines = -(-CELL // side), 2 if parts.transforms.mix else 1
+    zoom, lines = -(-LEAST // side), 2 if parts.transforms.mix else 1
     chosen = parts.loader.global_batch(1).indices[:IMAGES] % parts.plan.examples
     for row, example in enumerate(chosen.tolist()):
         for epoch in range(EPOCHS):
-            top = LINE + GAP + row * (zoom * side + lines * LINE + GAP)
-            left = GAP + epoch * (zoom * side + GAP)
+            top = LINE + 4 + row * (zoom * side + lines * LINE + 4)
+            left = epoch * (zoom * side + 4)
             cell = drawn[top : top + zoom * side : zoom, left : left + zoom * side : zoom]
             if example in trained[epoch]:
                 expected = trained[epoch][example].permute(1, 2, 0).expand(-1, -1, 3).numpy()
@@ -80,8 +81,8 @@ def test_images_that_are_not_augmented_are_those_of_the_data(tmp_path: Path) -> 
     job = resolved(*DIGITS)
     index = int(build_parts(job).loader.global_batch(1).indices[0])
     stored = job.dataset.train().fetch([index])[0, 0].numpy()
-    side, zoom = stored.shape[0], CELL // stored.shape[0]
-    drawn = np.asarray(Image.open(tmp_path / "show.png"))[LINE + GAP :: zoom, GAP::zoom, 0]
+    side, zoom = stored.shape[0], LEAST // stored.shape[0]
+    drawn = np.asarray(Image.open(tmp_path / "show.png"))[LINE + 4 :: zoom, ::zoom, 0]
     assert np.array_equal(drawn[:side, :side], stored)
 
 

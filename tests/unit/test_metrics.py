@@ -24,7 +24,6 @@ from lockstep.core.world import World
 from lockstep.telemetry.display import Display, figures
 from lockstep.telemetry.hardware_watch import rates
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.sinks import NullSamples
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.telemetry.window import Window, WindowState
 from thread_ranks import ThreadRanks
@@ -87,7 +86,6 @@ def recorder(
         plan=PLAN,
         observer=sink,
         display=Closed(),
-        samples=NullSamples(),
         times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
         step=step,
         window=window,

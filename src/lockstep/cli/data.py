@@ -1,6 +1,5 @@
 """`lockstep show` and `pack`: the training images of a job as one picture, and a data set decoded once."""
 
-import io
 import itertools
 import math
 from collections.abc import Sequence
@@ -8,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from lockstep.config.commands import OVERRIDE, key_of, override, shell_command
@@ -23,15 +21,14 @@ from lockstep.data.loading import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_here
 from lockstep.runtime.host import cores
-from lockstep.telemetry.pictures import as_image, channels_shown
+from lockstep.telemetry.pictures import channels_shown, sheet
 from lockstep.telemetry.progress import progress
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.resolved_job import ResolvedJob
 
 MOST = 64  # rows or columns
-CELL, GAP, LINE = 96, 8, 16  # in pixels: the least side of an image, between two, and a line of text
+LEAST = 96  # pixels of the longer side of an image
 LINES = 4  # the most labels or values under an image
-CHARACTER = 6.5  # the usual width of a character, in pixels
 Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (classes,)
 
 
@@ -50,9 +47,11 @@ def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None)
     job = job_here(overrides, "show draws images")
     cells = cells_of(job, images, epochs)
     classes = job.dataset.class_names or tuple(map(str, range(job.dataset.classes)))
-    drawn = io.BytesIO()
-    picture(cells, classes, job.task.targets).save(drawn, "png")
-    write_atomic(file, drawn.getvalue())
+    drawn = [cell for row in cells for cell in row]
+    captions = ["" if cell is None else "\n".join(caption(cell[1], classes, job.task.targets)) for cell in drawn]
+    pixels = [None if cell is None else cell[0].numpy() for cell in drawn]
+    heads = [f"epoch {epoch + 1}" for epoch in range(epochs)]
+    write_atomic(file, sheet(pixels, captions, columns=epochs, heads=heads, least=LEAST))
     note = channels_shown(job.dataset.image_shape[0])
     log.show(f"wrote {file}: {len(cells)} images{note} in epochs 1 to {epochs}, augmentation: {job.augment}")
 
@@ -79,27 +78,6 @@ def stored_pixels(images: Tensor, transforms: DeviceTransforms) -> Tensor:
     """The inputs of a model (b, C, H, W) as uint8, on the CPU: without the normalisation."""
     pixels = (images.to(transforms.shift.dtype) - transforms.shift) / transforms.scale
     return pixels.round().clamp(0, 255).to(torch.uint8).cpu()
-
-
-def picture(cells: Sequence[Sequence[Cell | None]], classes: Sequence[str], targets: str = CLASSES) -> Image.Image:
-    """The images in rows and columns, small ones enlarged by a whole number, with their targets under them."""
-    present = [cell for row in cells for cell in row if cell is not None]
-    height, width = present[0][0].shape[1:]
-    zoom = max(1, -(-CELL // max(height, width)))
-    lines = max(len(caption(shares, classes, targets)) for _, shares in present)
-    across, down = max(CELL, zoom * width) + GAP, zoom * height + lines * LINE + GAP
-    sheet = Image.new("RGB", (across * len(cells[0]) + GAP, down * len(cells) + LINE + GAP), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=11)
-    for column in range(len(cells[0])):
-        draw.text((GAP + across * column, GAP / 2), f"epoch {column + 1}", "black", font)
-        for number, row in enumerate(cells):
-            if (cell := row[column]) is not None:
-                left, top = GAP + across * column, LINE + GAP + down * number
-                image = as_image(cell[0].numpy())
-                sheet.paste(image.resize((zoom * width, zoom * height), Image.Resampling.NEAREST), (left, top))
-                texts = [text[: int(across / CHARACTER)] for text in caption(cell[1], classes, targets)]
-                draw.multiline_text((left, top + zoom * height), "\n".join(texts), "black", font)
-    return sheet
 
 
 def caption(shares: Tensor, classes: Sequence[str], targets: str = CLASSES) -> list[str]:

@@ -61,7 +61,7 @@ class TensorBoard:
         # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
         facts = {key: number_or_text(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
         texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
-        values = run.config.get("input", {})
+        values, on_gpu = run.config.get("input", {}), run.config.get("device") != "cpu"
         mean, std = (
             torch.tensor(values.get(key) or [x]).view(1, -1, 1, 1) for key, x in (("mean", 0.0), ("std", 1.0))
         )
@@ -69,7 +69,7 @@ class TensorBoard:
             run.folder,
             run.after,
             facts,
-            tensorboard.layout_of(run.config, run.tags),
+            {page: tensorboard.LAYOUT[page] for page in tensorboard.LAYOUT if on_gpu or page != "GPU"},
             monitor=Monitor.parse(run.config.get("monitor", str(Monitor()))),
             texts={title: read_text(path) for title, path in texts.items() if path.exists()},
             pixels=lambda images: images * std + mean,

@@ -37,7 +37,7 @@ class Telemetry:
 
     Args:
         display: shows progress to the user.
-        samples: records the examples that this rank trained on.
+        samples: records the examples that this rank trained on, if requested.
         times: adds up where the time goes.
         step: the last step that is already done.
         window: the window that was open at the checkpoint (`open_window`); None if there was none.
@@ -60,7 +60,7 @@ class Telemetry:
         plan: Plan,
         observer: Observer,
         display: Display,
-        samples: Samples,
+        samples: Samples | None = None,
         times: TimeSpent,
         step: int,
         window: WindowState | None = None,
@@ -164,7 +164,8 @@ class Telemetry:
         if micro.epoch != self.tallies[-1].epoch:
             self._begin_epoch(micro.epoch)
         self.uncounted.append((micro.step, loss, logits, micro.labels))
-        self.samples.record(micro, images)
+        if self.samples is not None:
+            self.samples.record(micro, images)
         if micro.step == 1:
             self.observer.first_batch(micro, images)
 
@@ -315,5 +316,6 @@ class Telemetry:
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""
-        with close_all(self.samples.close, lambda: self.observer.end(self.outcome)):
+        closes = [] if self.samples is None else [self.samples.close]
+        with close_all(*closes, lambda: self.observer.end(self.outcome)):
             self.display.close()

@@ -166,18 +166,37 @@ def cut(value: str | float, most: int = 18) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def sheet(images: Sequence[np.ndarray] | np.ndarray, captions: Sequence[str] = (), columns: int = 4) -> bytes:
-    """Images uint8 (C, H, W) in rows as PNG, each enlarged if it is small, with the lines of its caption below."""
-    tiles = [as_image(image) for image in images]
-    factor = max(1, PAGE // columns // max(tiles[0].size))
-    width, height = (side * factor for side in tiles[0].size)
-    step = height + 4 + 2 * LINE * bool(captions)
-    page = Image.new("RGB", ((width + 4) * min(columns, len(tiles)), step * math.ceil(len(tiles) / columns)), "white")
+def sheet(
+    images: Sequence[np.ndarray | None] | np.ndarray,
+    captions: Sequence[str] = (),
+    columns: int = 4,
+    *,
+    heads: Sequence[str] = (),
+    least: int = 0,
+) -> bytes:
+    """Images uint8 (C, H, W) in rows as PNG, with the lines of its caption below each; None leaves a field empty.
+
+    Small images are enlarged to fill the page, or to `least` pixels. `heads` are texts above the columns.
+    """
+    tiles = [None if image is None else as_image(image) for image in images]
+    size = next(tile.size for tile in tiles if tile is not None)
+    factor = -(-(least or PAGE // columns) // max(size))
+    width, height = (side * factor for side in size)
+    lines = max((text.count("\n") + 1 for text in captions), default=0)
+    top, step = (LINE + 4) * bool(heads), height + 4 + LINE * lines
+    page = Image.new(
+        "RGB", ((width + 4) * min(columns, len(tiles)), top + step * math.ceil(len(tiles) / columns)), "white"
+    )
+    draw = ImageDraw.Draw(page)
+    for column, head in enumerate(heads):
+        draw.text((column * (width + 4), 0), head, fill="black")
     for number, tile in enumerate(tiles):
-        x, y = number % columns * (width + 4), number // columns * step
+        if tile is None:
+            continue
+        x, y = number % columns * (width + 4), top + number // columns * step
         page.paste(tile.resize((width, height), Image.Resampling.NEAREST), (x, y))
         for line, text in enumerate(captions[number].split("\n") if captions else ()):
-            ImageDraw.Draw(page).text((x, y + height + LINE * line), _fitting(text, width), fill="black")
+            draw.text((x, y + height + LINE * line), _fitting(text, width), fill="black")
     return _png(page)
 
 

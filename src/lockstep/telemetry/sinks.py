@@ -165,14 +165,6 @@ class Samples(JsonLines):
             self.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
 
 
-class NullSamples(Samples):
-    def __init__(self) -> None: ...
-
-    def record(self, micro: Shard, images: Tensor) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def fingerprints(images: Tensor) -> Tensor:
     """Hashes int64 (b,) of the rows of floats (b, ...).
 

@@ -21,7 +21,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, masked
 from lockstep.core.figures import BINS, Predictions, finite, place_of
-from lockstep.core.monitor import METRIC, TAGS, TOP1, Monitor
+from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
@@ -84,25 +84,6 @@ def curve_of(tag: str, folder: str) -> tuple[str, str]:
         own = "epoch" * (of == "train_epoch")
         return VAL_EMA if of == VAL_EMA else folder, "/".join(filter(None, (kind, own, name)))
     return folder, f"system/{tag}" if tag.startswith(("cpu/", "gpu/")) else tag
-
-
-def layout_of(config: Mapping[str, Any], tags: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """The charts for a run with this config: the charts of `LAYOUT` that have data, and the charts of its task.
-
-    `tags` are `RunInfo.tags`.
-    """
-    on_cpu = config.get("device") == "cpu"
-    scaled = str(config.get("precision", {}).get("_target_")).endswith(".FP16") and not on_cpu
-    missing = set() if any(tag.startswith(METRIC) for tag in tags) else {"metrics"}
-    missing |= set() if TAGS[TOP1] in tags else {"accuracy"}
-    missing |= {"loss scale"} if not scaled else set()
-    missing |= {"model FLOPs utilisation, %"} if on_cpu else set()
-    charts = {name: {chart: LAYOUT[name][chart] for chart in LAYOUT[name] if chart not in missing} for name in LAYOUT}
-    if on_cpu or not config.get("telemetry", {}).get("gpu", True):
-        del charts["GPU"]
-    own = [tag for tag in tags if tag not in TAGS.values() and not tag.startswith(METRIC)]
-    charts["Learning"] |= {tag: [tag] for tag in own}
-    return charts
 
 
 class TensorBoard(Observer):

@@ -27,7 +27,7 @@ from lockstep.telemetry.hardware import parts_of, watched_gpus
 from lockstep.telemetry.hardware_watch import HardwareWatch, Spending
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.profile import profiled
-from lockstep.telemetry.sinks import NullSamples, Samples
+from lockstep.telemetry.sinks import Samples
 from lockstep.telemetry.time_spent import TimeSpent
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
@@ -200,10 +200,10 @@ def _observer(
     return observers
 
 
-def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples:
+def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples | None:
     """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
     if not job.telemetry.samples:
-        return NullSamples()
+        return None
     ranks = itertools.count(world.rank, world.size)
     files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
     for path in files[1:]:
