@@ -18,9 +18,6 @@ def compare(
     """Show the scores of runs by the keys in `by`, or else by the keys that differ, except the seed.
 
     `columns` are the figures to show in the place of the score and the metrics, or some of the keys.
-
-    Raises:
-        InputError: a path has no run, a key or column is unknown, or the files of a run are damaged.
     """
     read = [run for path in paths for run in read_runs(existing(path))]
     runs = list({run.folder.resolve(): run for run in read}.values())

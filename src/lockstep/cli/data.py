@@ -33,12 +33,7 @@ Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (c
 
 
 def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None) -> None:
-    """Write the picture to `out` or to the current folder.
-
-    Raises:
-        InputError: the job, the data or a number is wrong.
-        StorageError: the picture cannot be written.
-    """
+    """Write the picture to `out` or to the current folder."""
     for option, number in (("images", images), ("epochs", epochs)):
         if not 1 <= number <= MOST:
             raise InputError(f"--{option} is {number}, expected from 1 to {MOST}: --{option}=4")
@@ -98,10 +93,6 @@ def pack(words: Sequence[str], *, check: str | None = None, **flags: str | None)
 
     `words` are the folder and the overrides of the data set, or the folder of a `dataset=folder`, the new folder and
     more overrides. `flags` are keys of `dataset`.
-
-    Raises:
-        InputError: the source does not fit, too many of its images are broken, or the target exists.
-        StorageError: the target cannot be written.
     """
     overrides = [f"dataset.{key}={value}" for key, value in flags.items() if value is not None]
     if check is not None and not (words or overrides):

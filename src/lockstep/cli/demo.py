@@ -24,11 +24,7 @@ POLICY = (
 
 
 def demo(path: str, *, port: int, device: str | None) -> None:
-    """Serve the page of a model until a signal ends it.
-
-    Raises:
-        InputError: the weights cannot be loaded or the port is in use.
-    """
+    """Serve the page of a model until a signal ends it."""
     predictor = load(file := find_weights(path), device=device)
     say_which(file, predictor.card)
     DemoServer(predictor, port).serve_until_signal(f"shows the {predictor.card.targets} of a photo")

@@ -17,11 +17,7 @@ FINDINGS = {"learning": "learning", "speed": "verdict"}
 
 
 def show_run(run: Run) -> None:
-    """Show what one run was, how it went, and the commands to use it.
-
-    Raises:
-        InputError: its files are damaged.
-    """
+    """Show what one run was, how it went, and the commands to use it."""
     facts, monitor = run.summary, run.monitor
     scores, tests = (
         ", ".join(

@@ -37,9 +37,6 @@ def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: 
     """Examine the job of a line, or all jobs with `multirun`, and show a line for each finding, or JSON.
 
     Images are checked for a limited time, unless `everything` is set.
-
-    Raises:
-        InputError: a run would not start.
     """
     checkup = Checkup(look_s=float("inf") if everything else LOOK_S)
     checkup.examine(overrides, multirun=multirun)

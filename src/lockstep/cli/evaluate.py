@@ -47,12 +47,7 @@ KEYS = ("dataset", "data_root")  # what an override may change
 def evaluate(
     path: str, overrides: Sequence[str], *, split: str, device: str | None, out: str | None, form: str = "table"
 ) -> None:
-    """Evaluate weights or the folds of a sweep, show the result and write `evaluation.json` and `predictions.csv`.
-
-    Raises:
-        InputError: the weights or the data do not exist, or the data does not fit the model.
-        StorageError: the files cannot be written.
-    """
+    """Evaluate weights or the folds of a sweep, show the result and write `evaluation.json` and `predictions.csv`."""
     if out is not None and not Path(out).is_dir():
         raise InputError(f"--out is {out}, expected a folder that exists")
     if Ledger(Path(path)).exists:
@@ -165,9 +160,6 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     """The data of a run, changed by the overrides; without a run, the data of the overrides.
 
     A data set that only the run folder names is not downloaded, because somebody else may have written the folder.
-
-    Raises:
-        InputError: an override is wrong; or there is neither a run nor `dataset=`.
     """
     if run is not None and not overrides:
         run_data: Source = components.build("dataset", components.load(run.config).get("dataset"))

@@ -46,11 +46,6 @@ def export(path: str, images: Sequence[str], *, kind: str, pixels: str, out: str
     """Export a model, compare it with its original, and show how much their logits differ.
 
     They are compared on `images`, files and folders; or on the run's evaluation split; or else on random ones.
-
-    Raises:
-        InputError: the weights or images do not exist, or the model cannot be exported.
-        LockstepError: the exported model differs from its original.
-        StorageError: the file cannot be written.
     """
     for package in ONNX_PACKAGES if kind == "onnx" else ():
         check_installed(package, "--to onnx", extra="export")
@@ -209,13 +204,7 @@ def _compared(logits: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
 
 
 def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> None:
-    """Write `target`: config.json, model.safetensors and a model card, README.md.
-
-    Raises:
-        InputError: the folder exists, or the model is not one that timm can build.
-        LockstepError: timm builds a model with other logits.
-        StorageError: the folder cannot be written.
-    """
+    """Write `target`: config.json, model.safetensors and a model card, README.md."""
     import timm
 
     model, card = predictor.model, predictor.card

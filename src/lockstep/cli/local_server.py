@@ -36,9 +36,6 @@ class LocalServer(uvicorn.Server, ABC):
 
     Args:
         port: the port to listen on; 0 is any free port.
-
-    Raises:
-        InputError: the port is taken.
     """
 
     policy = ""  # the Content-Security-Policy of the answers

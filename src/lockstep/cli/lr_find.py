@@ -37,12 +37,7 @@ SHARE = 0.1  # the suggestion is this share of the rate with the lowest loss
 def lr_find(
     overrides: Sequence[str], *, steps: int, low: float, high: float, out: str | None, form: str = "table"
 ) -> None:
-    """Train with rising learning rates, write the picture to `out` or next to the runs, and print a suggestion.
-
-    Raises:
-        InputError: the job or the rates are wrong, or the loss is not finite from the start.
-        StorageError: the picture cannot be written.
-    """
+    """Train with rising learning rates, write the picture to `out` or next to the runs, and print a suggestion."""
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=100")
     if not 0 < low < high < math.inf:
@@ -108,9 +103,6 @@ def range_test(parts: Parts, steps: int, low: float, high: float, advance: Calla
     """Take steps on whole batches, while the rate rises from `low` to `high` by a constant factor.
 
     Ends early if the loss explodes or is not finite. `advance` is called after each step, with 1.
-
-    Raises:
-        InputError: the loss is not finite from the start.
     """
     test, average = RangeTest(rates=[], losses=[]), 0.0
     parts.model.train()

@@ -16,12 +16,7 @@ NAME = "my_project"  # in the names and the texts of the template
 
 
 def new(project: str) -> None:
-    """Write a new project into the folder `project`, whose last part is the name of its package.
-
-    Raises:
-        InputError: the folder exists, or it cannot be there, or its name is not a valid name for a new package.
-        StorageError: the folder cannot be written; nothing is left of it.
-    """
+    """Write a new project into the folder `project`, whose last part is the name of its package."""
     folder = Path(project)
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():

@@ -82,12 +82,7 @@ class RunResult:
 def prove(
     overrides: list[str], *, steps: int, ranks: str | None, everything: bool = False, form: str = "table"
 ) -> None:
-    """Run the cases, or all of them with `everything`, and print how much each differs from its reference.
-
-    Raises:
-        InputError: the config is wrong.
-        LockstepError: a run failed, or differs from its reference.
-    """
+    """Run the cases, or all of them with `everything`, and print how much each differs from its reference."""
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     refuse_resume(overrides, "prove trains from the initial weights")
@@ -242,11 +237,7 @@ def _flat(result: RunResult, names: Iterable[str]) -> Tensor:
 
 
 def _other_micro_batches(job: Job) -> int | None:
-    """Another number of micro-batches for a job; None if every other number would change the run.
-
-    Raises:
-        InputError: the batch is not a number, or the job's own micro-batches make it another run on other ranks.
-    """
+    """Another number of micro-batches for a job; None if every other number would change the run."""
     if not isinstance(job.batch, int):
         raise InputError(f"batch is {job.batch}, expected the global batch as a number, such as batch=64")
     uses_batchnorm = has_batchnorm(sketch(job.model, job.dataset.classes, job.dataset.input_shape))

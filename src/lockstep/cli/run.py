@@ -45,9 +45,6 @@ def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     """Lock, check and launch one job, or submit it to SLURM.
 
     Returns its objective; None if SLURM runs it, or if main is on another machine.
-
-    Raises:
-        LockstepError: the job was refused, was stopped or failed.
     """
     # For a rank that `srun` has started, `resolve` refuses launcher=slurm.
     if not (is_submitted() or is_launched()) and decide().launcher.get("_target_") == SLURM:

@@ -57,9 +57,6 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
     A `sort` by a figure of an evaluation puts the best first; by another column, the largest last. `filters` are
     KEY=VALUE, KEY<NUMBER and KEY>NUMBER, on columns and on keys of the config. `columns` are figures to show in the
     place of the score, or some of the keys.
-
-    Raises:
-        InputError: the folder does not exist or has no run, a column or condition is wrong, or files are damaged.
     """
     root = existing(folder)
     if form == "table" and RunDir(root).overrides.is_file() and not filters:
@@ -190,12 +187,7 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
 
 
 def report(path: str) -> None:
-    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each of its jobs.
-
-    Raises:
-        InputError: the path is neither a run nor a sweep, or its ledger is damaged; what can be read has its page.
-        StorageError: a page cannot be written.
-    """
+    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each of its jobs."""
     folder = existing(path)
     ledger, damaged = Ledger(folder), []
     if ledger.exists:
@@ -219,10 +211,6 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
     """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
 
     `keep` counts undamaged checkpoints besides the best. `everything` leaves completed runs their weights alone.
-
-    Raises:
-        InputError: a folder does not exist, or `keep` is less than 1.
-        StorageError: a checkpoint cannot be removed.
     """
     if keep < 1:
         raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")

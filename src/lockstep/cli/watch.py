@@ -18,11 +18,7 @@ UNFINISHED = (State.waiting, State.running)
 
 
 def watch(path: str, *, port: int) -> None:
-    """Serve the page of a run, a sweep, or the newest one of a folder, until a signal ends it.
-
-    Raises:
-        InputError: the folder has no run, or the port is taken.
-    """
+    """Serve the page of a run, a sweep, or the newest one of a folder, until a signal ends it."""
     server = WatchServer(existing(path), port)
     server.serve_until_signal(f"shows {newest(server.root)}")
 
