@@ -303,7 +303,7 @@ def test_a_damaged_line_of_an_earlier_part_is_left_out_and_the_others_stay(
     path.write_text(f"{whole}\0\n{whole}{whole[:20]}")
     Gpus(["GPU-aa"], path).close()
     assert path.read_text() == 2 * whole
-    assert f"{path} is damaged: line 2 and 1 after it cannot be read, and is skipped" in capsys.readouterr().out
+    assert f"{path} is damaged: line 2 cannot be read, and is skipped" in capsys.readouterr().out
 
 
 def test_of_memory_the_largest_sample_counts(tmp_path: Path, nvml: FakeNvml) -> None:

@@ -244,7 +244,6 @@ def test_a_rank_waits_for_the_slowest_one(rank: int, share: float) -> None:
 
 def test_a_step_is_timed_from_its_request_to_the_end_of_its_forward_pass() -> None:
     stragglers = Stragglers(replace(World.solo(), size=2))
-    stragglers.start()
     time.sleep(0.01)
     stragglers.forward_done()
     stragglers.next_step()

@@ -48,13 +48,9 @@ class Command:
 
     def communicate(self) -> tuple[str, str]:
         """Wait until the command has ended, and end the processes that it has left; the ends of its streams."""
-        if sys.platform == "linux":
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # its number stays its own
-        else:
-            self.process.wait()
+        self.process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self.process.wait()
         out, err = (
             os.pread(file.fileno(), KEPT, max(0, os.fstat(file.fileno()).st_size - KEPT)) for file in self.streams
         )

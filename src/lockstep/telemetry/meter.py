@@ -137,7 +137,7 @@ class Telemetry:
     def watch(self, groups: Iterable[G], prepare: Callable[[Iterator[G]], Iterator[Shard]]) -> Iterator[Shard]:
         """Pass on the shards that `prepare` makes of a loader's groups of batches, and time the arrival of each."""
         self.clock.start()
-        requested = self.stragglers.start()
+        requested = self.stragglers.requested = time.perf_counter()
         for shard in self.profile(prepare(self.times.loading(groups))):
             self.clock.add_arrival(requested, time.perf_counter())
             self.step = shard.step

@@ -47,50 +47,38 @@ def profiled(shards: Iterator[Shard], folder: Path, total: int, *, on_gpu: bool)
 
 
 # Dense peak rates in 1e12 operations per second: fp32, tf32, and bf16 or fp16 with sums in fp32. From NVIDIA's data
-# sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of the
+# sheets and architecture papers; where those give rates with sparsity, half of them. The keys are CUDA's names of
 # cards without the memory. Names must match exactly: laptop parts, slices of a card (MIG) and variants for one market
 # have other rates than the card that their name begins with.
-PEAK_TFLOPS: dict[str, tuple[float, float, float]] = {
-    "GB300": (80, 1250, 2500),
-    "GB200": (80, 1250, 2500),
-    "B300": (75, 1125, 2250),
-    "B200": (75, 1125, 2250),
-    "B100": (60, 875, 1750),
-    "GH200": (67, 494, 989),
-    "H200": (67, 494, 989),
-    "H200 NVL": (60, 418, 836),
-    "H100": (67, 494, 989),
-    "H100 NVL": (60, 418, 836),
-    "H100 PCIe": (51, 378, 756),
-    "H800": (67, 494, 989),
-    "H800 PCIe": (51, 378, 756),
-    "H20": (44, 74, 148),
-    "A100-SXM4": (19.5, 156, 312),
-    "A100-PCIE": (19.5, 156, 312),
-    "A100 PCIe": (19.5, 156, 312),
-    "A800-SXM4": (19.5, 156, 312),
-    "A800 PCIe": (19.5, 156, 312),
-    "A40": (37.4, 74.8, 150),
-    "A30": (10.3, 82, 165),
-    "A10": (31.2, 62.5, 125),
-    "A10G": (35, 35, 70),
-    "A2": (4.5, 9, 18),
-    "L40S": (91.6, 183, 362),
-    "L40": (90.5, 90.5, 181),
-    "L20": (59.8, 59.8, 119.5),
-    "L4": (30.3, 60, 121),
-    "RTX 6000 Ada Generation": (91.1, 182, 364),
-    "RTX A6000": (38.7, 77.4, 155),
-    "V100-SXM2": (15.7, 15.7, 125),
-    "V100-SXM3": (15.7, 15.7, 125),
-    "V100-PCIE": (14, 14, 112),
-    "T4": (8.1, 8.1, 65),
-    "RTX 5090": (105, 105, 210),
-    "RTX 4090": (82.6, 82.6, 165),
-    "RTX 4080": (48.7, 48.7, 97.5),
-    "RTX 3090": (35.6, 35.6, 71),
-    "RTX 3090 Ti": (40, 40, 80),
-    "RTX 2080 Ti": (13.4, 13.4, 53.8),
+PEAK_TFLOPS: dict[tuple[str, ...], tuple[float, float, float]] = {
+    ("GB300", "GB200"): (80, 1250, 2500),
+    ("B300", "B200"): (75, 1125, 2250),
+    ("B100",): (60, 875, 1750),
+    ("GH200", "H200", "H100", "H800"): (67, 494, 989),
+    ("H200 NVL", "H100 NVL"): (60, 418, 836),
+    ("H100 PCIe", "H800 PCIe"): (51, 378, 756),
+    ("H20",): (44, 74, 148),
+    ("A100-SXM4", "A100-PCIE", "A100 PCIe", "A800-SXM4", "A800 PCIe"): (19.5, 156, 312),
+    ("A40",): (37.4, 74.8, 150),
+    ("A30",): (10.3, 82, 165),
+    ("A10",): (31.2, 62.5, 125),
+    ("A10G",): (35, 35, 70),
+    ("A2",): (4.5, 9, 18),
+    ("L40S",): (91.6, 183, 362),
+    ("L40",): (90.5, 90.5, 181),
+    ("L20",): (59.8, 59.8, 119.5),
+    ("L4",): (30.3, 60, 121),
+    ("RTX 6000 Ada Generation",): (91.1, 182, 364),
+    ("RTX A6000",): (38.7, 77.4, 155),
+    ("V100-SXM2", "V100-SXM3"): (15.7, 15.7, 125),
+    ("V100-PCIE",): (14, 14, 112),
+    ("T4",): (8.1, 8.1, 65),
+    ("RTX 5090",): (105, 105, 210),
+    ("RTX 4090",): (82.6, 82.6, 165),
+    ("RTX 4080",): (48.7, 48.7, 97.5),
+    ("RTX 3090",): (35.6, 35.6, 71),
+    ("RTX 3090 Ti",): (40, 40, 80),
+    ("RTX 2080 Ti",): (13.4, 13.4, 53.8),
 }
 # Parts of CUDA's names that are not in the keys: the maker and the family, and the size and kind of the memory.
 NOT_IN_KEYS = re.compile(r"^(NVIDIA )?(Tesla |GeForce )?|[- ]\d+G(B\b|\b)|[- ]HBM\w+")
@@ -119,7 +107,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float
     if device.type != "cuda" or dtype is torch.float64:
         return 0.0
     name = torch.cuda.get_device_name(device)
-    rates = PEAK_TFLOPS.get(NOT_IN_KEYS.sub("", name))
+    short = NOT_IN_KEYS.sub("", name)
+    rates = next((rates for names, rates in PEAK_TFLOPS.items() if short in names), None)
     if rates is None:
         log.logger.info("the peak rate of %s is not known, so there is no perf/mfu_pct", name)
         return 0.0

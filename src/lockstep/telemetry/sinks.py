@@ -73,7 +73,6 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
         UnreadableFile: it is not a plain file.
         StorageError: it cannot be written.
     """
-    damaged: list[int] = []
 
     def valid_lines() -> Iterator[bytes]:
         yield header.encode()
@@ -84,12 +83,9 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
                 if place(line or "") <= after:
                     yield (line or "").encode()
             except (ValueError, RecursionError):
-                damaged.append(number)
+                log.warn(f"{path} is damaged: line {number} cannot be read, and is skipped")
 
     write_atomic(path, valid_lines())
-    if damaged:
-        more = f" and {len(damaged) - 1} after it" if len(damaged) > 1 else ""
-        log.warn(f"{path} is damaged: line {damaged[0]}{more} cannot be read, and is skipped")
     with storing(path):
         file: TextIO = append(path, newline="", buffering=1)
     return file

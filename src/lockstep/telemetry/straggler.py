@@ -32,11 +32,6 @@ class Stragglers:
         self.named: set[int] = set()
         self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: waiting for other ranks, and all
 
-    def start(self) -> float:
-        """Note that the first step's shard is requested; returns the time."""
-        self.requested = time.perf_counter()
-        return self.requested
-
     def forward_done(self) -> float:
         """Note the end of a forward pass; returns the busy time of the step so far."""
         self.busy = time.perf_counter() - self.requested
