@@ -37,8 +37,7 @@ from lockstep.job import worker
 from lockstep.launcher.attach import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
-from lockstep.telemetry.straggler import STEPS
-from lockstep.telemetry.time_spent import TimeSpent
+from lockstep.telemetry.time_spent import STEPS, TimeSpent
 from lockstep.training.agreement import StopConsensus, checksums, compare_weights
 from measure import Figures, Rows, in_turns, parser, report, timed
 

@@ -168,7 +168,7 @@ stochastic/numbers.py: numbers that a batch shares are the same in all steps of 
 telemetry/meter.py: on fewer ranks a resumed epoch has the sums of the last tally only [metrics]
 - sums[-of_epoch:].sum(0)
 + sums[-1:].sum(0)
-telemetry/straggler.py: the wait for the slowest rank is that for the mean one [time_spent]
+telemetry/time_spent.py: the wait for the slowest rank is that for the mean one [time_spent]
 - busy.max(dim=0).values - busy[own]
 + busy.mean(dim=0) - busy[own]
 checkpoint/writing.py: after a kill in the first save the run seems to have lost its checkpoints [checkpoint]

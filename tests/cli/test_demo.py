@@ -22,7 +22,7 @@ from PIL import Image
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import FAKE, NARROW, forked, forks, result, train_here
-from lockstep.cli.demo import LARGEST, DemoServer
+from lockstep.cli.servers import LARGEST, DemoServer
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 

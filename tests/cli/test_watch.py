@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from helpers import train_here
-from lockstep.cli.watch import WatchServer
+from lockstep.cli.servers import WatchServer
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir

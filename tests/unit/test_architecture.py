@@ -316,7 +316,7 @@ READS: dict[str, str] = {
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "telemetry.pictures": "images, from bytes that were read",
-    "cli.demo": "its page, which is part of the program",
+    "cli.servers": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
     "cli.prove": "the files that `lockstep prove` has just had written",
 }

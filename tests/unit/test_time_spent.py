@@ -16,8 +16,7 @@ from helpers import train_here
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import TimeLeft
-from lockstep.telemetry.straggler import STEPS, Stragglers
-from lockstep.telemetry.time_spent import LEAST_TIMED, TimeSpent, TrainingClock
+from lockstep.telemetry.time_spent import LEAST_TIMED, STEPS, Stragglers, TimeSpent, TrainingClock
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ COMMANDS = (
     *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
     *("runs", "compare", "report", "watch", "clean"),
 )
-MODULES = {"show": "data", "pack": "data", "report": "runs", "clean": "runs"}
+MODULES = {"show": "data", "pack": "data", "report": "runs", "clean": "runs", "demo": "servers", "watch": "servers"}
 
 
 def main() -> None:

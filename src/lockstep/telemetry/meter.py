@@ -20,8 +20,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.sinks import Samples
-from lockstep.telemetry.straggler import Stragglers
-from lockstep.telemetry.time_spent import TimeSpent
+from lockstep.telemetry.time_spent import Stragglers, TimeSpent
 from lockstep.telemetry.window import EpochState, Span, Tally, Window, WindowState, copied
 
 G = TypeVar("G")
