@@ -32,7 +32,7 @@ def test_two_ranks_with_workers_of_their_choice_see_what_one_without_sees_and_go
         for number, image in enumerate(pixels):
             Image.fromarray(image[: 40 - number]).save(tmp_path / split / "a" / f"{number:02}.jpg")
     data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=16", "dataset.crop_from=file")
-    job = (*data, "augment=randaugment_imagenet", "batch=6", "steps=8", "train.mixup=0.4", "telemetry.samples=true")
+    job = (*data, "augment=randaugment", "batch=6", "steps=8", "train.mixup=0.4", "telemetry.samples=true")
     job = (*job, f"train.repeats={repeats}")
     alone = train_here(tmp_path / "alone", *job, "loader=streaming", "loader.workers=0").path
     gang(tmp_path / "gang", 2, [Case(tmp_path / "two", job), Case(tmp_path / "resumed", job, stop_at=4)])

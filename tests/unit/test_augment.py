@@ -34,7 +34,6 @@ from lockstep.data.transforms.policies import (
     AugMix,
     AutoAugment,
     RandAugment,
-    RandAugmentResized,
     ThreeAugment,
     TimmRandAugment,
     TrivialAugment,
@@ -49,8 +48,8 @@ ALL: list[Augment] = [
     CropFlip(reflect=True, alternate=True),
     CropFlip(pad=1, flip=0.0),
     RandomResizedCrop(),
+    RandAugment(crop="pad"),
     RandAugment(),
-    RandAugmentResized(),
     RandomResizedCrop(jitter=0.4, grey=0.2, blur=0.5, solarize=0.2),
     TrivialAugment(),
     AutoAugment(crop="pad"),
@@ -195,7 +194,7 @@ def test_crops_of_a_batch_on_a_gpu_or_of_one_pixel_have_the_pixels_of_pillow(
 
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
-@pytest.mark.parametrize("augment", [RandomResizedCrop(), RandAugmentResized(ops=0)], ids=repr)
+@pytest.mark.parametrize("augment", [RandomResizedCrop(), RandAugment(ops=0)], ids=repr)
 def test_stripes_too_fine_for_the_model_are_grey_in_training_as_in_evaluation(
     augment: Augment, interpolation: str
 ) -> None:
@@ -263,7 +262,7 @@ def test_the_boxes_of_whole_images_are_distributed_as_those_of_torchvision(size:
 
 def test_after_crop_mirrors_the_same_images_as_the_whole_augmentation() -> None:
     batch, rng = images(64, 3, 8, 8), draws(64)
-    for kind in (RandomResizedCrop, RandAugmentResized):
+    for kind in (RandomResizedCrop, RandAugment):
         whole = kind(scale=[1.0, 1.0], ratio=[1.0, 1.0])
         expected = whole.apply(batch, rng, (8, 8))
         assert torch.equal(whole.after_crop(batch, rng, (8, 8)), expected)

@@ -23,7 +23,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.policies import RandAugment, RandAugmentResized, TrivialAugment, check_channels
+from lockstep.data.transforms.policies import RandAugment, TrivialAugment, check_channels
 from lockstep.inference.images import files_in, stored_image
 
 CHANNELS = 5
@@ -154,7 +154,6 @@ def test_bands_without_their_package_are_refused_with_the_command_that_helps(mon
     [
         (TrivialAugment(), "the operations of TrivialAugment are defined for grey and RGB.*use augment=standard"),
         (RandAugment(), "the operations of RandAugment are defined for grey and RGB"),
-        (RandAugmentResized(), "the operations of RandAugmentResized are defined for grey and RGB"),
         (RandomResizedCrop(jitter=0.4), r"augment\.jitter=0\.4 is defined for .* 5 channels: augment\.jitter=0"),
         (RandomResizedCrop(solarize=0.1), r"augment\.solarize=0\.1 is defined for grey and RGB"),
         (RandomResizedCrop(grey=0.1), r"augment\.grey=0\.1 needs red, green and blue"),

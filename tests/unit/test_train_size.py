@@ -21,7 +21,7 @@ PHOTOS = (*FAKE, "dataset.channels=3", "dataset.size=32", "dataset.examples=40",
         ("standard", "6"),
         ("none", "[6,4]"),
         ("shift", "[4,6]"),
-        ("randaugment_imagenet", "[6,10]"),
+        ("randaugment", "[6,10]"),
         ("trivialaugment augment.crop=resized", "[6,4]"),
     ],
 )

@@ -25,40 +25,6 @@ TIMM_STRONGEST = 10
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Operations:
-    """RandAugment (Cubuk et al. 2020), after a crop and a mirror."""
-
-    ops: int = ranged(2, least=0, most=100)
-    magnitude: int = ranged(9, least=0, most=STRONGEST)
-    compile: bool = False
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, RandAugment of {self.ops} at {self.magnitude}".removeprefix("none, ")
-
-    def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
-        steps = self.steps(draws, tuple(images.shape[2:]))
-        return operate_all(images, steps, compiled=self.compile)
-
-    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
-        choices = table("randaugment", size, draws.indices.device)
-        for n in range(FIRST_DRAW, FIRST_DRAW + 2 * self.ops, 2):
-            yield choices.step(whole(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
-
-
-@option("augment", "randaugment")
-class RandAugment(_Operations, CropFlip):
-    """A padded crop and a mirror, then RandAugment: for small photographs."""
-
-    def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
-        return self.operate(super().apply(images, draws, size), draws)
-
-
-@option("augment", "randaugment_imagenet")
-class RandAugmentResized(_Operations, RandomResizedCrop):
-    """A crop of random area and aspect ratio and a mirror, then RandAugment: for ImageNet."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Policy(RandomResizedCrop):
     """A padded or a resized crop and a mirror, then the operations of a policy, then changes of colour.
 
@@ -102,6 +68,19 @@ class _Moving(Policy):
 
     def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
         return operate_all(images, steps, resample=self.resample, fill=tuple(self.fill), compiled=self.compile)
+
+
+@option("augment", "randaugment")
+class RandAugment(_Moving):
+    """torchvision's RandAugment (Cubuk et al. 2020): several operations of one magnitude."""
+
+    ops: int = ranged(2, least=0, most=100)
+    magnitude: int = ranged(9, least=0, most=STRONGEST)
+
+    def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
+        choices = table("randaugment", size, draws.indices.device)
+        for n in range(FIRST_DRAW, FIRST_DRAW + 2 * self.ops, 2):
+            yield choices.step(whole(draws.uniform(n), 14), self.magnitude, draws.uniform(n + 1) < 0.5)
 
 
 @option("augment", "trivialaugment")
@@ -241,7 +220,7 @@ def check_channels(augment: object, channels: int) -> None:
     """Refuse an augmentation that images of this number of channels cannot have."""
     have = f"the images have {channels} channel{'s' * (channels != 1)}"
     other = channels not in (1, 3)  # neither Pillow nor torchvision has operations on colours for them
-    if other and isinstance(augment, (_Operations, Policy)):
+    if other and isinstance(augment, Policy):
         raise InputError(
             f"augment: the operations of {type(augment).__name__} are defined for grey and RGB, but {have}; use "
             "augment=standard or augment=crop_flip"
