@@ -14,12 +14,6 @@ from lockstep.core.protocols import Metric, Score
 from lockstep.core.world import World
 
 
-def build_score(metric: Metric, classes: int, targets: str) -> Score:
-    """The score of a metric for a task of these targets."""
-    score: Score = getattr(metric, f"build_{targets}", metric.build)(classes)
-    return score
-
-
 class Block(NamedTuple):
     """A block of an evaluation on one rank. For broken images see `is_broken`.
 
@@ -71,7 +65,9 @@ class Scores(EvaluationObserver):
         self.metrics, self.world, self.kind, self.targets = metrics, world, kind, targets
         self.class_names = class_names or [str(label) for label in range(classes)]
         own = metrics.items() if world.is_main else ()
-        self.scores = {name: build_score(metric, classes, targets) for name, metric in own}
+        self.scores: dict[str, Score] = {
+            name: getattr(metric, f"build_{targets}", metric.build)(classes) for name, metric in own
+        }
         for score in self.scores.values():
             # torchmetrics would wait for the other ranks, which have no metrics.
             score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]

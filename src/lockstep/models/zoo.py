@@ -73,7 +73,8 @@ class Timm(Network):
         self.check()
         channels, height, width = input_shape
         options = dict(self.options)
-        if self._cfg is not None and self._cfg.fixed_input_size and "img_size" not in options:
+        cfg = self._cfg
+        if cfg is not None and cfg.fixed_input_size and "img_size" not in options:
             options["img_size"] = (height, width)
         if self.drop_path_rate:
             options["drop_path_rate"] = self.drop_path_rate
@@ -90,7 +91,7 @@ class Timm(Network):
             ),
             input_shape,
             name=self.library_name,
-            usual=self._usual_size(),
+            usual=max(cfg.input_size[1:]) if cfg is not None and cfg.input_size else None,  # None: timm does not say
             pretrained=bool(self.pretrained),
         )
 
@@ -119,10 +120,6 @@ class Timm(Network):
         import timm
 
         return timm.get_pretrained_cfg(self.name)
-
-    def _usual_size(self) -> int | None:
-        """The side of the images that timm made the model for; None if timm does not say."""
-        return max(self._cfg.input_size[1:]) if self._cfg is not None and self._cfg.input_size else None
 
 
 def built(

@@ -4,10 +4,10 @@ import contextlib
 import functools
 import gzip
 import hashlib
-import importlib.util
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -120,13 +120,8 @@ class Digits(ArraySource):
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         # `load_digits` reads the same file, but importing scikit-learn takes most of a second.
-        spec = importlib.util.find_spec("sklearn")
-        if spec is None or not spec.submodule_search_locations:
-            raise InputError(
-                "dataset=digits comes with scikit-learn, which is not installed: pip install scikit-learn"
-            )
-        file = Path(spec.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
-        rows = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.int64))
+        file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+        rows = torch.from_numpy(np.loadtxt(str(file), delimiter=",", dtype=np.int64))
         levels, labels = rows[:, :-1].view(-1, 8, 8), rows[:, -1]
         number_in_class = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] - 1
         chosen = (number_in_class % 5 == 4) != train

@@ -235,8 +235,6 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
                 images = _whole_images(split, split.skip - len(broken), threads, failures, advanced)
                 hashes = {"images": _write_hashed(folder / f"{name}.images", images)}
                 labels = split.labels[[index not in failures for index in range(len(split))]]
-                if len(labels) == 0:
-                    raise InputError(f"dataset: there is no image for {name} that can be decoded")
                 hashes["labels"] = _write_hashed(folder / f"{name}.labels", [labels])
                 facts[name] = {"count": len(labels), "sha256": hashes}
                 broken += failures.values()
