@@ -148,17 +148,12 @@ class Predictor:
             raise InputError(
                 f"{KEY}: this model predicts values ({', '.join(self.names)}) and no classes; use Predictor.values"
             )
-        predictions: list[Prediction] = []
-        stored = self.stored(images)
-        for block in stored.split(self.card.eval_batch) if len(stored) else ():
-            logits = self.logits(block)
-            labels = best_classes(logits)[:, 0].tolist()
-            shares = probabilities(logits, self.card.probabilities).cpu()
-            predictions += [
-                Prediction(label=label, names=self.names, probabilities=row)
-                for label, row in zip(labels, shares, strict=True)
-            ]
-        return predictions
+        logits = self.values(images).to(self.device)
+        labels, shares = best_classes(logits)[:, 0].tolist(), probabilities(logits, self.card.probabilities).cpu()
+        return [
+            Prediction(label=label, names=self.names, probabilities=row)
+            for label, row in zip(labels, shares, strict=True)
+        ]
 
 
 def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:

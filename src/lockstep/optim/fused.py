@@ -1,8 +1,9 @@
-"""torch's fused SGD, Adam and AdamW, with lists of tensors that are made once.
+"""What is added to optimizers by changing their class: a fused step with lists that are made once, and look-ahead.
 
-At each step torch collects parameters, gradients and state anew and groups them by device: for two tensors a hundred
-calls of Python, around a kernel of four microseconds. Here the first step is torch's own. The next ones call the same
-kernel with the same arguments. So the results have the same bits, and torch saves and restores the state.
+At each step of its fused SGD, Adam and AdamW torch collects parameters, gradients and state anew and groups them by
+device: for two tensors a hundred calls of Python, around a kernel of four microseconds. Here the first step is torch's
+own. The next ones call the same kernel with the same arguments. So the results have the same bits, and torch saves and
+restores the state.
 
 The kernels have names of torch that begin with an underscore; `tests/unit/test_fused.py` compares both ways.
 """
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from lockstep.core.model import is_sharded
+from lockstep.core.model import is_sharded, own_parts
 
 Group = dict[str, Any]
+SLOW, STEPS = "lookahead_slow", "lookahead_steps"  # entries of the state
 
 
 class Tensors(NamedTuple):
@@ -149,3 +151,44 @@ def fused(original: type[Optimizer]) -> Callable[..., Optimizer]:
     built = type(original.__name__, (_Fused, original), {**methods, "original": original})
     built.step.hooked = True  # type: ignore[attr-defined]  # tells torch that the step has its hooks already
     return built
+
+
+class _Lookahead(Optimizer):
+    """What `with_lookahead` adds to an optimizer.
+
+    timm's class keeps its counter in the parameter groups, and begins its slow weights at the first synchronisation,
+    so that a checkpoint before it has another form. Here both are in the state of each parameter from its first step
+    on, where checkpoints and strategies find them, and the slow weights begin at the initial ones, as in the paper.
+    """
+
+    k: int
+    alpha: float
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Step the weights; at every k-th step, set them to slow weights that have moved towards them by `alpha`."""
+        stepped = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        # Add them after the step, because an optimizer takes an empty state for a new parameter's.
+        begun = {weight: weight.detach().clone() for weight in stepped if SLOW not in self.state.get(weight, ())}
+        super().step(closure)
+        for weight, slow in begun.items():
+            self.state[weight] |= {SLOW: slow, STEPS: 0}
+        due = []
+        for weight in stepped:
+            self.state[weight][STEPS] += 1
+            if self.state[weight][STEPS] % self.k == 0:
+                due.append(weight)
+        if due:
+            slow_parts, parts = own_parts(self.state[weight][SLOW] for weight in due), own_parts(due)
+            torch._foreach_add_(slow_parts, torch._foreach_sub(parts, slow_parts), alpha=self.alpha)
+            torch._foreach_copy_(parts, slow_parts)
+
+
+def with_lookahead(optimizer: Optimizer, k: int, alpha: float) -> Optimizer:
+    """An optimizer before its first step with look-ahead (Zhang et al. 2019), in place, by changing its class."""
+    original = type(optimizer)
+    optimizer.__class__ = type(original.__name__, (_Lookahead, original), {"k": k, "alpha": alpha})
+    for weight, entries in optimizer.state.items():  # of an optimizer that has state before its first step
+        assert isinstance(weight, Tensor)
+        entries |= {SLOW: weight.detach().clone(), STEPS: 0}
+    return optimizer

@@ -13,8 +13,7 @@ from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import TEXT, mapping, ranged, ruled
 from lockstep.core.model import UpdateScope, head_parameters, is_sharded, norm_over_stages, whole
 from lockstep.core.protocols import Optimizer
-from lockstep.optim.fused import fused
-from lockstep.optim.lookahead import with_lookahead
+from lockstep.optim.fused import fused, with_lookahead
 
 ParamGroups = list[dict[str, Any]]
 # The factor of `optimizer.lr=auto` for a model that starts from trained weights (Kolesnikov et al. 2020, "Big
