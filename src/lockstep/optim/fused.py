@@ -1,9 +1,9 @@
 """What is added to optimizers by changing their class: a fused step with lists that are made once, and look-ahead.
 
 At each step of its fused SGD, Adam and AdamW torch collects parameters, gradients and state anew and groups them by
-device: for two tensors a hundred calls of Python, around a kernel of four microseconds. Here the first step is torch's
-own. The next ones call the same kernel with the same arguments. So the results have the same bits, and torch saves and
-restores the state.
+device: for two tensors a hundred calls of Python, around a kernel of four microseconds. Here the first step is by
+torch. The next ones call the same kernel with the same arguments. So the results have the same bits, and torch saves
+and restores the state.
 
 The kernels have names of torch that begin with an underscore; `tests/unit/test_fused.py` compares both ways.
 """
