@@ -71,7 +71,8 @@ def chosen(*choices: str) -> DictConfig:
 def composed(*overrides: str) -> dict[str, Any]:
     """A plain config as `train.py` would compose it.
 
-    Hydra composes each choice of options once, which takes 0.15 s, and sets the other keys in a copy as ever.
+    Hydra composes each option of a group once, which takes 0.1 s. Options and all other keys are set in a copy of
+    the default config. An experiment or a task changes more than one group.
     """
     parsed = OverridesParser.create().parse_overrides(["name=test", *overrides])
     groups = [
@@ -82,7 +83,14 @@ def composed(*overrides: str) -> dict[str, Any]:
         for word in parsed
     ]
     words = list(zip(groups, parsed, strict=True))
-    config = copy.deepcopy(chosen(*(str(word.input_line) for group, word in words if group)))
+    options = {word.key_or_group: str(word.input_line) for group, word in words if group}
+    plain = options.keys() <= {*GROUPS} - {"task"} and all(re.match(r"\w+=", line) for line in options.values())
+    if plain and len(options) == sum(groups):
+        config = copy.deepcopy(chosen())
+        for name, line in options.items():
+            config[name] = chosen(line)[name]
+    else:
+        config = copy.deepcopy(chosen(*(str(word.input_line) for group, word in words if group)))
     try:
         for override in (word for group, word in words if not group):
             OmegaConf.update(config, override.key_or_group, override.value(), force_add=override.is_add())

@@ -206,13 +206,6 @@ def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
     assert same(load_file(run.weights), dict(model.state_dict()))
 
 
-def test_a_whole_checkpoint_has_no_damage_and_no_temporary_file(run: RunDir) -> None:
-    (path,) = saved(run, 1)
-    assert find_corruption(path) == ""
-    assert {file.name for file in path.iterdir()} == set(FILES)
-    assert {file.name for file in run.checkpoints.iterdir()} == {path.name, "last", "best"}
-
-
 def steps_left(run: RunDir) -> list[int]:
     return [int(path.name[5:]) for path in candidates(run.checkpoints)]
 

@@ -182,11 +182,6 @@ def test_a_stray_number_is_refused_with_its_line_in_every_split(root: Path, labe
         source(root, LINES[0], *rows).prepare()
 
 
-def test_splits_and_a_share_exclude_each_other(root: Path) -> None:
-    with pytest.raises(InputError, match=r"val_share is 0\.5, but dataset.val_split names val too"):
-        source(root, val_share=0.5).prepare()
-
-
 def test_a_table_without_splits_has_no_test_split_by_name(root: Path) -> None:
     with pytest.raises(InputError, match=r"split_column is 'split', but .*dataset\.test_share=0\.1$"):
         source(root, "path,label", "a.png,cat", "c.png,cat", val_share=0.5, test_split="test").prepare()

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import timm
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from helpers import FAKE, losses, train_here, weights
-from lockstep.checkpoint.weights import load_start
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
-from lockstep.core.protocols import Model
-from lockstep.models import BasicNet, DigitNet, Linear, Timm, WhiteNet
 from lockstep.optim import SGD, AdamW
 from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
 
@@ -30,47 +26,6 @@ RUN = (
     "train.eval_every=2",
     "checkpoint.every=100%",
 )
-
-
-@pytest.mark.parametrize(
-    ("model", "head"),
-    [
-        (DigitNet(), ("13.weight", "13.bias")),
-        (BasicNet(), ("10.weight", "10.bias")),
-        (Linear(), ("1.weight", "1.bias")),
-        (WhiteNet(), ("7.weight",)),
-        (Timm(name="resnet18"), ("fc.weight", "fc.bias")),
-        (Timm(name="test_vit"), ("head.weight", "head.bias")),
-        (Timm(name="test_convnext"), ("head.fc.weight", "head.fc.bias")),
-        (
-            Timm(name="deit_tiny_distilled_patch16_224"),
-            ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias"),
-        ),
-    ],
-    ids=repr,
-)
-def test_the_head_of_a_model_is_known(model: Model, head: tuple[str, ...]) -> None:
-    assert head_parameters(model.build(10, (3, 32, 32))) == head
-
-
-def test_weights_with_another_head_leave_the_model_its_own(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    trained = timm.create_model("resnet18", num_classes=20).state_dict()
-    save_file(trained, tmp_path / "twenty.safetensors")
-    torch.manual_seed(2)
-    model = timm.create_model("resnet18", num_classes=3)
-    head = model.fc.weight.detach().clone()
-    assert "fc.weight, fc.bias start from random weights" in load_start(model, tmp_path / "twenty.safetensors")
-    assert torch.equal(model.fc.weight, head)
-    assert torch.equal(model.layer4[1].conv2.weight, trained["layer4.1.conv2.weight"])
-    backbone = {name: tensor for name, tensor in trained.items() if not name.startswith("fc.")}
-    save_file(backbone, tmp_path / "backbone.safetensors")
-    assert "fc.weight, fc.bias start from random weights" in load_start(model, tmp_path / "backbone.safetensors")
-    same = timm.create_model("resnet18", num_classes=20)
-    assert load_start(same, tmp_path / "twenty.safetensors") == ""
-    assert torch.equal(same.fc.weight, trained["fc.weight"])
-    with pytest.raises(InputError, match=r"is of another model: \d+ tensors differ"):
-        load_start(timm.create_model("resnet34", num_classes=3), tmp_path / "twenty.safetensors")
 
 
 @pytest.mark.parametrize(

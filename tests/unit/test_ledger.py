@@ -222,24 +222,14 @@ def job(number: int, *overrides: str, **facts: Any) -> Record:
     return Record(number=number, overrides=overrides, folder=f"{number:03}-job", **facts)
 
 
-def test_jobs_on_a_part_of_a_gpu_have_as_large_a_part_of_the_cores() -> None:
-    devices, small = Devices(["a", "b"], 16, lambda gpu: 10), Needs(gpus=1, kind="x")
-    devices.of_kind["x"] = 5
-    shares = [devices.take(small) for _ in range(4)]
-    assert [share and share.environment[CORES] for share in shares] == ["4"] * 4
-    assert devices.take(small) is None
-
-
-@pytest.mark.parametrize("capacity", [0, 3])
-def test_a_job_alone_on_a_gpu_has_its_cores_whatever_its_memory(capacity: int) -> None:
-    devices = Devices(["a", "b"], 16, lambda gpu: capacity)
-    devices.of_kind["x"] = 5
-    share = devices.take(Needs(gpus=1, kind="x"))
-    assert share is not None
-    assert share.environment == {VISIBLE: "a", CORES: "8"}
-
-
-def test_on_the_cpu_a_job_has_the_cores_of_its_threads_and_alone_all() -> None:
+def test_a_job_beside_others_has_its_share_of_the_cores_and_a_job_alone_all() -> None:
+    for room, on_one in ((10, 2), (3, 1), (0, 1)):  # jobs of 5 on a GPU of so much memory
+        devices = Devices(["a", "b"], 16, lambda gpu, room=room: room)
+        devices.of_kind["x"] = 5
+        shares = [devices.take(Needs(gpus=1, kind="x")) for _ in range(2 * on_one + 1)]
+        environments = [share and {**share.environment} for share in shares]
+        cores = {CORES: str(8 // on_one)}
+        assert environments == [*[{VISIBLE: gpu, **cores} for gpu in "ab" for _ in range(on_one)], None]
     share = Devices([], cores=4).take(Needs(cores=2))
     assert share is not None
     assert share.environment == {CORES: "2"}
@@ -374,12 +364,8 @@ def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
 
 def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
-    assert [r.state for r in to_run(records, retry=False)] == [
-        State.stopped,
-        State.pruned,
-        State.killed,
-        State.damaged,
-    ]
+    again = [State.stopped, State.pruned, State.killed, State.damaged]
+    assert [record.state for record in to_run(records, retry=False)] == again
     assert len(to_run(records, retry=True)) == len(State) - 1
 
 
@@ -731,7 +717,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ledger = begun(tmp_path)
-    records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
+    records = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
     with SweepView(ledger, records) as view:
         view.started(ledger.start(records[0]))
         view.refresh()
@@ -744,15 +730,6 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
         "2 of 2  job 1  seed=2  failed: no  in 0:00",
     ]
     assert shown.err == "lockstep: job 1: no\n"
-
-
-def test_a_job_that_comes_alone_is_shown_by_what_its_sweep_varies(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger = begun(tmp_path)
-    records = ledger.enter([(["seed=1", "batch=8"], "seed=1")])
-    SweepView(ledger, records).started(records[0])
-    assert capsys.readouterr().out == f"job 0  seed=1  started; its log: {tmp_path}/jobs/000.log\n"
 
 
 def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(

@@ -276,21 +276,11 @@ def test_a_saved_table_is_read(saved: Path, tmp_path: Path) -> None:
     assert fingerprint["val"] == source.fingerprint()["val"]
 
 
-def test_a_saved_table_without_a_split_for_it_is_evaluated_on_a_share(saved: Path) -> None:
-    source = HF(path=str(saved), decode_size=8, val_split="none", val_share=0.34)
-    assert torch.bincount(source.eval().labels).tolist() == [1, 1]
-    assert len(source.train()) == 4
-
-
 @pytest.mark.parametrize(
     ("keys", "sentence"),
     [
         ({"val_split": "test"}, "val_split is 'test', but .* has 'train', 'validation'.*dataset.val_share=0.1"),
         ({"train_split": "fit"}, "train_split is 'fit', but .* has 'train', 'validation'"),
-        (
-            {"val_share": 0.1},
-            "val_share is 0.1, but dataset.val_split names validation too; .*test_split=validation",
-        ),
         ({"image_column": "img"}, "image_column is 'img', but the table .* has 'image', 'label'"),
         ({"image_column": "label"}, "image_column is 'label', which holds ClassLabel.*, expected images"),
     ],

@@ -74,6 +74,7 @@ def test_every_optimizer_of_timm_goes_on_as_if_it_had_not_stopped(opt: str) -> N
     with torch.compiler.set_stance("force_eager"):  # one optimizer compiles its step, which takes seconds
         option = Timm(opt=opt, lr=0.01, weight_decay=0.1)  # in two groups, each with its own counter
         whole = Trained(option).train(3)
+        assert {group["weight_decay"] for group in whole.optimizer.param_groups} == {0.0, 0.1}
         resumed = Trained(option).resumed(whole.saved(), whole)
         for expected, actual in zip(whole.train(2).weights(), resumed.train(2).weights(), strict=True):
             assert torch.equal(expected, actual)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import shutil
@@ -157,14 +156,6 @@ def test_a_prediction_has_the_class_its_name_and_all_probabilities(of_photos: Ru
     assert [name for _, name, _ in prediction.top(9)] == sorted(
         ("cat", "dog"), key=lambda name: -prediction.probabilities[("cat", "dog").index(name)]
     )
-
-
-def test_a_photograph_becomes_grey_for_a_model_of_grey_images(digits: RunDir) -> None:
-    predictor = lockstep.load(digits.path, device="cpu")
-    colours = Image.effect_noise((20, 20), 90).convert("RGB").resize((8, 8))
-    (stored,) = predictor.stored(colours)
-    assert torch.equal(stored[0], torch.from_numpy(np.array(colours.convert("L"))))
-    assert predictor.names == tuple("0123456789")
 
 
 @pytest.mark.parametrize(
@@ -325,14 +316,6 @@ def test_latest_is_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "outputs" / "latest").unlink()
     with pytest.raises(InputError, match="no run has been started in outputs"):
         lockstep.load("latest")
-
-
-def test_an_image_in_memory_is_not_kept_beyond_its_prediction(digits: RunDir) -> None:
-    file = io.BytesIO()
-    Image.new("I;16", (9, 9), 2**15).save(file, "PNG")
-    predictor = lockstep.load(digits.path)
-    assert predictor.stored(file.getvalue()).unique().tolist() == [128]
-    assert predictor.stored(Image.open(file)).unique().tolist() == [128]
 
 
 def test_an_evaluation_reports_the_loss_of_the_training(tmp_path: Path) -> None:
