@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -202,23 +201,6 @@ print(child.pid)
         child = int(process.communicate()[0])
     assert process.returncode == 0
     wait_for(lambda: not born(child))
-
-
-def test_a_script_ends_with_a_ladder_that_is_killed(tmp_path: Path) -> None:
-    """The script writes its number into a file and sleeps; SIGKILL of the command above it must end it."""
-    code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
-    above = f"""
-import sys
-from lockstep.cli.processes import running
-with running([sys.executable, "-c", {code!r}], capture=True) as process:
-    process.communicate()
-"""
-    with subprocess.Popen([sys.executable, "-c", above]) as ladder_process:
-        wait_for(lambda: (tmp_path / "pid").is_file() and (tmp_path / "pid").read_text().endswith(" "))
-        script = int((tmp_path / "pid").read_text())
-        assert born(script)
-        ladder_process.kill()
-    wait_for(lambda: not born(script))
 
 
 def test_a_changed_script_is_measured_again(tmp_path: Path) -> None:

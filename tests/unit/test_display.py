@@ -16,8 +16,8 @@ from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
 from lockstep.telemetry import display as shown
 from lockstep.telemetry import progress as shown_progress
-from lockstep.telemetry.display import Bar, Display, Lines, TimeLeft, display, figures
-from lockstep.telemetry.progress import Columns, Work, fitting, format_duration, progress
+from lockstep.telemetry.display import Bar, Display, Lines, TimeLeft, display
+from lockstep.telemetry.progress import Work, format_duration, progress
 from lockstep.telemetry.time_spent import TrainingClock
 from lockstep.telemetry.window import Window
 from processes import wait_for
@@ -68,14 +68,6 @@ def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.Captu
         "epoch 2/3  step 11/25  loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %  val loss 0.25"
     )
     assert second.startswith("epoch 2/3  step 12/25  val loss 0.2500  val top-1 93.46 %  average 95.00 %  left 0:0")
-
-
-def test_figures_stay_in_their_columns() -> None:
-    columns = Columns()
-    columns.aligned(figures(LARGE))
-    small, large = (fitting(columns.aligned(figures(window)), None).plain for window in (WINDOW, LARGE))
-    assert len(small) == len(large)
-    assert small.index("img/s") == large.index("img/s")
 
 
 @pytest.mark.parametrize("width", range(24, 140, 11))

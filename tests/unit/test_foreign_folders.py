@@ -201,5 +201,5 @@ def test_a_report_has_as_many_curves_as_a_reader_can_see(tmp_path: Path) -> None
     scalars = {f"metric/{number:05}": 1.0 for number in range(5_000)}
     run.metrics.write_text("".join(json.dumps({"step": step, **scalars}) + "\n" for step in (1, 2)))
     page = write_report(Run(run.path)).read_text()
-    assert "Metrics, validation (the first 20 of 5,000)" in page
+    assert page.count(", validation</figcaption>") == 20
     assert page.count("<tr>") < 200

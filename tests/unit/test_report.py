@@ -377,7 +377,9 @@ def test_a_page_follows_the_monitor(run: RunDir) -> None:
     text = " ".join(page.text.split())
     assert f"ended early {early} best mae 2.5 at step 4 last mae 2.75" in text
     assert "top-1" not in text.partition("Curves")[0].partition("Summary")[2]
-    assert page.titles() == ["mae, validation", "Loss", "Metrics, validation", "rmse, validation", "my/scalar"]
+    assert page.titles() == [
+        *("mae, validation", "Loss", "r2, validation", "f1, validation", "rmse, validation", "my/scalar")
+    ]
     note = chosen_on_itself(["val_share"])
     assert "(dataset.val_share=0.1)" in note
     assert f"score validation loss 0.25 mae 2.5 {note[0].upper()}{note[1:]}." in text

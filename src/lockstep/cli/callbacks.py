@@ -81,8 +81,7 @@ class SweepCallbacks(Callback):
     """Hydra's callbacks around a sweep."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # A caller may start a sweep while it handles an error.
-        self.handled, self.began = sys.exc_info()[1], time.monotonic()
+        self.began = time.monotonic()
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
             _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
@@ -92,7 +91,7 @@ class SweepCallbacks(Callback):
         atexit.register(_remove_sweep, ledger, new_folders)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
+        if sys.exc_info()[1] is not None:  # the sweep ends with an error, which decides the exit code
             return
         folder = Path(config.hydra.sweep.dir)
         if WAITING:

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,13 +13,6 @@ from lockstep.runtime.program import LONGEST_LINE
 from lockstep.runtime.signals import PARENT
 
 KEPT = 2**16  # bytes of the end of a stream
-# Becomes a command that the kernel ends with process `argv[1]`.
-TIED = """
-import os, sys
-from lockstep.runtime.signals import die_with_parent
-die_with_parent(int(sys.argv[1]))
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 def ending(code: int, err: str) -> str:
@@ -59,7 +51,7 @@ class Command:
 
 @contextmanager
 def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
-    """A running command. All its processes are killed at the end of the context, and it ends with this process.
+    """A running command. All its processes are killed at the end of the context.
 
     Its errors are kept for `communicate`. With `capture`, it is a script of the user: what it prints is kept too, and
     it imports the modules next to it, which Lockstep's own processes do not.
@@ -67,7 +59,7 @@ def running(command: list[str], *, capture: bool = False) -> Iterator[Command]:
     # Files, because a script can print more than fits into memory, and leave processes that hold its streams.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", TIED, str(os.getpid()), *command],
+            command,
             # `command_line` has set HYDRA_FULL_ERROR for this process; the run must fail with its sentence only.
             env={name: value for name, value in os.environ.items() if not (capture and name == "PYTHONSAFEPATH")}
             | ({"HYDRA_FULL_ERROR": "0"} if capture else {"HYDRA_FULL_ERROR": "0", PARENT: str(os.getpid())}),

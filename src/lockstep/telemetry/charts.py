@@ -47,24 +47,19 @@ USAGE: dict[str, Curves] = {
 def learning_titles(run: Run) -> dict[str, Curves]:
     """The charts of a run, as `CURVES`: a monitored metric comes first, and the learning rate last.
 
-    A metric that leaves the range from -1 to 1 has its own chart, and so has each figure of a task.
+    Each metric has its own chart, and so has each figure of a task.
     """
-    largest: dict[str, float] = {}
-    for _, scalars in run.figures:
-        largest |= {tag: max(abs(value), largest.get(tag, 0.0)) for tag, value in finite(scalars).items()}
-    metrics = [tag for tag in largest if re.fullmatch(METRIC + "[^/]*", tag)]
-    first = [tag for tag in run.monitor.tags if tag in largest and tag.startswith(METRIC)]
-    alone = [tag for tag in metrics if largest[tag] > 1] + [tag for tag in largest if re.match(OWN, tag)]
-    together = [tag for tag in metrics if tag not in (*first, *alone)]
+    tags = dict.fromkeys(tag for _, scalars in run.figures for tag in finite(scalars))
+    metrics = [tag for tag in tags if re.fullmatch(METRIC + "[^/]*", tag)]
+    first = [tag for tag in run.monitor.tags if tag in metrics]
+    others = [tag for tag in metrics if tag not in first] + [tag for tag in tags if re.match(OWN, tag)]
 
     def each(tags: Sequence[str]) -> dict[str, Curves]:
         names = {tag: f"{tag.removeprefix(METRIC)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
         return {names[tag]: {re.escape(tag) + "$": ("", VAL)} for tag in tags}
 
-    several: dict[str, Curves] = {"Metrics, validation": {f"({'|'.join(map(re.escape, together))})$": ("", "")}}
-    others = (several if len(together) > 1 else each(together)) | each(alone[:SHOWN])
     curves = {title: telling(tags, run.classes) for title, tags in CURVES.items()}
-    return each(first) | curves | others | {"Learning rate": {"optim/lr": ("", OTHER)}}
+    return each(first) | curves | each(others[:SHOWN]) | {"Learning rate": {"optim/lr": ("", OTHER)}}
 
 
 def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -15,7 +15,6 @@ from lockstep.telemetry.progress import (
     ALWAYS,
     SHORTEST_BAR,
     SILENCE_S,
-    Columns,
     FigureColumn,
     bar,
     fitting,
@@ -87,7 +86,6 @@ class Screen(Display):
         self.step = left.first
         self.stepped_at = self.shown_at = time.monotonic()
         self.phase = ""
-        self.columns = Columns()
 
     def window(self, window: Window, epoch: Window | None) -> None:
         self.left.window_ended(window.last)
@@ -121,7 +119,7 @@ class Screen(Display):
             FigureColumn("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
             FigureColumn("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
         ]
-        line = self.columns.aligned([*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)])
+        line = [*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)]
         log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
 
     def _width(self) -> int | None:

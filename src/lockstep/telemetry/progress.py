@@ -4,10 +4,9 @@ import os
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from stat import S_ISFIFO
 
 from rich.console import Console
@@ -40,18 +39,6 @@ class FigureColumn:
     def text(self) -> Text:
         gap = " " * bool(self.name and self.figure)
         return Text.assemble(self.name, gap, (self.figure + self.unit, self.style))
-
-
-class Columns:
-    """Pads the figures of a column to the width of its widest figure so far."""
-
-    def __init__(self) -> None:
-        self.widths: Counter[str] = Counter()
-
-    def aligned(self, columns: Sequence[FigureColumn]) -> list[FigureColumn]:
-        for column in columns:
-            self.widths[column.name] = max(self.widths[column.name], len(column.figure))
-        return [replace(column, figure=column.figure.rjust(self.widths[column.name])) for column in columns]
 
 
 def fitting(columns: Sequence[FigureColumn], width: int | None) -> Text:
