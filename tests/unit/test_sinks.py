@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from io import BytesIO
 from pathlib import Path
@@ -32,7 +32,7 @@ from tensorboard.summary.writer import event_file_writer
 from helpers import resolved, train_here
 from lockstep.core.errors import StorageError
 from lockstep.core.figures import Predictions, read_figures
-from lockstep.core.monitor import Monitor
+from lockstep.core.observer import RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -177,13 +177,39 @@ def hparams_page(folder: Path) -> Any:
     return context.experiment_from_metadata(request, "", True, context.hparams_metadata(request, ""), [])
 
 
+def tensorboard(
+    folder: Path,
+    after: float = 0,
+    facts: Mapping[str, Any] = FACTS,
+    *,
+    monitor: str = "top1",
+    text: str = "",
+    model: torch.nn.Module | None = None,
+) -> TensorBoard:
+    """TensorBoard's files of a run in a folder, which resumes after a step, with the `text` as its config."""
+    run_dir = RunDir(folder)
+    if text:
+        run_dir.config.write_text(text)
+    config = {"monitor": monitor, "input": {"mean": [0.5], "std": [0.5]}}
+    info = RunInfo(
+        run_dir=run_dir,
+        plan=PLAN,
+        step=int(after),
+        after=after,
+        config=config,
+        hyperparameters=facts,
+        model=model,
+    )
+    return TensorBoard(info, histograms=model is not None)
+
+
 def files_of(folder: Path) -> set[Path]:
     """The event files of a folder, without those of evaluations."""
     return {path for path in folder.iterdir() if path.name != "val"}
 
 
 def test_a_run_is_an_event_file_with_scalars_and_hyperparameters_and_one_of_evaluations(tmp_path: Path) -> None:
-    sink = TensorBoard(tmp_path, 0, FACTS)
+    sink = tensorboard(tmp_path)
     for step in (1, 2):
         sink.write(step, {"loss/train": 1 / step})
         sink.write(step, {"loss/val": 0.5, "acc/val_top1": 10.0 * step})
@@ -223,7 +249,7 @@ def test_the_curves_of_training_and_of_evaluations_share_a_chart(tag: str, folde
 
 def test_the_first_metric_of_hparams_is_the_best_value_of_the_monitor(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    sink = TensorBoard(tmp_path / "run", 0, FACTS, monitor=Monitor.parse("-loss"))
+    sink = tensorboard(tmp_path / "run", monitor="-loss")
     for step, (loss, best) in enumerate([(0.5, True), (0.25, True), (0.75, False)], start=1):
         sink.evaluated(step, {"loss/val": loss}, best)
         sink.write(step, {"loss/train": loss, "loss/val": loss, "cpu/cores": 2.0, "perf/img_per_s": 9.0})
@@ -244,7 +270,7 @@ def test_captions_are_cut_where_they_would_overlap() -> None:
 
 
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
-    TensorBoard(tmp_path, 0, FACTS).end("completed")
+    tensorboard(tmp_path).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     layout = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in layout.category] == list(LAYOUT)
@@ -267,7 +293,7 @@ def written(folder: Path) -> dict[tuple[str, int], int]:
 
 def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
     """Write the events of one part of a run, which resumes after step `after` and logs `steps`."""
-    sink = TensorBoard(folder, after, FACTS)
+    sink = tensorboard(folder, after)
     for step in steps:
         sink.write(step, {"loss/train": value, "optim/lr": 0.1})
     sink.end("completed")
@@ -292,7 +318,7 @@ def test_the_hyperparameters_have_the_task_and_the_monitor() -> None:
 def test_tensorboard_puts_the_hyperparameters_that_differ_first(tmp_path: Path) -> None:
     for name, batch in (("a", 64), ("b", 32)):
         (tmp_path / name).mkdir()
-        sink = TensorBoard(tmp_path / name, 0, {**FACTS, "batch": batch, "zoom": batch})
+        sink = tensorboard(tmp_path / name, facts={**FACTS, "batch": batch, "zoom": batch})
         sink.write(1, {"acc/val_top1": 50.0})
         sink.end("completed")
     experiment = hparams_page(tmp_path)
@@ -320,7 +346,7 @@ def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
     sinks = [
         JsonLines(tmp_path / "metrics.jsonl", 0),
         CsvTable(tmp_path / "metrics.csv", PLAN, 0),
-        TensorBoard(tmp_path, 0, FACTS),
+        tensorboard(tmp_path),
     ]
     for sink in sinks:
         sink.write(1, {"loss/val": 0.5, "acc/val_top1": 50.0})
@@ -347,7 +373,7 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
     tmp_path: Path, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], writes: int
 ) -> None:
     with full_disk(300):
-        sink = TensorBoard(tmp_path, 0, FACTS)
+        sink = tensorboard(tmp_path)
         for step in range(1, writes):
             sink.write(step, {"loss/train": 1.0})
         sink.end("completed")
@@ -372,9 +398,7 @@ PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b
 
 def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> None:
     """One part of a run of two steps, whose evaluation is the best."""
-    sink = TensorBoard(
-        folder, after, FACTS, texts={"config": texts}, pixels=lambda images: images / 2 + 0.5, **options
-    )
+    sink = tensorboard(folder, after, text=texts, **options)
     images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
     for step in range(int(after) + 1, 3):
         if step == 1:
@@ -416,7 +440,7 @@ def test_a_resume_has_figures_and_pictures_once(tmp_path: Path, after: float) ->
         if after <= 2:
             session(tmp_path, after, texts=texts)
         else:
-            TensorBoard(tmp_path, after, FACTS, texts={"config": texts}).end("completed")
+            tensorboard(tmp_path, after, text=texts).end("completed")
     shown = written(tmp_path), written(tmp_path / "val")
     assert {times for counts in shown for (_, step), times in counts.items() if step} == {1}
     assert shown[1].keys() >= PICTURES

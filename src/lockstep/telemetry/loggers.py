@@ -12,16 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, pathname, ruled
-from lockstep.core.figures import finite, number_or_text, read_figures
-from lockstep.core.monitor import Monitor
+from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
-from lockstep.core.run import Run
-from lockstep.core.safe_read import read_text
 from lockstep.core.safe_write import storing
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
@@ -58,23 +53,7 @@ class TensorBoard:
     )
 
     def build(self, run: RunInfo) -> Observer:
-        # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
-        facts = {key: number_or_text(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
-        texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
-        values, on_gpu = run.config.get("input", {}), run.config.get("device") != "cpu"
-        mean, std = (
-            torch.tensor(values.get(key) or [x]).view(1, -1, 1, 1) for key, x in (("mean", 0.0), ("std", 1.0))
-        )
-        return tensorboard.TensorBoard(
-            run.folder,
-            run.after,
-            facts,
-            {page: tensorboard.LAYOUT[page] for page in tensorboard.LAYOUT if on_gpu or page != "GPU"},
-            monitor=Monitor.parse(run.config.get("monitor", str(Monitor()))),
-            texts={title: read_text(path) for title, path in texts.items() if path.exists()},
-            pixels=lambda images: images * std + mean,
-            model=run.model if self.histograms else None,
-        )
+        return tensorboard.TensorBoard(run, histograms=self.histograms)
 
 
 def accepted(name: str, refused: str) -> str:

@@ -9,23 +9,24 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, masked
-from lockstep.core.figures import BINS, Predictions, finite, place_of
+from lockstep.core.figures import BINS, Predictions, finite, number_or_text, place_of
 from lockstep.core.monitor import Monitor
-from lockstep.core.observer import Observer, Outcome
+from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import make_folder, storing
 from lockstep.telemetry import pictures
 
@@ -91,44 +92,37 @@ class TensorBoard(Observer):
 
     TensorBoard hides the steps of earlier files that the resumed run does again (`purge_step`).
 
-    Args:
-        after: where the run resumes from, `RunInfo.after`.
-        facts: the hyper-parameters. TensorBoard shows the ones from the first start.
-        monitor: the figure whose best value is the first metric of the HParams page.
-        texts: texts about the run, by title. Each start of the run adds them, at its first step.
-        pixels: from the images (b, C, H, W) that the model gets to values from 0 to 1; None shows none.
-        model: the model; its weights are shown as histograms. None shows none.
+    HParams has the hyper-parameters of the first start, or those that a sweep varies, and first the best value of the
+    monitor. Each start of the run adds texts about it. With `histograms`, evaluations show the weights.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        after: float,
-        facts: Mapping[str, Any],
-        layout: Mapping[str, Mapping[str, list[str]]] = LAYOUT,
-        *,
-        monitor: Monitor | None = None,
-        texts: Mapping[str, str] | None = None,
-        pixels: Callable[[Tensor], Tensor] | None = None,
-        model: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, run: RunInfo, *, histograms: bool = False) -> None:
         from tensorboard.compat.proto.summary_pb2 import Summary
         from torch.utils.tensorboard.summary import hparams
 
         self.summary = Summary
-        self.folder, self.after, self.monitor = folder, after, monitor or Monitor()
+        self.folder, self.after = run.folder, run.after
+        self.monitor = Monitor.parse(run.config.get("monitor", str(Monitor())))
         self.writers: dict[str, SummaryWriter] = {}  # by folder
         self.failed = False
         self.pictured = time.monotonic()
         self.pending: Predictions | None = None
-        self.pixels, self.model = pixels, model
-        first = int(after) + 1
+        self.model, self.is_pictured = run.model if histograms else None, False
+        values = run.config.get("input", {})
+        self.mean, self.std = (
+            torch.tensor(values.get(key) or [x]).view(1, -1, 1, 1) for key, x in (("mean", 0.0), ("std", 1.0))
+        )
+        # In a sweep only what it varies: TensorBoard ticks five keys, and shows ticked ones in parallel coordinates.
+        facts = {key: number_or_text(value) for key, value in Run(run.folder).swept.items()} or run.hyperparameters
+        texts = {"config": run.run_dir.config, "command": run.run_dir.command, "environment": run.run_dir.environment}
+        on_gpu = run.config.get("device") != "cpu"
         with self._tolerating_errors():
             training = self._writer()
             self._writer(VAL)
             multiline = {
                 page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-                for page, charts in layout.items()
+                for page, charts in LAYOUT.items()
+                if on_gpu or page != "GPU"
             }
             training.add_custom_scalars(multiline)
             # The first of torch's three summaries describes the columns. Without it, TensorBoard sorts the columns:
@@ -136,8 +130,9 @@ class TensorBoard(Observer):
             # Written to the run's own file: `add_hparams` would create a second run.
             for summary in hparams(dict(facts), {})[1:]:
                 add(training, summary, 0)
-            for title, text in (texts or {}).items():
-                add_text(training, title, text, first)
+            for title, path in texts.items():
+                if path.exists():
+                    add_text(training, title, read_text(path), int(run.after) + 1)
             training.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -171,9 +166,10 @@ class TensorBoard(Observer):
         return self.writers[folder]
 
     def first_batch(self, micro: Shard, images: Tensor) -> None:
-        pixels, self.pixels = self.pixels, None  # of several micro-batches the first one is shown
-        if pixels is not None and len(images) and not self.failed:
-            shown = (pixels(images[:TRAINING_IMAGES].float().cpu()) * 255).round().clamp(0, 255).byte().numpy()
+        if len(images) and not (self.is_pictured or self.failed):
+            self.is_pictured = True  # of several micro-batches the first one is shown
+            pixels = images[:TRAINING_IMAGES].float().cpu() * self.std + self.mean
+            shown = (pixels * 255).round().clamp(0, 255).byte().numpy()
             with self._tolerating_errors():
                 # Of a sweep's jobs it is often the same picture: it comes after `images/`.
                 add_picture(self._writer(), "input/augmented", pictures.sheet(shown), micro.step)
