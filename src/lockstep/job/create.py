@@ -194,6 +194,8 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
 def import_for_ranks(job: Job) -> None:
     """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
     environment.own_source()
+    for package in environment.PACKAGES:
+        environment.version_of(package)
     parts = (job.model, job.strategy, *job.logger.values())
     modules = {name for part in parts for name in getattr(part, "imports", ())}
     modules |= {"torch._dynamo"} if job.model.compile else set()
