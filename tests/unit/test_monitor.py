@@ -28,6 +28,13 @@ from lockstep.inference.predictor import load
 from lockstep.job.validate import check_monitor
 from lockstep.training.patience import Patience
 
+
+class Mine:
+    """A metric of a user."""
+
+    higher_is_better = False
+
+
 SHORT = ("steps=8", "batch=256", "train.eval_every=1", "device=cpu", "model=linear")
 
 
@@ -61,7 +68,7 @@ def plan(steps: int = 100, every: int = 10) -> Plan:
 )
 def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str) -> None:
     classes = {"error": "Calibration", "own": "Mine", "f1": "F1", "mae": "MAE"}
-    monitor = chosen_monitor(text, task=task, metrics=classes, less_is_better={"mine": "Mine"})
+    monitor = chosen_monitor(text, tasks=[task], metrics=classes, classes={"mine": Mine})
     assert str(monitor) == chosen
     assert Monitor.parse(chosen) == monitor
 
@@ -93,9 +100,9 @@ def test_a_metric_that_a_task_adds_itself_is_known_by_its_option() -> None:
     for option in [option for option, task in declared("task").items() if task.metrics]:
         for name, metric in resolved(f"task={option}", "dataset=fake", "device=cpu").metric.items():
             falls = not getattr(metric, "higher_is_better", True)
-            assert str(chosen_monitor(name, task=option, metrics={})) == "-" * falls + name
-            assert str(chosen_monitor(name, task=option, metrics={name: "F1"})) == name, "the config's own metric"
-    assert str(chosen_monitor("mine", task="", metrics={}, less_is_better={"mine": "Mine"})) == "-mine"
+            assert str(chosen_monitor(name, tasks=[option])) == "-" * falls + name
+            assert str(chosen_monitor(name, tasks=[option], metrics={name: "F1"})) == name, "the config's own metric"
+    assert str(chosen_monitor("mine", classes={"mine": Mine})) == "-mine"
 
 
 def test_every_figure_has_its_tag() -> None:

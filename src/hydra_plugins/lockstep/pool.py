@@ -84,9 +84,9 @@ class PoolLauncher(Launcher, Callback):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
-        jobs = 1 if self.jobs is None else self.jobs
-        for key, value, least in (("jobs", jobs, 1), ("gpus", self.gpus, 0), ("cores", self.cores, 1)):
-            check_whole(f"hydra.launcher.{key}", value, least)
+        check_whole("hydra.launcher.jobs", 1 if self.jobs is None else self.jobs, 1)
+        check_whole("hydra.launcher.gpus", self.gpus, 0)
+        check_whole("hydra.launcher.cores", self.cores, 1)
         if not job_overrides and self.search is None:
             raise InputError(
                 "this line has no job: a range(...) or glob(...) in it has no value; write values with commas"

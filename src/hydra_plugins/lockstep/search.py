@@ -156,12 +156,9 @@ class OptunaSweeper(GridSweeper):
         for key, known in (("sampler", SAMPLERS), ("pruner", PRUNERS), ("direction", [*Direction])):
             if self.study[key] not in known:
                 raise InputError(f"hydra.sweeper.{key} is {self.study[key]!r}, expected one of {', '.join(known)}")
-        for key, value, least in (
-            ("n_trials", self.n_trials, 1),
-            ("n_jobs", self.n_jobs, 1),
-            ("seed", self.study["seed"], 0),
-        ):
-            check_whole(f"hydra.sweeper.{key}", value, least)
+        check_whole("hydra.sweeper.n_trials", self.n_trials, 1)
+        check_whole("hydra.sweeper.n_jobs", self.n_jobs, 1)
+        check_whole("hydra.sweeper.seed", self.study["seed"], 0)
         if self.study["pruner"] != "none" and not hasattr(self.launcher, "search"):
             raise InputError("hydra.sweeper.pruner works with hydra/launcher=pool; use hydra.sweeper.pruner=none")
         if [*self.objectives] != [SCORE] and self.study["pruner"] != "none":

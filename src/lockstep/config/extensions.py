@@ -13,6 +13,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,13 +100,11 @@ def load(module: str) -> bool:
     if extension is None:
         return False
     extension.load()
-    try:
-        exists = importlib.util.find_spec(module) is not None
-    except ImportError:
-        exists = False
-    if exists:
-        extension.load(module)
-    return exists
+    with suppress(ImportError):
+        if importlib.util.find_spec(module) is not None:
+            extension.load(module)
+            return True
+    return False
 
 
 def shown() -> str:

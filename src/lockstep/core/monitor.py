@@ -8,10 +8,9 @@ better.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -69,18 +68,20 @@ class Monitor:
 
 
 def chosen_monitor(
-    text: str, *, task: str, metrics: Mapping[str, str], less_is_better: Mapping[str, str] = MappingProxyType({})
+    text: str, *, tasks: Iterable[str] = (), metrics: Mapping[str, str] = {}, classes: Mapping[str, type] = {}
 ) -> Monitor:
     """The monitor that a config names.
 
     Args:
         text: the key `monitor`: `auto`, or the name of a figure, with a minus in front if less is better.
-        task: the option of the group `task`.
-        metrics: the class of each metric of the config, by its name. Any other name is the name of an option that
-            the task adds itself.
-        less_is_better: the classes of other metrics of which less is better, by option.
+        tasks: the option of the group `task`, then those from which its class derives.
+        metrics: the name of the class of each metric of the config, by its name. Any other name is the name of an
+            option that the task adds itself.
+        classes: the classes of metrics, also of a user, by option.
     """
-    monitor = Monitor.parse(USUAL.get(task, LOSS) if text == "auto" else text)
+    usual = next((USUAL[name] for name in tasks if name in USUAL), LOSS)
+    monitor = Monitor.parse(usual if text == "auto" else text)
+    less_is_better = {key: cls.__name__ for key, cls in classes.items() if not getattr(cls, "higher_is_better", True)}
     falling = {**LESS_IS_BETTER, **less_is_better}
     metric = monitor.name.partition("/")[0]
     falls = monitor.name == LOSS or metrics.get(metric, falling.get(metric)) in falling.values()

@@ -14,7 +14,7 @@ from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
-from lockstep.core.monitor import LOSS, USUAL, Monitor, chosen_monitor
+from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
@@ -128,14 +128,11 @@ def logged(job: Job) -> list[str]:
 def monitor_of(job: Job) -> Monitor:
     """The figure that decides in a job."""
     classes = {name: type(metric) for name, metric in _metrics(job).items()}
-    tasks = [cls.__name__.lower() for cls in type(job.task).__mro__]
     return chosen_monitor(
         job.monitor,
-        task=next((name for name in tasks if name in USUAL), ""),
+        tasks=[cls.__name__.lower() for cls in type(job.task).__mro__],
         metrics={name: cls.__name__ for name, cls in classes.items()},
-        less_is_better={
-            name: cls.__name__ for name, cls in classes.items() if not getattr(cls, "higher_is_better", True)
-        },
+        classes=classes,
     )
 
 

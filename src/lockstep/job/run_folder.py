@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, StorageError
@@ -128,8 +127,6 @@ class Preparation:
     def __enter__(self) -> RunDir:
         return self.run_dir
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
             self.close(error)

@@ -17,7 +17,7 @@ from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
-from lockstep.core.monitor import USUAL, Monitor, chosen_monitor
+from lockstep.core.monitor import Monitor, chosen_monitor
 from lockstep.core.run import State
 from lockstep.core.run_dir import relative
 from lockstep.sweep.ledger import Identity, Ledger
@@ -39,12 +39,11 @@ def choose_folder(config: DictConfig) -> Ledger:
         raise InputError(problem)
     block.objectives = _objectives(config)
     launcher = config.hydra.runtime.choices["hydra/launcher"]
-    of_pool = {"retry": bool(block.retry), "halving": block.halving, "objectives": [*block.objectives]}
-    for key, value in of_pool.items():
-        if value and value != [SCORE] and launcher not in POOLS:
+    of_pools = {"retry": str(block.retry).lower(), "halving": block.halving, "objectives": [*block.objectives]}
+    of_pool = {"gpu_share": str(block.gpu_share).lower()} if launcher != "pool" else {}
+    for key, value in {**(of_pools if launcher not in POOLS else {}), **of_pool}.items():
+        if value not in (None, "false", [SCORE]):
             raise InputError(f"sweep.{key} is {value}, which hydra/launcher=pool does; use hydra/launcher=pool")
-    if block.gpu_share and launcher != "pool":
-        raise InputError("sweep.gpu_share is true, which hydra/launcher=pool does; use hydra/launcher=pool")
     _check_meaning(config, launcher)
     if "jsonl" not in config.logger:
         _check_needs_no_figures(config)
@@ -103,16 +102,13 @@ def _objectives(config: DictConfig) -> list[str]:
 
 def _monitor(config: DictConfig, text: str = "") -> Monitor:
     """The figure by which the jobs of a sweep are compared, as `text`, or else the config, gives it."""
-    tasks = declared("task")
     name = str(config.hydra.runtime.choices.get("task", "multiclass"))
-    names = [name, *(cls.__name__.lower() for cls in getattr(tasks.get(name), "__mro__", ()))]
-    declared_metrics = declared("metric").items()
-    less = {key: cls.__name__ for key, cls in declared_metrics if not getattr(cls, "higher_is_better", True)}
+    bases = getattr(declared("task").get(name), "__mro__", ())
     return chosen_monitor(
         text or str(config.monitor),
-        task=next((known for known in names if known in USUAL), ""),
+        tasks=[name, *(cls.__name__.lower() for cls in bases)],
         metrics={key: str(node["_target_"]).rpartition(".")[2] for key, node in (config.metric or {}).items()},
-        less_is_better=less,
+        classes=declared("metric"),
     )
 
 

@@ -14,10 +14,9 @@ from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
-from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, score_text, swept_keys, varied
-from lockstep.sweep.runs import JobRun, Row, groups
+from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, swept_keys, varied
+from lockstep.sweep.runs import JobRun
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, Curve, line_chart
 from lockstep.telemetry.report import number, rendered
@@ -53,7 +52,6 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     summary = {
         "jobs": ", ".join(f"{number} {state}" for state, number in count.items()),
         "best": best_text,
-        "over the seeds": "; ".join(_seeds(groups([*jobs.values()]), figure)),
         **{f"{name} of all": f"{sum(cost.get(name, 0) for cost in costs.values()):.3g}" for name in shown},
     }
     ranked = sorted(records, key=lambda job: (job.score is None, -monitor.direction.gain(job.score or 0.0)))
@@ -88,15 +86,6 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         ],
         "command": shell_command(["lockstep", *command]),
     }
-
-
-def _seeds(rows: Sequence[Row], figure: str) -> Iterator[str]:
-    """The mean and the spread of the scores of each setting with several seeds or folds."""
-    for row in rows:
-        if row["spread"] is not None:
-            keys = " ".join(f"{key}={value}" for key, value in row.items() if isinstance(value, Setting))
-            mean, spread = (score_text(row[key], figure) for key in (SCORE, "spread"))
-            yield f"{keys or 'all'}: {mean} ± {spread} over {row['done']} jobs"
 
 
 def costs_of(job: Run) -> dict[str, float]:

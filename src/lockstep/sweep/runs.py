@@ -281,7 +281,7 @@ def direction_of(name: str, score: Direction) -> Direction:
     if name in (SCORE, TEST):
         return score
     figure = evaluation_figure(name)
-    return Direction.minimize if figure is None else chosen_monitor(figure, task="", metrics={}).direction
+    return Direction.minimize if figure is None else chosen_monitor(figure).direction
 
 
 def causes(runs: Sequence[Run]) -> list[Row]:
