@@ -37,7 +37,6 @@ def _program(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(program.threading, "_shutdown", lambda: None)
     monkeypatch.setattr(program.atexit, "_run_exitfuncs", lambda: None)
     monkeypatch.setattr(sys, "argv", ["train.py"])
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

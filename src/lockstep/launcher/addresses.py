@@ -16,7 +16,6 @@ from lockstep.core.errors import InputError
 # An address that no machine has (RFC 5737), so that its route is the default route.
 ELSEWHERE = "198.51.100.1"
 LOOPBACK = "127.0.0.1"  # other machines cannot reach it
-REACH_S = 5.0
 
 
 def machine() -> str:
@@ -53,21 +52,6 @@ def is_own(host: str, port: int) -> bool:
             probe.bind((address, 0))
             return True
     return False
-
-
-def loopback_listener() -> socket.socket:
-    """A socket on a free port of the loopback interface, where local ranks meet. Raises InputError if it is down."""
-    try:
-        listener = socket.create_server((LOOPBACK, 0))
-        # A listener alone also works on an interface that is down; its ranks would wait for each other.
-        with socket.create_connection(listener.getsockname(), timeout=REACH_S):
-            listener.accept()[0].close()
-    except OSError as error:
-        raise InputError(
-            f"the ranks of this machine meet at {LOOPBACK}, and it cannot be reached ({error.strerror or error}); "
-            "bring the interface up (ip link set lo up), or use launcher.ranks=1"
-        ) from error
-    return listener
 
 
 def interface_to(host: str, port: int) -> str | None:

@@ -24,7 +24,7 @@ from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.launcher.addresses import LOOPBACK, loopback_listener
+from lockstep.launcher.addresses import LOOPBACK
 from lockstep.launcher.processes import (
     KILLED,
     POLL_S,
@@ -78,15 +78,11 @@ class Spawn(Inline):
         """A process that has used a GPU's driver cannot be forked, and searching for a GPU uses the driver."""
         return not torch.cuda.is_available() and can_fork()
 
-    def try_address(self) -> str:
-        loopback_listener().close()
-        return super().try_address()
-
     def attempt(self, entry: Entry, run_dir: RunDir, *, can_restart: bool = False) -> RankFailed | None:
         """Start the ranks and wait for them. Returns a failure that allows a restart, and raises any other."""
         for path in run_dir.rank_errors():  # of an earlier attempt
             path.unlink()
-        listener = loopback_listener()
+        listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()

@@ -27,7 +27,6 @@ from lockstep.runtime.signals import (
     leave,
     listen,
     reports_stops,
-    silent_about_stops,
 )
 
 # Longer lines, in characters, are shown without their middle.
@@ -99,7 +98,6 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
     os.environ["PYTHONSAFEPATH"] = "1"
     stop = _StopEarly(stopped)
     listen(stop)
-    sys.unraisablehook = silent_about_stops(sys.unraisablehook)
     try:
         _check_current_folder()
         for word in sys.argv[1:]:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
@@ -131,7 +131,6 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
     which are effects of the stop: a library was interrupted, or another rank left.
     """
     before = listen(request)
-    unraisable, sys.unraisablehook = sys.unraisablehook, silent_about_stops(sys.unraisablehook)
     earlier = [handler for handler in before.values() if isinstance(handler, StopRequest)]
     try:
         if any(handler.requested for handler in earlier):
@@ -147,20 +146,11 @@ def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None
         raise
     finally:
         request.immediate = False
-        sys.unraisablehook = unraisable
         for handler in earlier:
             handler.requested |= request.requested
         if restore:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def silent_about_stops(hook: Callable[[Any], object]) -> Callable[[Any], object]:
-    """`hook`, but silent about a StopNow that was raised in a `__del__` or in the callback of a weak reference.
-
-    Python drops such an exception. The stop request remains, so the next check or the watchdog acts on it.
-    """
-    return lambda unraisable: None if unraisable.exc_type is StopNow else hook(unraisable)
 
 
 def listen(handler: Any) -> dict[int, Any]:
