@@ -47,13 +47,23 @@ def check_effects(job: ResolvedJob) -> None:
             f"model.compile_mode is {model.compile_mode}, but model.compile is false, so nothing is compiled; "
             "add model.compile=true, or remove model.compile_mode"
         )
-    if job.init_from is not None and getattr(model, "pretrained", False):
-        raise InputError("init_from and model.pretrained=true both set the initial weights; remove one of them")
-    if job.train.freeze_until is not None and not job.train.freeze:
-        raise InputError(
-            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
-            "train.freeze=[backbone], or set train.freeze_until=null"
-        )
+    balanced = job.train.sampling == "balanced"
+    doubled = {
+        "init_from and model.pretrained=true both set the initial weights": (
+            job.init_from is not None and getattr(model, "pretrained", False)
+        ),
+        "train.sampling=balanced and loss.balanced=true both balance the classes": (
+            balanced and getattr(job.loss, "balanced", False)
+        ),
+        "train.sampling=balanced and train.repeats both repeat examples in an epoch": (
+            balanced and job.train.repeats > 1
+        ),
+        "train.ema and train.swa_from both average the weights": job.train.ema and job.train.swa_from,
+        "train.size and train.sizes both choose the size of training": job.train.size and job.train.sizes,
+    }
+    for sentence, applies in doubled.items():
+        if applies:
+            raise InputError(f"{sentence}; remove one of them")
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
         raise InputError(
@@ -67,46 +77,32 @@ def check_effects(job: ResolvedJob) -> None:
             ("swa_every", "swa_images") * (job.train.swa_from is None)
         ),
         "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
+        "train.freeze is empty, so nothing is frozen": ("freeze_until",) * (not job.train.freeze),
+        "train.patience is null, so no run ends early": ("min_delta",) * (job.train.patience is None),
         "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
         "train.mixup and train.cutmix are not both on": ("mix_switch",) * (len(mixes) < 2),
     }
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
         if (value := getattr(job.train, name)) != getattr(TrainBlock, name):
             raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; remove it")
-    if job.train.sampling == "balanced" and getattr(job.loss, "balanced", False):
-        raise InputError("train.sampling=balanced and loss.balanced=true both balance the classes; remove one")
-    if job.train.sampling == "balanced" and job.train.repeats > 1:
-        raise InputError("train.sampling=balanced and train.repeats both repeat examples in an epoch; remove one")
     if job.batch % job.train.repeats:
         whole = max(1, job.batch // job.train.repeats) * job.train.repeats
         raise InputError(
             f"train.repeats is {job.train.repeats}, but batch is {job.batch}, so a global batch cannot hold its "
             f"examples so often; use batch={whole}, or remove train.repeats"
         )
-    if job.train.min_delta and job.train.patience is None:
-        raise InputError(
-            f"train.min_delta is {job.train.min_delta:g}, but train.patience is null, so no run ends early; add "
-            "train.patience=5, or train.min_delta=0"
-        )
-    _check_averages(job)
-    if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
-        least, most = job.launcher.node_range
-        raise InputError(
-            f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
-            f"ranks; use launcher.nodes={most}, or repro=exact"
-        )
-
-
-def _check_averages(job: ResolvedJob) -> None:
-    """Reject averages of the weights that exclude each other or cannot be exact enough."""
-    if job.train.ema is not None and job.train.swa_from is not None:
-        raise InputError("train.ema and train.swa_from both average the weights; remove one")
     if job.precision.storage is torch.bfloat16 and job.train.averages:
         name = "ema" if job.train.ema is not None else "swa_from"
         raise InputError(
             f"train.{name} is {getattr(job.train, name)}, but under precision=bf16_pure an average is in bfloat16 "
             "too, where a number moves by 1/256 of itself or not at all; use precision=bf16, or remove "
             f"train.{name}"
+        )
+    if job.strategy.fixed_order and len(set(job.launcher.node_range)) > 1:
+        least, most = job.launcher.node_range
+        raise InputError(
+            f"launcher.nodes is {least}:{most}, but repro=strict deals its virtual shards to a fixed number of "
+            f"ranks; use launcher.nodes={most}, or repro=exact"
         )
 
 
@@ -290,8 +286,6 @@ def _check_recompute(job: ResolvedJob) -> None:
 
 def _check_train_size(job: ResolvedJob) -> None:
     """Refuse sizes in training that the model does not take, or that change nothing."""
-    if job.train.size is not None and job.train.sizes is not None:
-        raise InputError("train.size and train.sizes both choose the size of training; remove one of them")
     key, shapes, usual = "train.sizes" if job.train.sizes else "train.size", job.train_shapes, job.dataset.input_shape
     if {*shapes} == {usual} and (job.train.size or job.train.sizes):
         size = as_pixels(*usual[1:])
