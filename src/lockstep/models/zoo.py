@@ -2,14 +2,14 @@
 
 import functools
 import inspect
-import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import getproxies
+from urllib.request import Request, urlopen
 
 import torch
 from torch import nn
@@ -267,14 +267,12 @@ def _of_hub(cfg: Any, *, cached: bool) -> dict[str, Any]:
     """The best file of weights in a repository of the hub; if `cached`, only from this machine."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
-    from timm.models import _hub
 
     repository, _, revision = cfg.hf_hub_id.partition("@")
-    name = cfg.hf_hub_filename or _hub.HF_WEIGHTS_NAME
+    name = cfg.hf_hub_filename or "pytorch_model.bin"
     download = functools.partial(hf_hub_download, repository, revision=revision or None, local_files_only=cached)
-    for safe_name in _hub._get_safe_alternatives(name):
-        with suppress(EntryNotFoundError):
-            return {"file": download(safe_name), "custom_load": False}
+    with suppress(EntryNotFoundError):
+        return {"file": download(name.replace("pytorch_model.bin", "model.safetensors")), "custom_load": False}
     return {"file": download(name), "custom_load": False}
 
 
@@ -284,13 +282,11 @@ def cached_file(url: str) -> Path:
 
 
 def unreachable(address: str) -> str:
-    """Why no connection to `address`, or to the proxy in front of it, can be made; empty if one can."""
-    parts = urlsplit(address)
-    proxy = urlsplit(getproxies().get(parts.scheme, ""))
-    host, port = (proxy.hostname, proxy.port) if proxy.hostname else (parts.hostname, parts.port)
-    port = port or (443 if parts.scheme == "https" else 80)
+    """Why `address` does not answer, also through the proxy in front of it; empty if it does."""
     try:
-        socket.create_connection((host or "", port), timeout=REACH_S).close()
+        urlopen(Request(address, method="HEAD"), timeout=REACH_S).close()
+    except HTTPError:
+        return ""  # an answer
     except OSError as error:
-        return f"{host}: {error.strerror or error}"
+        return f"{urlsplit(address).hostname}: {getattr(error, 'reason', error)}"
     return ""
