@@ -1,7 +1,6 @@
 """Averages of a run's weights: the exponential one of `train.ema`, and the plain mean of `train.swa_from`."""
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +10,8 @@ from lockstep.config.schema import TrainBlock
 from lockstep.core.errors import InputError
 from lockstep.core.model import BatchNorm, model_mode, own_parts
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Precision
 from lockstep.core.world import World
-from lockstep.data.loading.shards import Loader
-from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.strategy.base import copy_back, flattened
-from lockstep.training.evaluate import outputs_of
 from lockstep.training.resolved_job import ResolvedTrainBlock
 
 
@@ -126,35 +121,6 @@ class SWA(EMA):
             copy_back(world.sum(table)[:number].mean(0), statistics)
         for norm in norms:
             norm.get_buffer("num_batches_tracked").fill_(number)
-
-
-def renew_statistics(
-    average: SWA,
-    frozen: Sequence[nn.Module],
-    loader: Loader,
-    epoch: int,
-    images: int,
-    *,
-    transforms: DeviceTransforms,
-    precision: Precision,
-    between: Callable[[int, int], None],
-) -> None:
-    """Compute the statistics of an average over the first `images` of an epoch, augmented as in it, but not mixed.
-
-    `between` is called after each block, as by `evaluate`.
-    """
-    number = max(1, min(images, loader.plan.examples) // loader.eval_batch)  # whole blocks, which count alike
-    rounds = math.ceil(number / loader.world.size)
-
-    def blocks() -> Iterator[Tensor]:
-        for done, group in enumerate(loader.blocks_of_epoch(epoch, number), start=1):
-            yield transforms.augmented(group.images, group.epoch, group.indices, group.steps[0].step)
-            between(done, rounds)
-
-    def forward(model: nn.Module, block: Tensor) -> Tensor:
-        return outputs_of(model, block, precision, transforms.memory_format, views=1)
-
-    average.renew_statistics(frozen, blocks(), number, forward, loader.world)
 
 
 def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:

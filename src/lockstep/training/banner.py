@@ -45,31 +45,19 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
     """
     places = frozenset({"root", "path"})
     folder = Path(str(getattr(job.dataset, "path", ""))).name
+    groups = ("model", "augment", "strategy", "precision", "schedule", "loss")
+    numbers = ("micro_batches", "mixup", "cutmix", "erase", "repeats", "clip_norm", "ema")
     return {
-        "model": _typed(job.model),
+        **{group: _typed(getattr(job, group)) for group in groups},
         "dataset": " ".join(filter(None, (_typed(job.dataset, places | set(SIZES)), folder))),
         "input": "x".join(str(size) for size in job.dataset.input_shape),
-        "augment": _typed(job.augment),
-        "strategy": _typed(job.strategy),
-        "precision": _typed(job.precision),
         "optimizer": _typed(job.optimizer, frozenset({"lr", "weight_decay"})),
         "optimizer.lr": job.optimizer.lr,
         "optimizer.weight_decay": job.optimizer.weight_decay,
-        "schedule": _typed(job.schedule),
-        "batch": job.batch,
-        "train.micro_batches": job.train.micro_batches,
-        "epochs": job.epochs,
         "task": _typed(job.task, frozenset({"teacher"})),
-        "loss": _typed(job.loss),
-        "monitor": job.monitor,
-        "train.mixup": job.train.mixup,
-        "train.cutmix": job.train.cutmix,
-        "train.erase": job.train.erase,
-        "train.repeats": job.train.repeats,
-        "train.clip_norm": job.train.clip_norm or 0.0,
-        "train.ema": job.train.ema or 0.0,
+        **{key: getattr(job, key) for key in ("batch", "epochs", "monitor", "seed")},
+        **{f"train.{key}": getattr(job.train, key) or 0.0 for key in numbers},
         "train.swa_from": str(job.train.swa_from or ""),
-        "seed": job.seed,
         "ranks": world.size,
     }
 
@@ -200,13 +188,10 @@ def say_start(
     state: TrainState,
     progress: Progress,
     origin: str,
-    composed: Mapping[str, Any],
 ) -> None:
-    """Show in a dozen lines what is about to run, and its differences from the defaults.
-
-    `composed` is the config as the user gave it: its values `auto` have been replaced in `job`.
-    """
-    plan = data.plan
+    """Show in a dozen lines what is about to run, and its differences from the defaults."""
+    plan, run = data.plan, Run(run_dir.path)
+    composed = run.composed  # as the user gave it: its values `auto` have been replaced in `job`
     auto_sizes = frozenset(name for name in SIZES if _setting(composed, "dataset", name) == AUTO)
     shape = "x".join(str(size) for size in job.dataset.input_shape)
     if job.train.size is not None or job.train.sizes is not None:
@@ -216,7 +201,7 @@ def say_start(
     epochs_shown = f"{plan.total_steps / plan.steps_per_epoch:,.2f}".rstrip("0").rstrip(".")
     epochs_shown += " epoch" if epochs_shown == "1" else " epochs"
     test = "" if data.test is None else f"{len(data.test):,} to test, "
-    last_words = {key_of(word): word for word in Run(run_dir.path).overrides}  # a resume adds its own
+    last_words = {key_of(word): word for word in run.overrides}  # a resume adds its own
     rows = {
         "run": relative(run_dir.path),
         "overrides": " ".join(last_words.values()) or "none, these are the defaults",

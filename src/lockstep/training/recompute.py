@@ -6,7 +6,7 @@ and autocast. Keyed draws come out the same, because they follow from the keys o
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,15 @@ def _recomputed(plain: Callable[..., Any]) -> Callable[..., Any]:
         if not (self.training and torch.is_grad_enabled()):
             return plain(self, *args, **kwargs)
         args = tuple(list(value) if isinstance(value, list) else value for value in args)  # DenseNet adds to its list
-        contexts = partial(_contexts, self)
-        return checkpoint(partial(plain, self), *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            partial(plain, self),
+            *args,
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), _counted_once(self)),
+            **kwargs,
+        )
 
     return forward
-
-
-def _contexts(block: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _counted_once(block)
 
 
 @contextmanager

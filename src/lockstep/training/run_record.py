@@ -57,8 +57,7 @@ class RunRecord:
         """Show the banner: the parts of the run, the origin of its weights, and the limits of equal runs."""
         if not self.world.is_main:
             return
-        composed = Run(self.run_dir.path).composed
-        banner.say_start(job, self.run_dir, self.world, data, state, progress, origin, composed)
+        banner.say_start(job, self.run_dir, self.world, data, state, progress, origin)
         for note in self._notes(job, data, state):
             log.warn(note)
 

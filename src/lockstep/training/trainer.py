@@ -1,11 +1,13 @@
 """The training loop. It knows protocols, the world and the plan: no rank, no path, no device by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
@@ -26,8 +28,8 @@ from lockstep.training.agreement import (
     checksums,
     compare_weights,
 )
-from lockstep.training.averages import SWA, renew_statistics
-from lockstep.training.evaluate import evaluate
+from lockstep.training.averages import SWA
+from lockstep.training.evaluate import evaluate, outputs_of
 from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import TrainStep
@@ -193,20 +195,24 @@ class Trainer:
             )
 
     def _renew_statistics(self, step: int) -> None:
-        average, job, epoch = self.state.ema, self.step.job, self.plan.epoch(step)
+        """Compute the statistics of a mean of weights over images of the epoch, augmented as in it, but not mixed."""
+        average, job, transforms = self.state.ema, self.step.job, self.transforms
         if not isinstance(average, SWA):
             return
+        # Whole blocks, which count alike.
+        number = max(1, min(job.train.swa_images, self.plan.examples) // self.loader.eval_batch)
+        rounds = math.ceil(number / self.loader.world.size)
+
+        def blocks() -> Iterator[Tensor]:
+            groups = self.loader.blocks_of_epoch(self.plan.epoch(step), number)
+            for done, group in enumerate(groups, start=1):
+                yield transforms.augmented(group.images, group.epoch, group.indices, group.steps[0].step)
+                self.between_blocks(done, rounds)
+
+        forward = partial(outputs_of, precision=job.precision, memory_format=transforms.memory_format, views=1)
+        frozen = self.state.freezing.frozen_norms(step)
         with self.stop.interrupting(self.world.size == 1):
-            renew_statistics(
-                average,
-                self.state.freezing.frozen_norms(step),
-                self.loader,
-                epoch,
-                job.train.swa_images,
-                transforms=self.transforms,
-                precision=job.precision,
-                between=self.between_blocks,
-            )
+            average.renew_statistics(frozen, blocks(), number, forward, self.loader.world)
 
     def test(self) -> None:
         """Evaluate the best weights of a run that has ended on its test split, if it has one. Nothing is saved after.
