@@ -7,6 +7,7 @@ import io
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,12 @@ class Witness(Observer):
         self.predictions = predictions
 
 
+class Numbered(list[int]):
+    """A split whose examples are named by their numbers."""
+
+    name = staticmethod(str)
+
+
 def collected(
     world: World | None = None,
     *,
@@ -60,8 +67,9 @@ def collected(
 ) -> Any:
     """The predictions of this rank's blocks, as `evaluate` passes them on; after an evaluation that was cut short."""
     world, witness = world or World.solo(), Witness()
-    facts: Any = {"kind": kind, "examples": max(1, len(labels)), "sample_name": str, "observer": witness}
-    collector = COLLECTED[task.targets](names, logits.shape[1], world, **facts)
+    card: Any = SimpleNamespace(class_names=names, classes=logits.shape[1], probabilities=kind)
+    split: Any = Numbered(range(max(1, len(labels))))
+    collector = COLLECTED[task.targets](card, split, world, witness)
     for end in (BLOCK, len(labels)):
         collector.start()
         for first in range(world.rank * BLOCK, end, BLOCK * world.size):

@@ -20,15 +20,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
-from lockstep.checkpoint.files import (
-    EMA,
-    MODEL,
-    Facts,
-    find_corruption,
-    manifest,
-    read_state,
-    whole_weights,
-)
+from lockstep.checkpoint.files import Facts, find_corruption
 from lockstep.checkpoint.state import restore_optimizer
 from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
@@ -109,7 +101,7 @@ def _all_damaged(run_dir: RunDir) -> InputError:
     checkpoints = candidates(run_dir.checkpoints)
     reasons = [f"{path.name}: {find_corruption(path)}" for path in checkpoints]
     reasons = reasons or ["there is no checkpoint left"]
-    whole = next((path for path in (*checkpoints, run_dir.path) if whole_weights(path)), None)
+    whole = next((path for path in (*checkpoints, run_dir.path) if files.whole_weights(path)), None)
     usable = f"; {shell_command([override('init_from', whole)])} uses the undamaged weights" if whole else ""
     command = "the command of this run and another hydra.run.dir=FOLDER"
     with suppress(InputError):
@@ -133,9 +125,9 @@ def _read(path: Path) -> LoadedCheckpoint:
         return LoadedCheckpoint(
             path=path,
             facts=files.read_facts(path),
-            model=load_file(path / MODEL),
-            ema=load_file(path / EMA) if EMA in manifest(path) else None,
-            state=read_state(path),
+            model=load_file(path / files.MODEL),
+            ema=load_file(path / files.EMA) if files.EMA in files.manifest(path) else None,
+            state=files.read_state(path),
         )
     except Exception as error:  # the hashes match, but the files do not load: safetensors raises all kinds
         raise _damaged(path, str(error).partition("\n")[0]) from error

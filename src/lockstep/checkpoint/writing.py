@@ -19,21 +19,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint.files import (
-    EMA,
-    FACTS,
-    MODEL,
-    STATE,
-    Facts,
-    best_scored,
-    delete,
-    find_corruption,
-    manifest,
-    manifest_text,
-    remove,
-    score_of,
-    sha256,
-)
+from lockstep.checkpoint import files
+from lockstep.checkpoint.files import Facts
 from lockstep.checkpoint.state import gathered, host_copies, optimizer_state
 from lockstep.checkpoint.weights import load_exported
 from lockstep.core import log
@@ -102,14 +89,14 @@ class Checkpointer:
         if not self.writes:
             return
         try:
-            digests = manifest(best)
+            digests = files.manifest(best)
         except ValueError:  # the checkpoint does not exist, or is damaged
             return
-        name = EMA if EMA in digests else MODEL
+        name = files.EMA if files.EMA in digests else files.MODEL
         # Usually the weights are already exported, so that hashing the exported file is enough, instead of the whole
         # checkpoint. Compare the sizes first: a sparse file can be terabytes of zeros.
         same_size = exported.exists() and exported.stat().st_size == (best / name).stat().st_size
-        if not (same_size and sha256(exported) == digests[name]) and not find_corruption(best):
+        if not (same_size and files.sha256(exported) == digests[name]) and not files.find_corruption(best):
             write_atomic(self.run_dir.best, best.name)
             self._export(partial(shutil.copyfile, best / name))
 
@@ -134,21 +121,21 @@ class Checkpointer:
 
         Collective if the state is cut over the ranks.
         """
-        tensors = {MODEL: model.state_dict()}
+        tensors = {files.MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
             state["ema_updates"] = int(ema.n_averaged)
             if ema.n_averaged:
-                tensors[EMA] = ema.module.state_dict()
+                tensors[files.EMA] = ema.module.state_dict()
         tensors, state = gathered(tensors, keep=self.writes), gathered(state, keep=self.writes)
         if not self.writes:
             return
         self.wait()
         self.saved_at = time.monotonic()
         tensors, state = host_copies([tensors, state])
-        scored = EMA if EMA in tensors else MODEL
+        scored = files.EMA if files.EMA in tensors else files.MODEL
         weights = {
-            file: Weights(own, self._metadata(progress, averaged=file == EMA, scored=file == scored))
+            file: Weights(own, self._metadata(progress, averaged=file == files.EMA, scored=file == scored))
             for file, own in tensors.items()
         }
         if progress["best_step"] == progress["step"]:
@@ -159,7 +146,7 @@ class Checkpointer:
     def _metadata(self, progress: Mapping[str, Any], *, averaged: bool, scored: bool) -> dict[str, str] | None:
         if self.card is None:
             return None
-        figures = progress["figures"] if scored and score_of(progress) is not None else {}
+        figures = progress["figures"] if scored and files.score_of(progress) is not None else {}
         return replace(self.card, step=progress["step"], scores=figures, averaged=averaged).metadata()
 
     def wait(self) -> None:
@@ -198,18 +185,18 @@ class Checkpointer:
         make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed
             with suppress(OSError):
-                delete(leftover)
+                files.delete(leftover)
         name = f"step-{progress['step']:08d}"
         temporary, final, old = folder / f".{name}.tmp", folder / name, None
         try:
             temporary.mkdir()
             for file, content in weights.items():
                 content.save(temporary / file)
-            digests = {file: sha256(temporary / file) for file in weights}
-            with (temporary / STATE).open("wb") as opened:  # given a path, torch would hide the system's error
+            digests = {file: files.sha256(temporary / file) for file in weights}
+            with (temporary / files.STATE).open("wb") as opened:  # given a path, torch would hide the system's error
                 torch.save(state, opened)
-            (temporary / FACTS).write_text(json.dumps(facts, indent=2) + "\n")
-            (temporary / MANIFEST).write_text(manifest_text(temporary, digests))
+            (temporary / files.FACTS).write_text(json.dumps(facts, indent=2) + "\n")
+            (temporary / MANIFEST).write_text(files.manifest_text(temporary, digests))
             # After a power cut, the log must have all steps of the checkpoint, and the checkpoint and the run folder
             # all their files.
             logs = (self.run_dir.metrics, self.run_dir.table)
@@ -224,7 +211,7 @@ class Checkpointer:
             raise
         sync(folder)
         if old is not None:
-            delete(old)
+            files.delete(old)
         # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
         self.run_dir.none_yet.unlink(missing_ok=True)
         try:
@@ -251,14 +238,14 @@ class Checkpointer:
         reached their step again.
         """
         checkpoints = [path for path in candidates(self.run_dir.checkpoints) if step_of(path) <= step_of(written)]
-        best = best_scored(checkpoints, self.keep_best)
+        best = files.best_scored(checkpoints, self.keep_best)
         retired = [path for path in checkpoints[self.keep :] if path not in best]
-        if retired and (reason := find_corruption(written)):
+        if retired and (reason := files.find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return
         try:
             for path in retired:
-                remove(path)
+                files.remove(path)
         except (OSError, StorageError) as error:  # the new checkpoint is complete, whatever becomes of an old one
             if not self.removal_failed:
                 log.warn(f"an old checkpoint could not be removed ({_reason(error)}); the run tries again")

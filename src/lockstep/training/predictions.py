@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,30 +28,13 @@ SIDE = 128  # the most pixels of a side of an image that is stored
 class CollectedPredictions(EvaluationObserver):
     """Collects the predictions of an evaluation on the device. Only `finish` waits for it.
 
-    This class is for tasks of classes; its subclasses are for other targets.
-
-    Args:
-        names: the names of the classes; empty if they have none.
-        kind: the function from logits to probabilities.
-        examples: the number of examples of the split.
-        sample_name: names an example by its number.
-        observer: main's observer, which is notified.
+    This class is for tasks of classes; its subclasses are for other targets. Main's `observer` is notified.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        classes: int,
-        world: World,
-        *,
-        kind: str,
-        examples: int,
-        sample_name: Callable[[int], str],
-        observer: Observer,
-    ) -> None:
-        self.names = [_unicode(name) for name in names] or [str(label) for label in range(classes)]
-        self.world, self.kind, self.sample_name, self.observer = world, kind, sample_name, observer
-        self.stride = math.ceil(examples / POINTS)
+    def __init__(self, card: ModelCard, split: Split, world: World, observer: Observer) -> None:
+        self.names = [_unicode(name) for name in card.class_names or map(str, range(card.classes))]
+        self.kind, self.split, self.world, self.observer = card.probabilities, split, world, observer
+        self.stride = math.ceil(len(split) / POINTS)
         self.start()
 
     def start(self) -> None:
@@ -80,7 +63,7 @@ class CollectedPredictions(EvaluationObserver):
         rows = sorted(itertools.chain(*examples), key=lambda row: (not math.isnan(row[0]), -row[0]))[:WORST]
         worst = [
             {
-                "sample": _unicode(self.sample_name(index)),
+                "sample": _unicode(self.split.name(index)),
                 **self._answer(*answer),
                 "loss": _number(loss),
                 "png": pictures.in_base64(image.numpy()),
@@ -199,15 +182,7 @@ COLLECTED = {CLASSES: CollectedPredictions, LABELS: CollectedLabels, VALUES: Col
 
 def collected(card: ModelCard, split: Split, world: World, observer: Observer) -> CollectedPredictions:
     """Collects the predictions of a model with this card for a split."""
-    return COLLECTED[card.targets](
-        card.class_names,
-        card.classes,
-        world,
-        kind=card.probabilities,
-        examples=len(split),
-        sample_name=split.name,
-        observer=observer,
-    )
+    return COLLECTED[card.targets](card, split, world, observer)
 
 
 def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Tensor, Tensor]:

@@ -20,14 +20,7 @@ from lockstep.runtime.signals import StopNow, StopRequest
 from lockstep.scores import EvaluationObserver, Scores
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.window import Window
-from lockstep.training.agreement import (
-    REMEDIES,
-    StopConsensus,
-    check_finite,
-    check_replicas,
-    checksums,
-    compare_weights,
-)
+from lockstep.training import agreement
 from lockstep.training.averages import SWA
 from lockstep.training.evaluate import evaluate, outputs_of
 from lockstep.training.patience import Patience
@@ -65,7 +58,7 @@ class Trainer:
         self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.reduced
         self.step.logged = self.telemetry.log
         self.step.between = self.between_micro_batches
-        self.consensus = StopConsensus(self.world)
+        self.consensus = agreement.StopConsensus(self.world)
         gains = ((step, self.monitor.gain(score)) for step, score in self.progress.scores)
         self.step.scores[:] = [(step, gain) for step, gain in gains if gain is not None]
 
@@ -117,7 +110,7 @@ class Trainer:
         scaler = self.state.scaler
         if scaler.is_enabled():
             scalars["optim/scale"] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
-        self.check(self.telemetry.end_window(step, scalars, checksums(self.state.model, self.world)))
+        self.check(self.telemetry.end_window(step, scalars, agreement.checksums(self.state.model, self.world)))
 
     def check(self, windows: list[Window]) -> None:
         """Check the losses and the weights of windows.
@@ -130,10 +123,10 @@ class Trainer:
             if window.first_bad_step is not None and not tolerated:
                 raise NumericalError(
                     f"the loss is {window.loss:.4g} between steps {window.first} and {window.last}, first at step "
-                    f"{window.first_bad_step}; {REMEDIES}",
+                    f"{window.first_bad_step}; {agreement.REMEDIES}",
                     step=window.first_bad_step,
                 )
-            compare_weights(window.checksums, window.last)
+            agreement.compare_weights(window.checksums, window.last)
 
     def evaluate(self, step: int) -> bool:
         """Evaluate the model, and its average where there is one; whether it is the best so far."""
@@ -304,8 +297,8 @@ class Trainer:
         self.check(self.telemetry.write_windows())
         with self.telemetry.pause("checkpoint"):
             if not self.plan.due("log", self.progress.step):  # a log point has compared them
-                check_replicas(self.state.model, self.world, self.progress.step)
-            check_finite(self.state.model, self.world, self.progress.step, self.state.infinite)
+                agreement.check_replicas(self.state.model, self.world, self.progress.step)
+            agreement.check_finite(self.state.model, self.world, self.progress.step, self.state.infinite)
             self.progress.window = self.telemetry.open_window()
             self.checkpointer.save(
                 model=self.state.model,
