@@ -171,10 +171,6 @@ telemetry/meter.py: on fewer ranks a resumed epoch has the sums of the last tall
 telemetry/time_spent.py: the wait for the slowest rank is that for the mean one [time_spent]
 - busy.max(dim=0).values - busy[own]
 + busy.mean(dim=0) - busy[own]
-checkpoint/writing.py: after a kill in the first save the run seems to have lost its checkpoints [checkpoint]
--             temporary.rename(
-+             self.run_dir.none_yet.unlink(missing_ok=True)
-+             temporary.rename(
 job/resume.py: a run that began from a checkpoint goes back to it at each resume [decide_resume]
 - if newest is None and named is not None else newest
 + if named is not None else newest

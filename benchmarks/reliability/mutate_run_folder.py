@@ -5,8 +5,7 @@
 A small real job is stopped halfway, with two checkpoints. Then its folder is copied, one thing in the copy is
 changed (flipped bits, a cut, zeros, foreign content, a file of holes, two files swapped, a file or folder removed,
 renamed, or made a link, a pipe, a socket, a device or a folder; files of a checkpoint replaced by those of another
-step, of the same job started again, or of the job with another seed, each with the old manifest and with one that is
-hashed again), and the user's command resumes it. These results are allowed:
+step, of the same job started again, or of the job with another seed), and the user's command resumes it. Allowed are:
 
 - exit code 0, resumed from a checkpoint, with a last checkpoint equal to the bit to that of the unchanged folder;
 - exit code 2 or 74, with one line on standard error and every file (but `.lock`) as before the command.
@@ -36,12 +35,11 @@ from typing import Any
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")  # before torch is imported
 
-from lockstep.checkpoint.files import manifest_text
 from lockstep.config import composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import Stopped
 from lockstep.core.locks import Lock
-from lockstep.core.run_dir import MANIFEST, RunDir
+from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
@@ -244,16 +242,11 @@ def swapped(first: Path, second: Path) -> None:
     aside.rename(second)
 
 
-def replace_files(step: Path, donor: Path, dice: random.Random, *, hash_again: bool) -> None:
-    """Replace one or more files of a checkpoint by those of another one.
-
-    With `hash_again`, one of them is `facts.json`, which names the run and the step: hashes alone vouch for weights.
-    """
-    names = sorted(path.name for path in donor.iterdir() if not (hash_again and path.name == MANIFEST))
-    for name in {*dice.sample(names, dice.randrange(1, len(names) + 1)), *(["facts.json"] if hash_again else [])}:
+def replace_files(step: Path, donor: Path, dice: random.Random) -> None:
+    """Replace one or more files of a checkpoint by those of another one."""
+    names = sorted(path.name for path in donor.iterdir())
+    for name in dice.sample(names, dice.randrange(1, len(names) + 1)):
         shutil.copyfile(donor / name, step / name)
-    if hash_again:
-        (step / MANIFEST).write_text(manifest_text(step))
 
 
 def of_another_run(
@@ -261,25 +254,21 @@ def of_another_run(
 ) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
     """Every kind of mutation with files of other runs and steps, each for a random checkpoint."""
 
-    def replaced(path: Path, donor: Path, *, hash_again: bool) -> None:
+    def replaced(path: Path, donor: Path) -> None:
         name = path.name if donor != folder else next(step.name for step in steps if step != path)
-        replace_files(path, donor / "checkpoints" / name, dice, hash_again=hash_again)
+        replace_files(path, donor / "checkpoints" / name, dice)
 
-    def all_replaced(_: Path, donor: Path, *, hash_again: bool) -> None:
-        each_of(steps, partial(replaced, donor=donor, hash_again=hash_again))
+    def all_replaced(_: Path, donor: Path) -> None:
+        each_of(steps, partial(replaced, donor=donor))
 
     def from_donor(path: Path, donor: Path) -> None:
         shutil.copyfile(donor / path.relative_to(folder), path)
 
     steps = sorted(folder.glob("checkpoints/step-*"))
     for name, donor in {"another step": folder, **donors}.items():
-        for hash_again in (False, True):
-            kind = f"files of {name}{', hashed again' * hash_again}"
-            yield kind, dice.choice(steps), partial(replaced, donor=donor, hash_again=hash_again)
+        yield f"files of {name}", dice.choice(steps), partial(replaced, donor=donor)
     for name, donor in donors.items():
-        for hash_again in (False, True):
-            kind = f"all checkpoints of {name}{', hashed again' * hash_again}"
-            yield kind, folder, partial(all_replaced, donor=donor, hash_again=hash_again)
+        yield f"all checkpoints of {name}", folder, partial(all_replaced, donor=donor)
         shared = [path for path in files(folder) if (donor / path.relative_to(folder)).is_file()]
         yield f"any file of {name}", dice.choice(shared), partial(from_donor, donor=donor)
 

@@ -85,7 +85,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_starts_again(tmp_path
     shutil.rmtree(run.checkpoints)
     run.weights.unlink()
     run.checkpoints.mkdir()
-    run.none_yet.touch()
     train_here(run.path, "steps=4", "model=linear")
     assert losses(run) == expected
 

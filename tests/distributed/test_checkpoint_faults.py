@@ -22,12 +22,13 @@ from torch import nn
 from helpers import NARROW, forks, losses, records, run_dir, run_until, train_here
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.files import MODEL, find_corruption
-from lockstep.checkpoint.reading import latest_valid, mark_saved_or_not, read_facts
+from lockstep.checkpoint.reading import latest_valid, read_facts
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
 from lockstep.core.errors import StorageError
 from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.training.run_record import RunRecord
 from processes import wait_for
 
 pytestmark = pytest.mark.slow
@@ -208,11 +209,12 @@ def test_saving_goes_on_once_the_disk_is_well_again(
 def test_a_run_that_can_no_longer_save_trains_to_its_end_and_says_so(
     small_disk: RunDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def mark_and_fail(run_dir: RunDir) -> None:
-        mark_saved_or_not(run_dir)
-        fill(run_dir)
+    def start_and_fill(record: RunRecord, *values: Any, **named: Any) -> None:
+        start(record, *values, **named)
+        fill(record.run_dir)
 
-    monkeypatch.setattr("lockstep.training.build_observers.mark_saved_or_not", mark_and_fail)
+    start = RunRecord.write_start
+    monkeypatch.setattr(RunRecord, "write_start", start_and_fill)
     with pytest.raises(StorageError, match="the last checkpoint could not be written to"):
         train_here(small_disk.path, "steps=6", "checkpoint.every=1")
     assert len(losses(small_disk)) == 6

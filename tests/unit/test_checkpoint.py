@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -27,7 +26,6 @@ from lockstep.checkpoint.reading import (
     check_fingerprint,
     latest_valid,
     load_newest,
-    mark_saved_or_not,
     newest_of_run,
 )
 from lockstep.checkpoint.state import host_copies
@@ -283,27 +281,17 @@ def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
     assert newest_of_run(run) is None
-    mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
     (run.checkpoints / ".step-00000001.tmp").mkdir()  # as a killed save leaves it
     assert newest_of_run(run) is None
 
 
-def test_a_run_that_cannot_record_that_it_has_no_checkpoint_does_not_begin(
-    run: RunDir, full_disk: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    with full_disk(0), pytest.raises(StorageError, match="none-yet cannot be written"):
-        mark_saved_or_not(run)
-    assert newest_of_run(run) is None, "the same command starts it"
-
-
-LOST_PARTS = ("checkpoints", "pointers", "all but the log", "all but the weights", "all but TensorBoard's file")
+LOST_PARTS = ("checkpoints", "pointers", "all but the weights")
 
 
 @pytest.mark.parametrize("lost", LOST_PARTS)
 def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
-    mark_saved_or_not(run)
     run.metrics.write_text('{"step": 1}\n')
     event = run.path / "events.out.tfevents.1"
     event.write_bytes(b"")
@@ -332,25 +320,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
     assert "(step-00000010: state.pt does not match its sha256; step-00000009: facts.json does not match" in message
     assert f"init_from={second} uses the undamaged weights" in message
     assert """`lockstep train steps=20 'name='"'"'a b'"'"''`""" in message
-
-
-def test_the_mark_of_a_run_without_checkpoints_goes_with_the_first_save(run: RunDir) -> None:
-    saved(run, 1)
-    assert not run.none_yet.exists()
-    run.none_yet.touch()  # as a kill just before its removal leaves it
-    mark_saved_or_not(run)
-    assert not run.none_yet.exists()
-
-
-def test_a_checkpoint_with_the_name_of_another_step_is_damage_and_a_copy_has_any_name(
-    run: RunDir, tmp_path: Path
-) -> None:
-    first, second = saved(run, 1, 2)
-    shutil.copytree(second, tmp_path / "copy")
-    assert reading.load(tmp_path / "copy").facts["progress"]["step"] == 2
-    second.rename(run.checkpoints / "step-00000007")
-    assert find_corruption(run.checkpoints / "step-00000007") == "its facts belong to step 2"
-    assert newest_of_run(run) == first
 
 
 @pytest.mark.parametrize(
@@ -457,7 +426,6 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
 ) -> None:
     """Before each change of a name, what a kill would leave is copied."""
     left: list[RunDir] = []
-    mark_saved_or_not(run)
     run.metrics.write_text("logged")
 
     def watched(change: Callable[..., Any]) -> Callable[..., Any]:
@@ -632,8 +600,7 @@ def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: boo
         manifest[part] = {**manifest[part], name: value}
         if not listed:
             del manifest[part][name]
-    sealed = json.dumps([manifest["bytes"], manifest["sha256"]], sort_keys=True).encode()
-    (path / "manifest.json").write_text(json.dumps({**manifest, "self": hashlib.sha256(sealed).hexdigest()}))
+    (path / "manifest.json").write_text(json.dumps(manifest))
     assert find_corruption(path) == "manifest.json does not list the files of a checkpoint"
 
 

@@ -227,7 +227,6 @@ HOSTILE: dict[str, tuple[dict[str, Any] | str | None, str]] = {
     "no card": (None, "it does not say what its model is; init_from= can train from weights of other programs"),
     "no JSON": ("{", "its description is not JSON"),
     "deep": ("[" * 50 + "]" * 50, "its description is not JSON"),
-    "twice": ('{"format": 1, "format": 1}', "a key is there twice"),
     "newer": ({"format": 2}, "its description has format 2, expected 1"),
     "unknown key": ({"command": "rm"}, "its description has the unknown key 'command'"),
     "foreign code": ({"model": {"_target_": "os.system"}}, "model._target_ is 'os.system', expected a class of"),

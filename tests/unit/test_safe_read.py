@@ -118,7 +118,6 @@ JSON = [
     b"\xff\xfe",
     b"[" * 100_000,
     b"[" * 40 + b"]" * 40,
-    b'{"a": 1, "a": 2}',
     b"9" * 10_000,
     b"[9223372036854775808]",
     b'"\\ud800"',
@@ -140,7 +139,6 @@ YAML = {
     "deep keys": "".join(f"{' ' * depth}a:\n" for depth in range(100)),
     "many values": "- 1\n" * 60_000,
     "half of it": "a: [1",
-    "two keys of a name": "a: 1\na: 2\n",
     "code": "!!python/object/apply:os.getcwd []",
     "a long number": "a: " + "9" * 10_000,
     "a set": "a: !!set {b, c}\n",
@@ -181,18 +179,6 @@ def test_a_config_and_a_list_come_back_as_they_were(tmp_path: Path) -> None:
     for overrides in (["steps=3", "~a", "name='x, y'", "a=[1,2]", "", "1"], []):
         path.write_text(components.dump(overrides))
         assert read_overrides(path) == overrides
-
-
-def test_one_changed_byte_of_a_config_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    content = components.dump(["steps=3", "optimizer.lr=0.1"]).encode()
-    for at in range(content.index(b"\n") + 1, len(content)):
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        with pytest.raises(InputError, match=r"does not match the sha256 in its first line|is not UTF-8"):
-            read_overrides(path)
-        path.write_bytes(content[:at])
-        with pytest.raises(InputError, match="does not match the sha256 in its first line"):
-            read_overrides(path)
 
 
 def lines(path: Path, content: bytes) -> Iterator[str | None]:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.checkpoint.reading import mark_saved_or_not
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import safe_write
 from lockstep.core.errors import InputError, StorageError
@@ -45,15 +44,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     write_atomic(tmp_path / "file", "content")
     assert calls == [("sync", ".tmp"), ("name", "file")]
-
-
-def test_the_mark_of_a_run_without_checkpoints_is_on_the_disk_before_a_step_is_logged(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
-    run = RunDir.at(tmp_path / "run")
-    calls.clear()
-    mark_saved_or_not(run)
-    assert calls == [("sync", ".tmp"), ("name", "none-yet"), ("sync", "checkpoints")]
 
 
 def test_a_run_folder_is_on_the_disk_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:

@@ -1,14 +1,13 @@
 """The folders of checkpoints: which there are, whether they are undamaged, and their removal. Damage is a ValueError.
 
 Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
-parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches: the
-manifest has a hash of itself and of each file, and a file whose hash matches is trusted.
+parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches the
+one in the manifest, and a file whose hash matches is trusted.
 """
 
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -39,18 +38,14 @@ def sha256(path: Path) -> str:
 
 
 def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, and its own hash.
+    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder.
 
     `known` are hashes that have been computed.
     """
     names = {path.name for path in folder.iterdir()} - {MANIFEST}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     digests = {name: known[name] if name in known else sha256(folder / name) for name in sizes}
-    return json.dumps({"bytes": sizes, "sha256": digests, "self": _own_hash(sizes, digests)}, indent=2) + "\n"
-
-
-def _own_hash(sizes: Mapping[str, Any], digests: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([sizes, digests], sort_keys=True).encode()).hexdigest()
+    return json.dumps({"bytes": sizes, "sha256": digests}, indent=2) + "\n"
 
 
 @contextmanager
@@ -68,10 +63,8 @@ def manifest(path: Path) -> dict[str, str]:
     if path.is_symlink():
         raise ValueError("the folder is a symbolic link")
     match read_json(path / MANIFEST):
-        case {"bytes": dict(sizes), "sha256": dict(digests), "self": str(own)} if sizes.keys() == digests.keys():
+        case {"bytes": dict(sizes), "sha256": dict(digests)} if sizes.keys() == digests.keys():
             if {FACTS, STATE, MODEL} <= digests.keys() <= {FACTS, STATE, MODEL, EMA}:
-                if own != _own_hash(sizes, digests):
-                    raise ValueError(f"{MANIFEST} does not match its own sha256")
                 for name, expected in sizes.items():  # without reading: a sparse file can be terabytes of zeros
                     with opened(path / name) as file:
                         if (size := os.fstat(file.fileno()).st_size) != expected:
@@ -97,7 +90,6 @@ def _check(path: Path) -> None:
             if digest != digests[name]:
                 raise ValueError(f"{name} does not match its sha256")
     read_facts(path)
-    read_state(path)
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -113,15 +105,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 @_reasons()
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a checkpoint, which are trusted if their hash matches and their step is its. Raises ValueError."""
+    """The facts of a checkpoint, which are trusted if their hash matches. Raises ValueError."""
     data, digests = read_bytes(path / FACTS, FACTS_LIMIT), manifest(path)
     if hashlib.sha256(data).hexdigest() != digests[FACTS]:
         raise ValueError(f"{FACTS} does not match its sha256")
     match checked_json(path / FACTS, data):
-        case {"format": 1, "identity": {}, "progress": {"step": int(step)}} as facts:
-            step_name = re.fullmatch(r"step-([0-9]{8,18})", path.name)  # a copy may have another name
-            if step_name and int(step_name[1]) != step:
-                raise ValueError(f"its facts belong to step {step}")
+        case {"format": 1, "identity": {}, "progress": {"step": int()}} as facts:
             return dict(facts)
     raise ValueError(f"{FACTS} is not the facts of a checkpoint")
 

@@ -1,9 +1,7 @@
 """The checkpoint that a run resumes from: which one it is, what is in it, or why there is none.
 
-A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints must
-not: it would cut its log, its TensorBoard files and its best weights. The file `checkpoints/none-yet` tells the two
-cases apart: it exists from before the first logged step until the first checkpoint is complete. Whatever files are
-lost, the second case never looks like the first.
+A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints, but
+not its best weights, must not: it would overwrite them.
 
 The sentences about a checkpoint that cannot be resumed from are all here; `lockstep.job.resume` has the others.
 """
@@ -28,7 +26,6 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import load_whole
 from lockstep.core.run import candidates, read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import sync, write_atomic
 
 SHOWN = 4  # an error lists at most this many differences between two runs
 Say = Callable[[str], None]
@@ -74,26 +71,10 @@ def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint 
     return None if named is None else load(named)
 
 
-def mark_saved_or_not(run_dir: RunDir) -> None:
-    """Before a run logs a step, record on the disk whether it has saved a checkpoint. Raises StorageError.
-
-    Without the record, a run that is killed later would look like one that has lost its checkpoints.
-    """
-    if _has_saved(run_dir):
-        with suppress(OSError):
-            run_dir.none_yet.unlink(missing_ok=True)  # it still exists after a kill just after the first checkpoint
-        return
-    write_atomic(run_dir.none_yet, "no checkpoint has been saved yet\n")
-    sync(run_dir.checkpoints)
-
-
 def _has_saved(run_dir: RunDir) -> bool:
     """Whether the run has ever saved a checkpoint, judged by the files that still exist."""
-    saved = (run_dir.weights, run_dir.best, *run_dir.checkpoints.glob("step-*"))
-    logged = (run_dir.metrics, run_dir.table, *run_dir.path.glob("events.out.tfevents.*"))
-    if any(path.exists() for path in saved):
-        return True
-    return any(path.exists() for path in logged) and not run_dir.none_yet.exists()
+    saved = (run_dir.weights, run_dir.last, run_dir.best, *run_dir.checkpoints.glob("step-*"))
+    return any(path.exists() for path in saved)
 
 
 def _all_damaged(run_dir: RunDir) -> InputError:

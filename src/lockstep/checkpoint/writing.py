@@ -212,8 +212,6 @@ class Checkpointer:
         sync(folder)
         if old is not None:
             files.delete(old)
-        # Remove `none-yet` only now: if a kill leaves it next to a complete checkpoint, the checkpoint counts.
-        self.run_dir.none_yet.unlink(missing_ok=True)
         try:
             write_atomic(self.run_dir.last, name)
             if progress["best_step"] == progress["step"]:

@@ -19,7 +19,7 @@ from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.errors import InputError, collecting, did_you_mean, shown
 from lockstep.core.fields import TEXT, Component
-from lockstep.core.safe_read import read_yaml, with_checksum
+from lockstep.core.safe_read import read_yaml
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
@@ -171,9 +171,9 @@ class _Dumper(_DUMPER):
 
 
 def dump(plain: Mapping[str, Any] | Sequence[str]) -> str:
-    """A plain config, or overrides, as YAML with its sha256."""
+    """A plain config, or overrides, as YAML."""
     plain = dict(plain) if isinstance(plain, Mapping) else list(plain)
-    return with_checksum(yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False))
+    return yaml.dump(plain, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -64,7 +64,6 @@ class RunDir:
     logs = PathBelow("logs")
     checkpoints = PathBelow("checkpoints")
     last = PathBelow("checkpoints/last")
-    none_yet = PathBelow("checkpoints/none-yet")
     best = PathBelow("checkpoints/best")
     config = PathBelow("config.yaml")
     composed = PathBelow(".hydra/config.yaml")  # as Hydra composed it, before anything was resolved or chosen
@@ -178,7 +177,7 @@ class RunDir:
 
     def prepared_files(self) -> set[Path]:
         """The files that a job writes before training starts; some of them may not exist."""
-        written = {self.lock, self.config, self.command, self.environment, self.summary, self.none_yet}
+        written = {self.lock, self.config, self.command, self.environment, self.summary}
         written |= {self.overrides, self.composed, self.hydra / "hydra.yaml"}
         return written | self.log_files() | {self.log}
 

@@ -6,11 +6,9 @@ too long or not what it should be raises UnreadableFile. Imports no torch.
 """
 
 import errno
-import hashlib
 import json
 import math
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,8 +31,6 @@ WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to pr
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 UNUSABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR})
-
-_CHECKSUM = re.compile("# sha256 of what follows: ([0-9a-f]{64})")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -138,7 +134,7 @@ def read_name(path: Path) -> str:
 
 
 def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
-    """The value in a JSON file: plain values, at most `DEPTH` levels deep, and no key twice."""
+    """The value in a JSON file: plain values, at most `DEPTH` levels deep."""
     return checked_json(path, read_bytes(path, limit, links=links))
 
 
@@ -152,34 +148,22 @@ def checked_json(path: Path, data: bytes) -> Any:
 
 
 def parsed_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError (also for a repeated key) or RecursionError."""
-    return json.loads(text, object_pairs_hook=_unique)
+    """The value of a JSON text. Raises ValueError or RecursionError."""
+    return json.loads(text)
 
 
 class _Loader(_PARSER):
-    """A loader for YAML as OmegaConf writes it: no key twice, and dates are texts."""
+    """A loader for YAML as OmegaConf writes it: dates are texts."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012
         first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
         for first, resolvers in _PARSER.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if len({str(key.value) for key, _ in node.value}) != len(node.value):
-            raise ValueError("a key is there twice")
-        return super().construct_mapping(node, deep)
-
 
 def read_yaml(path: Path) -> Any:
-    """The value in a YAML file: plain values, at most `DEPTH` levels deep, no aliases; its checksum must match."""
+    """The value in a YAML file: plain values, at most `DEPTH` levels deep, no aliases."""
     text = read_text(path)
-    head, _, body = text.partition("\n")
-    if (match := _CHECKSUM.fullmatch(head)) and match[1] != _sha256(body):
-        raise UnreadableFile(
-            path,
-            "does not match the sha256 in its first line: it was changed by a fault or by hand; restore it, or "
-            "remove that line if the change is intended",
-        )
     try:
         for number, (level, event) in enumerate(events(text)):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
@@ -197,15 +181,6 @@ def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
     for event in yaml.parse(text, Loader=_PARSER):
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         yield level, event
-
-
-def with_checksum(text: str) -> str:
-    """A YAML text with its sha256 in the first line, which `read_yaml` checks."""
-    return f"# sha256 of what follows: {_sha256(text)}\n{text}"
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
 
 
 def read_lines(path: Path) -> Iterator[str | None]:
@@ -260,10 +235,3 @@ def _decoded(path: Path, data: bytes) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise UnreadableFile(path, f"is not UTF-8 text (byte {error.start:,})") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping = dict(pairs)
-    if len(mapping) != len(pairs):
-        raise ValueError("a key is there twice")
-    return mapping

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from lockstep.checkpoint.reading import mark_saved_or_not
 from lockstep.config import components
 from lockstep.core.errors import InputError, shown
 from lockstep.core.figures import check_declared, read_figures
@@ -176,7 +175,6 @@ def _observer(
     job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, state: TrainState, progress: Progress
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
-    mark_saved_or_not(run_dir)
     loggers = sorted(job.logger.values(), key=lambda logger: not getattr(logger, "figures", ()))
     observers = Observers(names=[name for logger in loggers for name in getattr(logger, "figures", ())])
     evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
