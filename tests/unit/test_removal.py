@@ -54,17 +54,11 @@ def cleaned(run: RunDir, **changed: Any) -> list[int]:
     return steps(run)
 
 
-def best_first(run: RunDir) -> None:
-    """Make step 2 the best."""
-    run.best.write_text("step-00000002\n")
-
-
 def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    best_first(run)
     assert cleaned(run, yes=False) == [8, 6, 4, 2]
     out = capsys.readouterr().out
     best = {path.name for path in best_scored(candidates(run.checkpoints), 1)}
-    go = [path for path in candidates(run.checkpoints)[1:3] if path.name not in best]
+    go = [path for path in candidates(run.checkpoints)[1:] if path.name not in best]
     size = sum(file.stat().st_size for path in go for file in path.iterdir())
     checkpoints = f"{len(go)} checkpoint{'s' * (len(go) > 1)} of 1 run, {format_bytes(size)} can go"
     assert f"{checkpoints}; nothing is removed yet: lockstep clean" in out
@@ -75,11 +69,10 @@ def test_nothing_goes_without_yes_and_the_bytes_are_said(run: RunDir, capsys: py
 
 
 def test_the_newest_and_the_best_stay_and_can_be_used(run: RunDir) -> None:
-    best_first(run)
     (run.checkpoints / ".step-00000009.tmp").mkdir()
     scored = {path.name for path in best_scored(candidates(run.checkpoints), 1)}
     left = cleaned(run)
-    assert set(left) == {8, 2, *(int(name[5:]) for name in scored)}
+    assert set(left) == {8, *(int(name[5:]) for name in scored)}
     assert not list(run.checkpoints.glob(".*"))
     assert load_newest(run) is not None
     load(run.path)

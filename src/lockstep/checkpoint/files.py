@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json, read_text
+from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
@@ -166,19 +166,10 @@ def removable(run_dir: RunDir, keep: int, *, everything: bool = False) -> Remova
     if not (everything and is_finished):
         whole = (path for path in checkpoints if not find_corruption(path))
         stay = [path for path, _ in zip(whole, range(keep), strict=False)]
-        stay = [*dict.fromkeys([*stay, *_best(run_dir, checkpoints)])] if stay else checkpoints
+        stay = [*dict.fromkeys([*stay, *best_scored(checkpoints, 1)])] if stay else checkpoints
     go = [path for path in checkpoints if path not in stay]
     go += run_dir.checkpoints.glob(".step-*.tmp")  # left by a writer that was killed
     return Removable(tuple(stay), tuple(go), sum(map(_size, go)), sum(map(_size, stay)) if is_finished else 0)
-
-
-def _best(run_dir: RunDir, checkpoints: list[Path]) -> list[Path]:
-    """The checkpoint that the file `best` names, and the existing checkpoint with the best score."""
-    try:
-        named = read_text(run_dir.best).strip()
-    except UnreadableFile:
-        named = ""
-    return [*(path for path in checkpoints if path.name == named), *best_scored(checkpoints, 1)]
 
 
 def best_scored(checkpoints: list[Path], number: int) -> list[Path]:
