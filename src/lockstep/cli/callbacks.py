@@ -45,7 +45,7 @@ def submit_all(folder: Path | None = None) -> None:
         for number, path in submit([*same], folder):
             if entry := record_of(path):
                 entry[0].write(replace(entry[1], submitted=number))
-            log.console.print(f"submitted job {number} of SLURM: {path}", soft_wrap=True)
+            log.show(f"submitted job {number} of SLURM: {path}")
 
 
 def _refuse_as_rank() -> None:

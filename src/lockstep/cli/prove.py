@@ -114,7 +114,7 @@ def _folder_of_runs() -> Iterator[Path]:
 
 def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str], steps: int, form: str) -> None:
     if form == "table":
-        log.console.print(f"{len(planned)} runs of {steps} steps, in {folder}", soft_wrap=True)
+        log.show(f"{len(planned)} runs of {steps} steps, in {folder}")
         print_row("run", "against", "loss", "weights", "samples", "")
     results: dict[str, RunResult] = {}
     rows: list[dict[str, Any]] = []
@@ -139,7 +139,7 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
         raise LockstepError(f"not the same run: {', '.join(failed)}")
     if form == "table":
         refused = f", {len(planned) - len(results)} refused" * (len(results) < len(planned))
-        log.console.print(f"all {len(results)} pass{refused}", soft_wrap=True)
+        log.show(f"all {len(results)} pass{refused}")
 
 
 def print_row(*cells: str) -> None:
@@ -275,7 +275,7 @@ def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: i
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
         if form == "table":
-            log.console.print(f"  without {case.name}: {error}", soft_wrap=True)
+            log.show(f"  without {case.name}: {error}")
         return None
 
 

@@ -234,9 +234,9 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
     summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
     summary += format_bytes(sum(row["bytes"] for row in rows))
     if not checkpoints:
-        log.console.print("there is nothing to remove", soft_wrap=True)
+        log.show("there is nothing to remove")
     elif yes:
-        log.console.print(f"removed {summary}", soft_wrap=True)
+        log.show(f"removed {summary}")
     else:
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
         command = shell_command(["lockstep", "clean", *folders, *options, "--yes"])

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from textwrap import TextWrapper
 from typing import Any
 
 import yaml
@@ -29,6 +28,7 @@ from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
+from lockstep.core.terminal import fill
 
 # The keys of a job that are no groups.
 VALUES = {field.name for field in dataclasses.fields(Job)} - {*GROUPS}
@@ -121,9 +121,8 @@ def showed_help() -> bool:
     elif wants_help:
         text: str = yaml.safe_load((CONF / "config.yaml").read_text())["hydra"]["help"]["template"]
         columns = shutil.get_terminal_size((100, 40)).columns
-        wrapper = TextWrapper(columns, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False)
         lines = text.replace("python train.py", program_name()).splitlines()
-        sys.stdout.write("".join(f"{wrapper.fill(line)}\n" for line in lines))
+        sys.stdout.write("".join(f"{fill(line, columns, 14)}\n" for line in lines))
     return wants_help
 
 

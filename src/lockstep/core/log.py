@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.text import Text
 from lockstep.core.errors import Interrupted, escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
-from lockstep.core.terminal import SafeStream, impatient
+from lockstep.core.terminal import SafeStream, fill, impatient
 
 USUAL_WIDTH = 80
 logger = logging.getLogger("lockstep")
@@ -102,12 +101,13 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
             handler.close()
 
 
-def has_terminal() -> bool:
-    """Whether the output goes to a terminal that can move the cursor.
+def has_terminal(stream: str = "stdout") -> bool:
+    """Whether a standard stream goes to a terminal that can move the cursor.
 
     Not rich's `is_terminal`, which FORCE_COLOR makes true for a pipe.
     """
-    return sys.stdout is not None and sys.stdout.isatty() and not console.is_dumb_terminal
+    file = getattr(sys, stream)
+    return file is not None and file.isatty() and not console.is_dumb_terminal
 
 
 def say_row(label: str, text: str, *, indent: int = 12) -> None:
@@ -118,23 +118,18 @@ def say_row(label: str, text: str, *, indent: int = 12) -> None:
 
 def show(text: str) -> None:
     """Print a sentence for the user, without logging it. On a terminal the sentence is wrapped between words."""
-    console.print(wrapped(text, 2), soft_wrap=True)
+    console.print(wrapped(text), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a sentence about a result to standard error: the output itself may be read by a program."""
-    Terminal(highlight=False, stderr=True).print(Text(escaped(text, keep="")), soft_wrap=True)
+    Terminal(highlight=False, stderr=True).print(wrapped(text, stream="stderr"), soft_wrap=True, style="dim")
 
 
-def wrapped(text: str, indent: int) -> Text:
+def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> Text:
     """A line for the user. On a terminal it is wrapped between words, and all lines but the first are indented."""
     line = escaped(text, keep="")
-    if has_terminal():
-        wrapper = textwrap.TextWrapper(max(console.width, 2 * indent), subsequent_indent=" " * indent)
-        wrapper.break_long_words = wrapper.break_on_hyphens = False  # a path in two lines cannot be copied
-        wrapper.replace_whitespace = False
-        line = wrapper.fill(line)
-    return Text(line)
+    return Text(fill(line, max(console.width, 2 * indent), indent) if has_terminal(stream) else line)
 
 
 def show_command(text: str, command: str) -> None:
@@ -155,9 +150,8 @@ def say_command(label: str, command: str) -> None:
 
 def say(message: str = "", *, shown: Text | None = None) -> None:
     """Print one line for the user and log it. If `shown` is set, it is printed instead. Called by main only."""
-    line = escaped(message, keep="")
-    console.print(line if shown is None else shown, soft_wrap=True)
-    logger.info(line)
+    console.print(wrapped(message) if shown is None else shown, soft_wrap=True)
+    logger.info(escaped(message, keep=""))
 
 
 def warn(message: str) -> None:
@@ -168,7 +162,7 @@ def warn(message: str) -> None:
 
 def show_warning(message: str) -> None:
     """Warn the user on the terminal only, for use where no log is open."""
-    console.print(f"warning: {escaped(message, keep='')}", soft_wrap=True, style="yellow")
+    console.print(wrapped(f"warning: {message}"), soft_wrap=True, style="yellow")
 
 
 @contextmanager

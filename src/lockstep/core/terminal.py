@@ -4,16 +4,25 @@ import functools
 import io
 import math
 import os
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from textwrap import TextWrapper
 from typing import Any, TextIO
 
 WAIT_S = 3.0
 # Bytes that a stream accepts without waiting once it is writable: a terminal (line ends take two bytes there, and its
 # buffers grow by 256 bytes); a pipe.
 TERMINAL_BYTES, PIPE_BYTES = 128, select.PIPE_BUF
+
+# What a line does not break, because it is copied as a whole: what stands in `` or in quotes, and a command with the
+# words after it that are flags, overrides, paths or names in capitals.
+_ARGUMENT = r"(?:-[\w-]\S*|'[^']*'\S*|\S*[=/]\S*|[A-Z]{2,}\b\S*)"
+_PROGRAM = r"\b(?:lockstep [a-z][a-z-]*|python (?:-m )?\S+|pip install|wandb sync|mlflow ui|tensorboard|srun|cd)"
+_WHOLE = re.compile(rf"`[^`]+`|(?<!\w)'[^' ][^']*'(?!\w)|\"[^\"]+\"|{_PROGRAM}(?: {_ARGUMENT})*")
+_GLUE = "\0"
 
 _patience_s = math.inf
 
@@ -46,6 +55,14 @@ def _has_descriptor(stream: TextIO | None) -> bool:
     """Whether what is written to a stream goes to its descriptor; it does not in a notebook."""
     buffer = getattr(stream, "buffer", None)
     return isinstance(stream, io.TextIOWrapper) and isinstance(getattr(buffer, "raw", buffer), io.FileIO)
+
+
+def fill(text: str, width: int, indent: int) -> str:
+    """A text in lines of `width`, broken between words; all but the first are indented. A longer word is a line."""
+    glued = _WHOLE.sub(lambda whole: whole[0].replace(" ", _GLUE), text)
+    lines = TextWrapper(width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+    lines.replace_whitespace = False
+    return lines.fill(glued).replace(_GLUE, " ")
 
 
 class SafeStream:

@@ -17,6 +17,7 @@ from typing import NoReturn
 from lockstep.config.commands import check_word
 from lockstep.config.messages import translate, translate_before_job
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
+from lockstep.core.log import wrapped
 from lockstep.core.terminal import SafeStream, impatient
 from lockstep.runtime.signals import (
     GRACE_S,
@@ -163,5 +164,5 @@ def say(error: LockstepError, label: str = "") -> None:
         for line in filter(None, str(error).split("\n")):
             if len(line) > LONGEST_LINE:
                 line = f"{line[: LONGEST_LINE // 2]} ... {line[-LONGEST_LINE // 2 :]}"
-            stderr.write(f"lockstep: {label}{line}\n")
+            stderr.write(f"{wrapped(f'lockstep: {label}{line}', stream='stderr').plain}\n")
         stderr.flush()

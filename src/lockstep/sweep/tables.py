@@ -63,8 +63,7 @@ def show_groups(
         if scored := [run for run in members if run.score is not None]:
             best = max(scored, key=lambda run: monitor.direction.gain(run.score or 0))
             job = f"job {best.record.number} with " if isinstance(best, JobRun) and "jobs" in of[0] else ""
-            text = f"best: {job}{figure_text(monitor.name, best.score or 0)}, {relative(best.folder)}"
-            log.console.print(text, soft_wrap=True)
+            log.show(f"best: {job}{figure_text(monitor.name, best.score or 0)}, {relative(best.folder)}")
 
 
 def _columns(

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log, safe_read
-from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError, escaped
+from lockstep.core.errors import InputError, LockstepError, Stopped, StorageError
 from lockstep.core.figures import STAMP, parsed_figures
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import relative
@@ -230,7 +230,7 @@ class SweepView:
 
     def show(self, text: str) -> None:
         """Print a sentence above the live lines, which stay whole."""
-        self.live.console.print(Text(escaped(text, keep="")), soft_wrap=True)
+        self.live.console.print(log.wrapped(text), soft_wrap=True)
 
     def show_table(self, names: Sequence[str] = (SCORE,)) -> None:
         """Print the jobs with their scores and the other objectives, the seeds together, and why jobs failed."""
@@ -240,10 +240,10 @@ class SweepView:
         runs = [JobRun(self.ledger, record, self.monitor) for record in records]
         columns = [name for name in columns_of(runs) if not {name, f"-{name}"} & {*names[1:]}] + names[1:]
         # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
-        log.console.print(f"sweep in {relative(folder)}", soft_wrap=True)
+        log.show(f"sweep in {relative(folder)}")
         show_groups(runs, groups(runs, names=columns), columns)
         for line in self._conclusions(records, names):
-            log.console.print(line, soft_wrap=True)
+            log.show(line)
         self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
         for record in records:
             if record.error:
@@ -251,7 +251,7 @@ class SweepView:
                     log.show(f"job {record.number}: {line}")
                 if record.exit_code not in (InputError.exit_code, Stopped.exit_code):
                     output = relative(output_of(self.ledger, record))
-                    log.console.print(f"    what it printed: {output}", soft_wrap=True)
+                    log.show(f"    what it printed: {output}")
 
     def _conclusions(self, records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         """The lines about several objectives: the trade-offs, and what was not measured."""

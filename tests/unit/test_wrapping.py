@@ -1,0 +1,63 @@
+"""Sentences on a terminal: broken between words, but in no key, override, path or command."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.core.terminal import fill
+
+SOURCE = Path(__file__).parents[2] / "src"
+SAYS = {"warn", "show", "say", "note", "show_warning", "Finding", "InputError", "LockstepError", "StorageError"}
+# What must stay on one line, found without the code under test.
+COPIED = re.compile(
+    r"`[^`]+`|[\w.]+=\S+|lockstep [a-z-]+(?: RUN)?(?: --?[a-z]+)*(?: \S+=\S+)*|pip install '\S+'|cd ~", re.ASCII
+)
+
+
+def messages() -> Iterator[str]:
+    """Every sentence of the source, with a value of some length in each place of one."""
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = getattr(getattr(node, "func", None), "attr", getattr(getattr(node, "func", None), "id", ""))
+            for part in node.args if isinstance(node, ast.Call) and name in SAYS else ():
+                pieces = part.values if isinstance(part, ast.JoinedStr) else [part]
+                texts = [getattr(piece, "value", "") for piece in pieces]
+                text = "".join(text if isinstance(text, str) else "outputs/20260102" for text in texts)
+                if len(text) > 40 and "\n" not in text:
+                    yield f"lockstep: {text}"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_message_breaks_what_a_user_copies(width: int) -> None:
+    sentences = [*messages()]
+    assert len(sentences) > 300
+    for sentence in sentences:
+        lines = fill(sentence, width, 2).split("\n")
+        assert " ".join([lines[0], *(line[2:] for line in lines[1:])]).split() == sentence.split()
+        for line in lines:
+            spaced = re.sub(r"`[^`]+`|lockstep .*|(?<!\w)['\"].+['\"]", "X", line.strip())
+            assert len(line) <= width or " " not in spaced, line
+        for copied in COPIED.findall(sentence):
+            assert any(copied in line for line in lines), (copied, lines)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "lockstep train -m model=resnet18,resnet50d 'train.sizes={0: 128, 50%: 192}' seed=1,2,3",
+        "wandb sync outputs/20260102-030405-digits/wandb/offline-run-20260102_030405-abcdefgh",
+        "python -m pip",
+        "`a b c d`",
+        "'train.sizes={0: 128, 50%: 192, 80%: 224}'",
+    ],
+)
+def test_a_command_moves_to_the_next_line_as_a_whole(command: str) -> None:
+    text = f"the run stopped before its end; rerun it with {command} to continue"
+    lines = fill(text, 56, 2).split("\n")
+    assert any(command in line for line in lines)
+    assert " ".join(line.strip() for line in lines) == text
