@@ -12,7 +12,7 @@ import pytest
 
 from lockstep.core.errors import InputError
 from lockstep.core.observer import RunInfo
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.telemetry.loggers import MLflow, WandB
 from processes import wait_for
 
@@ -53,6 +53,7 @@ def test_mlflow_takes_every_name_and_keeps_them_apart(tmp_path: Path) -> None:
     run = MLflow().build(run_info(tmp_path, lr=0.1))
     run.write(1, {name: float(number) for number, name in enumerate(NAMES)})
     run.end("completed")
+    assert run.commands == [f"mlflow ui --backend-store-uri sqlite:///{tmp_path}/mlflow/mlflow.db"]
     (at_mlflow,) = stored(tmp_path)
     assert sorted(at_mlflow.data.metrics.values()) == [float(number) for number in range(len(NAMES))]
     assert at_mlflow.data.metrics["metric/recall/a-b"] == NAMES.index("metric/recall/a-b"), "a good name is kept"
@@ -64,8 +65,10 @@ def test_wandb_takes_every_name_and_keeps_them_apart(tmp_path: Path) -> None:
 
     run = WandB().build(run_info(tmp_path))
     run.write(1, {name: float(number) for number, name in enumerate(NAMES)})
+    (command,) = run.commands
     run.end("completed")
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert command == f"wandb sync {relative(file.parent)}"
 
     def figures() -> list[float]:
         messages = [protocol.Record.FromString(data) for data in stored_records(file)]

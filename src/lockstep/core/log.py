@@ -30,6 +30,13 @@ class Terminal(Console):
         if self.width < 1:  # COLUMNS=0: rich would print nothing
             self.width = USUAL_WIDTH
 
+    @property
+    def is_terminal(self) -> bool:
+        """Not rich's, which FORCE_COLOR makes true for a pipe; a notebook sets it."""
+        with suppress(AttributeError, ValueError):
+            return self.file.isatty()
+        return False
+
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(escaped(text, keep=""), **{**options, "markup": False, "emoji": False})
 
@@ -102,10 +109,7 @@ def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None
 
 
 def has_terminal(stream: str = "stdout") -> bool:
-    """Whether a standard stream goes to a terminal that can move the cursor.
-
-    Not rich's `is_terminal`, which FORCE_COLOR makes true for a pipe.
-    """
+    """Whether a standard stream goes to a terminal that can move the cursor."""
     file = getattr(sys, stream)
     return file is not None and file.isatty() and not console.is_dumb_terminal
 

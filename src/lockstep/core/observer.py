@@ -73,6 +73,11 @@ class Observer:
     An observer is created when the run starts or is resumed. If it raises, the run ends and can be resumed.
     """
 
+    @property
+    def commands(self) -> Sequence[str]:
+        """What a user types to look at what was written; shown at the end of the run."""
+        return ()
+
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Take the figures of a log point or of an evaluation, by tag. A figure without a value is NaN."""
 

@@ -18,10 +18,10 @@ WAIT_S = 3.0
 TERMINAL_BYTES, PIPE_BYTES = 128, select.PIPE_BUF
 
 # What a line does not break, because it is copied as a whole: what stands in `` or in quotes, and a command with the
-# words after it that are flags, overrides, paths or names in capitals.
+# words after it that are flags, overrides, paths or names in capitals; and no number from its %.
 _ARGUMENT = r"(?:-[\w-]\S*|'[^']*'\S*|\S*[=/]\S*|[A-Z]{2,}\b\S*)"
 _PROGRAM = r"\b(?:lockstep [a-z][a-z-]*|python (?:-m )?\S+|pip install|wandb sync|mlflow ui|tensorboard|srun|cd)"
-_WHOLE = re.compile(rf"`[^`]+`|(?<!\w)'[^' ][^']*'(?!\w)|\"[^\"]+\"|{_PROGRAM}(?: {_ARGUMENT})*")
+_WHOLE = re.compile(rf"`[^`]+`|\d %|(?<!\w)'[^' ][^']*'(?!\w)|\"[^\"]+\"|{_PROGRAM}(?: {_ARGUMENT})*")
 _GLUE = "\0"
 
 _patience_s = math.inf

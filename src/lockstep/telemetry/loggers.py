@@ -8,15 +8,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lockstep.config.commands import shell_command
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import storing
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
@@ -110,6 +112,10 @@ class WandBRun(Observer):
             for step, scalars in read_figures(run.run_dir.metrics, run.after):
                 self.write(step, scalars)
 
+    @property
+    def commands(self) -> Sequence[str]:
+        return [shell_command(["wandb", "sync", relative(Path(self.run.dir).parent)])] if self.run.offline else []
+
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.run.log({accepted(tag, NO_UNICODE): value for tag, value in finite(scalars).items()}, step=step)
 
@@ -159,7 +165,8 @@ class MLflowRun(Observer):
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".mlflow.lock"):  # two jobs must not both make the tables
-            self.client = MlflowClient(tracking_uri=store or f"sqlite:///{folder / 'mlflow.db'}")
+            self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
+            self.client = MlflowClient(tracking_uri=self.store)
             known = self.client.get_experiment_by_name(experiment)
             place = None if store else (folder / "artifacts").as_uri()
             number = known.experiment_id if known else self.client.create_experiment(experiment, place, tags=KIND)
@@ -180,6 +187,11 @@ class MLflowRun(Observer):
         for key, value in {"folder": run.folder, **run.hyperparameters}.items():
             self.client.log_param(new_id, key, str(value))
         return new_id
+
+    @property
+    def commands(self) -> Sequence[str]:
+        is_served = self.store.startswith(("http:", "https:"))
+        return [] if is_served else [shell_command(["mlflow", "ui", "--backend-store-uri", self.store])]
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         from mlflow.entities import Metric

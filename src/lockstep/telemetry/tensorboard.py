@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, masked
@@ -25,7 +26,7 @@ from lockstep.core.figures import BINS, Predictions, finite, number_or_text, pla
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
-from lockstep.core.run_dir import RunDir
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import make_folder, storing
 from lockstep.telemetry import pictures
@@ -134,6 +135,10 @@ class TensorBoard(Observer):
                 if path.exists():
                     add_text(training, title, read_text(path), int(run.after) + 1)
             training.flush()
+
+    @property
+    def commands(self) -> Sequence[str]:
+        return [shell_command(["tensorboard", "--logdir", relative(self.folder)])]
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         if self.failed:

@@ -22,7 +22,6 @@ from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, FileSource
 from lockstep.runtime.host import format_bytes
-from lockstep.telemetry.loggers import TensorBoard
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.build_data import TrainingData
 from lockstep.training.resolved_job import ResolvedJob, named, train_longer
@@ -295,8 +294,8 @@ def say_ending(
         raw_text = figure_text(name, raw)
         scores = f"{figure_text(name, progress.score)} at the last step, and the raw weights {raw_text}"
         log.say_row("average", f"{scores}: it may be over too many steps; use {remedy}", indent=16)
-    if any(isinstance(logger, TensorBoard) for logger in job.logger.values()):
-        log.say_command("look at it", shell_command(["tensorboard", "--logdir", relative(run_dir.path)]))
+    for command in trainer.telemetry.observer.commands:
+        log.say_command("look at it", command)
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
     longer = patient if trainer.ended_early else [train_longer(job)]
     log.say_command("train longer", resume_command(run_dir, *longer))

@@ -66,6 +66,10 @@ class Observers(Observer):
                 self.logged.clear()
                 observer.write(step, dict(written))
 
+    @property
+    def commands(self) -> Sequence[str]:
+        return [command for observer in self.observers for command in observer.commands]
+
     def write_logged(self) -> None:
         """Write the figures that wait for the next ones."""
         if self.logged:
