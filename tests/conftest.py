@@ -31,6 +31,10 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)
 
+# No test loses power, and a run of a few steps would wait for the disk as long as it computes. The order of the calls
+# has tests of its own (test_safe_write.py). The other function needs a valid descriptor too.
+os.fsync = os.fstat  # type: ignore[assignment]
+
 # What torchrun, the compiler, Ray, TensorBoard, W&B, Chromium and a test of tests leave among the temporary files.
 THEIRS = re.compile(
     r"torchelastic_.*|torchinductor_.*|ray|\.tensorboard-info|.*wandb-(media|artifacts)|wandb_symon-.*|wandb-[\d-]+"

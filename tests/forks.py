@@ -37,6 +37,16 @@ COMMON = (
     *("augment=shift", "strategy=auto", "strategy=single", "precision=fp32", "launcher=auto", "launcher=inline"),
     *("optimizer=adamw", "schedule=cosine", "loss=cross_entropy"),
 )
+# Seconds that a fork waits for a reader, a rank, its main thread or one more machine before it goes on without, and
+# that `doctor` spends on other settings. No test of a command needs the usual ones.
+SHORTER = {
+    "lockstep.core.terminal:WAIT_S": 0.5,
+    "lockstep.launcher.spawn:RANKS_GRACE_S": 2.0,
+    "lockstep.runtime.watchdog:GRACE_S": 1.0,
+    "lockstep.runtime.program:GRACE_S": 1.0,
+    "lockstep.launcher.elastic:LAST_CALL_S": 1,
+    "lockstep.job.examination:OTHERS_S": 1.0,
+}
 
 
 class Fork:
@@ -242,6 +252,10 @@ def main() -> None:
     gc.disable()  # imports leave no garbage worth a tenth of their time
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
+    for name, seconds in SHORTER.items():
+        module, _, constant = name.partition(":")
+        setattr(importlib.import_module(module), constant, seconds)
     warm_up()
     # Unregistering torch's operators would copy 30 MB in each fork, which takes 0.03 s.
     for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers import ROOT, Done, forked
+from helpers import ROOT, Done, forked, photos_of_two_classes
 
 pytestmark = pytest.mark.slow
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
@@ -37,12 +37,14 @@ def test_the_table_of_bugs_follows_the_source_and_has_the_number_that_is_told(
 
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:
     json_path = tmp_path / "photos.json"
-    small = ("--models", "resnet10t", "--precisions", "fp32", "--batch", "2", "--files", "400", "--device", "cpu")
-    done = benchmark("photos", *small, "--every", "1", "--seconds", "0.1", "--repeats", "1", "--json", str(json_path))
+    small = ("--models", "resnet10t", "--precisions", "fp32", "--batch", "2", "--files", "64", "--device", "cpu")
+    short = ("--every", "1", "--seconds", "0.1", "--repeats", "1", "--json", str(json_path))
+    photos = photos_of_two_classes(tmp_path, 64, "jpg") / "photos" / "train"
+    done = benchmark("photos", *small, *short, "--photos", str(photos))
     assert done.code == 0, done.err
     printed = " ".join(done.out.split())
-    assert "80 photos of" in printed
-    assert "500x375" in printed
+    assert "54 photos of" in printed
+    assert "64x64" in printed
     assert "resnet10t, fp32: without timm: its train.py is not in its package" in printed
     assert "resnet10t, fp32: without torchvision: its references are not in its package" in printed
     report = json.loads(json_path.read_text())

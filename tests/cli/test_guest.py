@@ -74,17 +74,18 @@ CASES = {
 }
 
 def changed(names):
-    found = {}
+    found, before = {}, photograph.photograph()
     for name in names or CASES:
-        before = photograph.photograph()
         try:
             CASES[name]()
         except lockstep.InputError:
             assert "wrong" in name or "no such" in name, name
         else:
             assert "wrong" not in name, name
-        if lines := photograph.changes(before, photograph.photograph()):
+        after = photograph.photograph()
+        if lines := photograph.changes(before, after):
             found[name] = lines
+        before = after
     return found
 """
 FEW = ["train", "again", "wrong key", "compose", "load"]

@@ -140,7 +140,9 @@ def test_two_ranks_end_with_their_launcher_stop_and_resume(tmp_path: Path, envir
     code, err = ended(launcher)
     assert code == 75, err
     steps = steps_done(folder) + 3
-    done = finished(start(tmp_path, environment, f"resume={folder}", f"steps={steps}"))
+    # On one rank: two have ended well already, if after a stop.
+    alone = ("strategy=single", "launcher.ranks=1")
+    done = finished(start(tmp_path, environment, f"resume={folder}", f"steps={steps}", *alone))
     assert (done.code, steps_done(folder), len(losses(folder))) == (0, steps, steps), done.err
 
 
@@ -151,7 +153,7 @@ def finished(process: Process) -> Done:
 
 @pytest.mark.slow
 def test_a_sweep_stops_at_ctrl_c_and_the_same_line_resumes_it(tmp_path: Path, environment: dict[str, str]) -> None:
-    words = ("-m", "seed=1,2", "model=linear", "steps=1500", "telemetry.interval=500", "checkpoint.every=20")
+    words = ("-m", "seed=1,2", "model=linear", "steps=700", "telemetry.interval=500", "checkpoint.every=20")
     process = start(tmp_path, environment, *words, "hydra.launcher.jobs=1")
     wait_for(lambda: process.poll() is not None or [*tmp_path.glob("sweeps/*/000-*/checkpoints/last")])
     refused = finished(start(tmp_path, environment, *words, "hydra.launcher.jobs=1"))
