@@ -33,7 +33,7 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 
 # No test loses power, and a run of a few steps would wait for the disk as long as it computes. The order of the calls
 # has tests of its own (test_safe_write.py). The other function needs a valid descriptor too.
-os.fsync = os.fstat  # type: ignore[assignment]
+os.fsync = os.fstat
 
 # What torchrun, the compiler, Ray, TensorBoard, W&B, Chromium and a test of tests leave among the temporary files.
 THEIRS = re.compile(

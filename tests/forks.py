@@ -252,7 +252,7 @@ def main() -> None:
     gc.disable()  # imports leave no garbage worth a tenth of their time
     for name in sys.argv[2:]:
         importlib.import_module(name)
-    os.fsync = os.fstat  # type: ignore[assignment]  # as in conftest.py
+    os.fsync = os.fstat  # as in conftest.py
     for name, seconds in SHORTER.items():
         module, _, constant = name.partition(":")
         setattr(importlib.import_module(module), constant, seconds)
