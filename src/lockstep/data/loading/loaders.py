@@ -107,7 +107,7 @@ class Streaming(ImageLoader):
         reader, model = reading.reading_rate(context.splits[0]), context.training_rate()
         most = max(1, cores() // context.world.local_size)
         if context.splits[0].images is None:  # copying mapped rows, and waiting for the disk, releases Python's lock
-            most = reading.useful_threads(most, 1 / reader)
+            most = most if 1 / reader > reading.LIGHT_S else 1
         if model is None:
             return replace(self, workers=most), f"model not tried, one worker {reader:,.0f} img/s"
         needed = reading.workers_needed(model, reader, most, own_cores=context.world.device.type != "cpu")

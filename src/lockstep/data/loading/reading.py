@@ -53,11 +53,6 @@ def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
     return torch.cat([images for images, _ in parts]), broken
 
 
-def useful_threads(threads: int, seconds: float) -> int:
-    """How many of `threads` threads to read with, if one of them takes `seconds` for an image."""
-    return threads if seconds > LIGHT_S else 1
-
-
 def sample(split: Split, number: int) -> Tensor:
     """Up to `number` images spread evenly over a split, uint8 (n, C, H, W), without broken ones."""
     number = min(number, len(split))
@@ -138,7 +133,7 @@ def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
             seconds = (time.perf_counter() - began) / TIMED
         remaining = own_indices[2 * TIMED :]
         chunks = (remaining[start : start + CHUNK] for start in range(0, len(remaining), CHUNK))
-        for chunk_broken in in_order(decode, chunks, workers=useful_threads(threads, seconds), prefetch=2):
+        for chunk_broken in in_order(decode, chunks, workers=threads if seconds > LIGHT_S else 1, prefetch=2):
             broken |= chunk_broken
     except InputError as error:
         error.add_note("".join(traceback.format_tb(error.__traceback__)))  # pickling loses the traceback
