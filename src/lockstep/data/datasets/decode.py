@@ -12,7 +12,6 @@ values are to be 0 and 255.
 from __future__ import annotations
 
 import logging
-import operator
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -230,7 +229,8 @@ def _tiff(data: bytes, channels: int) -> Header:
     _check_bands((rows, columns, samples), page.dtype, channels)
 
     def decode(data: bytes) -> Pixels:
-        if any(map(len(data).__lt__, map(operator.add, page.dataoffsets, page.databytecounts))):
+        ends = (offset + count for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True))
+        if max(ends) > len(data):
             raise ValueError("it is cut short")
         pixels: Pixels = page.asarray(maxworkers=1)
         return np.ascontiguousarray(np.moveaxis(pixels, page.axes.index("S"), 2))
