@@ -64,6 +64,11 @@ def check_effects(job: ResolvedJob) -> None:
     for sentence, applies in doubled.items():
         if applies:
             raise InputError(f"{sentence}; remove one of them")
+    if job.train.freeze_until is not None and not job.train.freeze:
+        raise InputError(
+            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
+            "train.freeze=[backbone], or set train.freeze_until=null"
+        )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
         raise InputError(
@@ -77,7 +82,6 @@ def check_effects(job: ResolvedJob) -> None:
             ("swa_every", "swa_images") * (job.train.swa_from is None)
         ),
         "train.erase is 0, so nothing is erased": ("erase_mode",) * (not job.train.erase),
-        "train.freeze is empty, so nothing is frozen": ("freeze_until",) * (not job.train.freeze),
         "train.patience is null, so no run ends early": ("min_delta",) * (job.train.patience is None),
         "train.mixup and train.cutmix are 0, so nothing is mixed": ("mix_by", "mix_prob", "mix_until") * (not mixes),
         "train.mixup and train.cutmix are not both on": ("mix_switch",) * (len(mixes) < 2),
