@@ -52,11 +52,7 @@ def build_many(group: str, nodes: Any) -> dict[str, Any]:
 
 
 def build(group: str, node: Any, key: str = "") -> Any:
-    """The component that a group's node describes. Its class is the schema of its fields.
-
-    `key` is the node's key in the config, by default the group's name. Raises InputError if a key is unknown, or a
-    value has the wrong type or is out of range.
-    """
+    """The component that a group's node describes. Raises InputError for an unknown key or a wrong value."""
     key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
         raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME")
@@ -78,11 +74,7 @@ def build_option(group: str, name: str) -> Any:
 
 
 def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:
-    """An object of `cls`, with `values` in the place of defaults, each of the type and the rule of its field.
-
-    Raises InputError if some values break their rules; the message has one line for each; OmegaConfBaseException if a
-    key is unknown, or a value has another type.
-    """
+    """An object of `cls`, with `values` for defaults. Raises InputError, or OmegaConfBaseException for a type."""
     cache_key = (cls, repr(values))
     if cache_key not in _BUILT:
         typed = OmegaConf.merge(defaults(), values)

@@ -1,7 +1,4 @@
-"""Mistakes of the user as one sentence, from the exceptions of Hydra and OmegaConf.
-
-Keys and options come with the exceptions; `suggest` knows what was probably meant.
-"""
+"""Mistakes of the user as one sentence, from the exceptions of Hydra and OmegaConf."""
 
 import itertools
 import re

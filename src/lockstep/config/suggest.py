@@ -163,10 +163,7 @@ HF_FILES = ("dataset_dict.json", "state.json")
 
 
 def suggest_override(name: str, value: str | None = None) -> str:
-    """The overrides to type for a key or flag of another program, or for a key without its block; empty if unknown.
-
-    Without a value they have `VALUE` in its place.
-    """
+    """The overrides for a key or flag of another program, or a key without its block; empty if unknown."""
     block, _, last = name.lower().replace("-", "_").rpartition(".")
     chosen = [word.partition("=")[2] for word in sys.argv[1:] if word.startswith("model=")]
     if last == "pretrained" and any(map(model_of, chosen)):
@@ -219,10 +216,7 @@ def _own(last: str) -> str:
 
 
 def suggest_for_path(group: str, word: str) -> str:
-    """` Did you mean ...?` with overrides for a path after `GROUP=`, or for a path alone (`group` is empty).
-
-    Empty if the word does not look like a path, or no override fits the path.
-    """
+    """` Did you mean ...?` for a path after `GROUP=`, or alone (`group` is empty); empty if no override fits."""
     path = Path(os.path.expanduser(word))  # noqa: PTH111, raises nothing
     try:
         exists, is_folder, is_run = path.exists(), path.is_dir(), RunDir(path).composed.exists()

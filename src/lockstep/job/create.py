@@ -116,10 +116,7 @@ def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = Non
 
 
 def fitted_to_images(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -> ResolvedJob:
-    """The job with what its number of training images decides, now that its data is there.
-
-    That is what `auto` leaves to it; and a batch that nobody has typed is at most the training split.
-    """
+    """The job with what its number of images decides; a batch that nobody has typed is at most the split."""
     images, values = len(job.dataset.train()), resume.values
     has_typed = any(key_of(word) == "batch" and "auto" not in word for word in resume.overrides)
     if not has_typed and 0 < images < job.batch:

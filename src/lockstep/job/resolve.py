@@ -210,10 +210,7 @@ def _eval_batch(train: TrainBlock, dataset: Source) -> int:
 
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
-    """The images on which the initial weights were trained; None without such weights, or if it is not known.
-
-    For a resumed run, the checkpoint knows it too: the initial weights may have been removed since.
-    """
+    """The images of the initial weights' training, also from the checkpoint of a run whose weights are gone."""
     if resumed is not None and job.starts_trained:
         card = find_card(resumed / MODEL)
         if card is not None:

@@ -21,11 +21,7 @@ from lockstep.core.safe_write import write_atomic
 
 @contextmanager
 def job_lock(invocation: Invocation) -> Iterator[Lock]:
-    """The lock of a job, released at the end of the context.
-
-    Hydra creates the folder that the command names before the job is checked. If the job is refused, the folder is
-    removed.
-    """
+    """The lock of a job. If the job is refused, the folder that Hydra has made for it is removed."""
     with closing(Lock()) as lock:
         try:
             yield lock

@@ -46,11 +46,7 @@ class Submission:
 
 
 def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
-    """The submission for a composed job.
-
-    Checks that depend on the machine, such as its devices and data, happen on the machine that runs the job. Raises
-    InputError if a value of the job is wrong, or its folder is in use.
-    """
+    """The submission for a composed job, whose machine is checked where it runs. Raises InputError."""
     folder = resume.folder
     if folder is not None:
         lock_run_folder(folder, lock)

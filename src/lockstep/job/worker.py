@@ -179,11 +179,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
 
 
 def own_gpu(local_rank: int) -> int:
-    """The index of a rank's GPU among those that its process sees.
-
-    A launcher may show each process only one GPU, which then has index 0 (`srun --gpus-per-task=1`). Raises
-    InputError if the process sees several GPUs, but none for this rank.
-    """
+    """The index of a rank's GPU among those of its process, which may be shown one alone. Raises InputError."""
     visible = torch.cuda.device_count()
     if visible > 1 and local_rank >= visible:
         raise InputError(
@@ -194,11 +190,7 @@ def own_gpu(local_rank: int) -> int:
 
 
 def allow_connections(ranks: int) -> None:
-    """Raise this process's limit on open files to the number that the process groups of `ranks` ranks need.
-
-    In each group, gloo connects each rank with every other rank, and there may be two gloo groups. Raises InputError
-    if the system does not allow so many files.
-    """
+    """Raise the limit on open files to what two gloo groups of `ranks` ranks need. Raises InputError."""
     needed = 2 * ranks + SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:

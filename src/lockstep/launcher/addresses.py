@@ -1,7 +1,4 @@
-"""This machine in the network: its identity, its addresses, and the interface that reaches another machine.
-
-Imports no torch.
-"""
+"""This machine in the network: its identity, its addresses, the interface to another one. Imports no torch."""
 
 import ipaddress
 import socket
@@ -55,10 +52,7 @@ def is_own(host: str, port: int) -> bool:
 
 
 def interface_to(host: str, port: int) -> str | None:
-    """The network interface by which this machine reaches `host`; None if the system does not tell.
-
-    Nothing is sent: connecting a datagram socket only asks the kernel for the route.
-    """
+    """The interface by which this machine reaches `host`, from the kernel's routes; None if it does not tell."""
     for family, address in resolve(host, port):
         with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect((address, port))

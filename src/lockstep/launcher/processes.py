@@ -80,11 +80,7 @@ class Fresh:
 
 
 def can_fork() -> bool:
-    """Whether this process can be forked: it has one thread.
-
-    A forked process has one thread. It would wait forever for a lock that another thread of its parent held (a thread
-    of autograd after a backward pass, of OpenMP, or of a library).
-    """
+    """Whether this process has one thread: a fork would wait forever for a lock that another thread holds."""
     return len(list(Path("/proc/self/task").glob("*"))) == 1  # none without Linux
 
 
@@ -136,10 +132,7 @@ def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
 
 @contextmanager
 def starting() -> Iterator[None]:
-    """The context in which ranks are started: a variable tells them their launcher, and signals are blocked.
-
-    A rank inherits the blocked signals, and unblocks them after it has set its handlers.
-    """
+    """The context in which ranks start: a variable names their launcher; they unblock signals when they hear them."""
     os.environ[LAUNCHER] = str(os.getpid())
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -62,11 +62,7 @@ def own_source() -> dict[str, str | bool]:
 
 
 def source_state(package: Path) -> dict[str, str | bool]:
-    """The commit of the source in the folder `package`, and whether that checkout has changes.
-
-    Both are "unknown" if git is missing, or the source is not in a repository. An installed package may lie inside
-    the repository of another project, which does not track it; both are "unknown" then, too.
-    """
+    """The commit of the source in `package`, and whether it has changes; unknown unless a repository tracks it."""
     tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     commit = _git(package, "rev-parse", "HEAD") if tracked else None
     changes = _git(package, "status", "--porcelain") if tracked else None

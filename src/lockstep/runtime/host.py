@@ -85,10 +85,7 @@ def _words(file: Path) -> list[str]:
 
 
 def has_bfloat16() -> bool:
-    """Whether the CPU has instructions for bfloat16, and torch's kernels use them.
-
-    True if the system does not list the instructions. ONEDNN_MAX_CPU_ISA can forbid the kernels.
-    """
+    """Whether the CPU has bfloat16 instructions and torch uses them; true where the system does not list them."""
     import torch
 
     try:
@@ -108,10 +105,7 @@ def free_memory(world: World) -> float:
 
 
 def available_memory() -> float:
-    """The bytes of host memory, within the limits of the container, that are available without swapping.
-
-    What the file cache takes is available.
-    """
+    """The bytes of host memory within the container's limits that are free or only cache files."""
     return min(float(psutil.virtual_memory().available), memory_left())
 
 

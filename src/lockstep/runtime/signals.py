@@ -192,10 +192,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """Run the exit handlers and end the process, in a bounded time.
-
-    With torch loaded, a normal exit takes seconds. It also waits for all threads, one of which may hang.
-    """
+    """Run the exit handlers and end the process: a normal exit takes seconds with torch, and may hang in a thread."""
     last_resort = threading.Timer(LEAVE_S, os._exit, [code])
     last_resort.daemon = True
     last_resort.start()

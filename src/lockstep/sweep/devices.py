@@ -95,10 +95,7 @@ class Devices:
         log.show(f"skipped, because others use them: {names}; {VISIBLE} names GPUs to use all the same")
 
     def take(self, needs: Needs) -> Share | None:
-        """The devices for a job, which are then not free; None if too few are.
-
-        A job that wants more than the machine has gets all: its own check says what it lacks.
-        """
+        """The devices for a job, which are then not free; None if too few are. No job gets more than there are."""
         if self.all.gpus and needs.gpus:
             if needs.gpus == 1 and needs.kind in self.of_kind:
                 return self._take_part(self.of_kind[needs.kind])

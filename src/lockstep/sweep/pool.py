@@ -192,10 +192,7 @@ def _serve(ledger: Ledger, task: Task, share: Share) -> None:
 def fresh(
     ledger: Ledger, task: Task, share: Share, environment: Mapping[str, str] = os.environ, **options: Any
 ) -> Fresh:
-    """The process of a task as a fresh interpreter with the job's command line, which does not outlive this one.
-
-    For where this process cannot be forked: it has several threads, as libraries start them, or is not on Linux.
-    """
+    """The process of a task as a fresh interpreter, which does not outlive this one, which cannot be forked."""
     words = [*task.command, override("hydra.run.dir", ledger.folder / task.record.folder)]
     variables = {**environment, **share.environment, **task.environment, PARENT: str(os.getpid())}
     with append(output_of(ledger, task.record)) as output:
@@ -213,9 +210,6 @@ def memory_of_job(ledger: Ledger, record: Record) -> int | None:
 
 
 def to_run(records: Sequence[Record], *, retry: bool) -> list[Record]:
-    """The records of the jobs that a call runs: not of those that are done or run now.
-
-    With `retry`, also of those that failed, and of those that a cluster was given and may have lost.
-    """
+    """The records of the jobs to run; with `retry`, also of those that failed, or that a cluster may have lost."""
     runs = [record for record in records if record.state is not State.done and not record.runs_here]
     return runs if retry else [r for r in runs if r.state is not State.failed and not r.runs_elsewhere]

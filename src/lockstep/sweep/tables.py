@@ -1,7 +1,4 @@
-"""What people see of runs side by side: a column for each key that differs, and for figures.
-
-`lockstep compare` and the end of a sweep are one table; `lockstep runs` and the jobs that run have the same columns.
-"""
+"""Tables of runs side by side: a column for each key that differs, and for figures."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -47,10 +44,7 @@ def show_groups(
     form: str = "table",
     differences: bool = True,
 ) -> None:
-    """Show the rows of `groups`, a table for each monitor, and its best run.
-
-    The figures are `names`, or the score and the metrics of the runs.
-    """
+    """Show the rows of `groups` with the figures `names`, a table for each monitor, and its best run."""
     for number, (monitor, of) in enumerate(tables(rows).items()):
         if number:
             log.show("")
