@@ -1,8 +1,9 @@
 """`lockstep evaluate`: the scores of a trained model on a split, or of a sweep on all its folds together."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, TrainedInput, class_name
 from lockstep.core.monitor import figure_word, telling
-from lockstep.core.run import read_overrides
+from lockstep.core.run import Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.table import show_json
@@ -37,11 +38,27 @@ from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
 from lockstep.job.resolve import with_targets
 from lockstep.runtime.host import cores
-from lockstep.sweep.folds import CrossValidation, cross_validations
 from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.record import FOLD
+from lockstep.sweep.runs import by_values, differing, read_jobs
 from lockstep.training.resolved_job import fingerprint_of
 
 KEYS = ("dataset", "data_root")  # what an override may change
+FOLDS = "dataset.folds"
+
+
+@dataclass(frozen=True)
+class CrossValidation:
+    """The runs of a sweep that differ in the fold alone."""
+
+    values: Mapping[str, str]  # of the keys in which the cross-validations of the sweep differ
+    folds: int  # into how many the data are cut
+    runs: Mapping[int, Run]  # those that are done, by fold
+    missing: Mapping[int, str]  # how far each other fold is
+
+    @property
+    def name(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.values.items())
 
 
 def evaluate(
@@ -97,6 +114,32 @@ def trials(setting: CrossValidation, overrides: Sequence[str], device: str | Non
                 "fold; name the files of the training (dataset.path=FOLDER), or train again"
             )
         yield predictor, replace(fold_split, place={"fold": str(fold), **setting.values})
+
+
+def cross_validations(sweep: Path) -> list[CrossValidation]:
+    """The cross-validations of a sweep of which a fold is done. Raises InputError if there is none."""
+    jobs = read_jobs(Ledger(sweep))
+    for job in jobs:
+        if job.state == State.damaged:
+            log.show_warning(job.error)
+    numbers = re.compile("[0-9]{1,4}")
+    runs = [run for run in jobs if all(numbers.fullmatch(run.settings.get(key, "")) for key in (FOLD, FOLDS))]
+    keys = [key for key in differing(runs) if key != FOLD]
+    settings = []
+    for values, members in by_values(runs, keys).items():
+        by_fold, folds = {int(run.settings[FOLD]): run for run in members}, int(members[0].settings[FOLDS])
+        states = {fold: str(by_fold[fold].state) if fold in by_fold else "no job" for fold in range(folds)}
+        done = {fold: by_fold[fold] for fold, state in states.items() if state == State.done}
+        missing = {fold: state for fold, state in states.items() if fold not in done}
+        settings.append(CrossValidation(dict(zip(keys, values, strict=True)), folds, done, missing))
+    if not any(setting.runs for setting in settings):
+        compare = shell_command(["lockstep", "compare", sweep])
+        expected = "it has no folds, expected a sweep such as dataset.folds=5 dataset.fold=0,1,2,3,4 -m"
+        raise InputError(f"{sweep}: {'no fold is done' if runs else expected}; `{compare}` compares its jobs")
+    for setting in settings:
+        if not setting.runs:
+            log.show_warning(f"{setting.name} is skipped: none of its folds is done")
+    return [setting for setting in settings if setting.runs]
 
 
 def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) -> dict[str, Any]:
