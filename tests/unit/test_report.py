@@ -445,10 +445,6 @@ def test_the_numbers_of_a_logarithmic_scale_are_plain(rates: tuple[float, ...]) 
 
 
 def test_no_label_of_a_chart_is_over_another() -> None:
-    labels = ["job a", "job b", "job c", "job d"]
-    address = pictures.scatter([1.0, 1.001, 2.0, 3.0], [90.0, 90.01, 90.0, 80.0], labels, "", "")
-    picture = base64.b64decode(address.partition(",")[2]).decode()
-    assert [label for label in labels if f">{label}<" in picture] == ["job a", "job c", "job d"]
     rows = [[rate, score] for rate, score in ((0.1, 97.75), (0.2, 97.46), (0.3, 79.72))]
     address = pictures.parallel(["rate", "score"], rows, [97.75, 97.46, 79.72])
     picture = base64.b64decode(address.partition(",")[2]).decode()

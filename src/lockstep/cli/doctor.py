@@ -1,14 +1,11 @@
 """`lockstep doctor`: says before a long run whether it would start, what to change, and how long it would take."""
 
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-
-from rich.text import Text
 
 from lockstep.config import components, composition
 from lockstep.config.commands import shell_command
@@ -17,6 +14,7 @@ from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
+from lockstep.core.table import show_json
 from lockstep.data.inspection import Finding, Level, inspect
 from lockstep.job import examination
 from lockstep.job.create import checked_job, fitted_to_images
@@ -42,8 +40,7 @@ def doctor(overrides: Sequence[str], *, multirun: bool, everything: bool, form: 
     checkup.examine(overrides, multirun=multirun)
     if form == "json":
         findings = [{**asdict(finding), "jobs": jobs} for finding, jobs in checkup.findings.items()]
-        report = json.dumps({"jobs": checkup.jobs, "findings": findings}, indent=2)
-        log.console.print(Text(report), soft_wrap=True)
+        show_json({"jobs": checkup.jobs, "findings": findings})
     else:
         for finding, jobs in checkup.findings.items():
             columns = f"{finding.level:<9}{finding.check:<9}"

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,7 +207,9 @@ def compare(case: Case, result: RunResult, reference: RunResult) -> dict[str, An
     if len(losses) != len(expected):
         return facts | {"expected": len(expected)}  # the scores have ended one of them earlier
     loss = float(((losses - expected) / expected).abs().max())
-    expected_weights, weights = _flat(reference, reference.weights), _flat(result, reference.weights)
+    expected_weights, weights = (
+        torch.cat([run.weights[name].flatten() for name in reference.weights]) for run in (reference, result)
+    )
     weight = float((weights - expected_weights).abs().max() / expected_weights.abs().max())
     identical = torch.equal(weights, expected_weights)
     times = Counter((epoch, index) for epoch, _, index, _ in result.samples)
@@ -229,11 +231,6 @@ def texts(facts: Mapping[str, Any]) -> list[str]:
         "same bits" if facts["identical"] else weights,
         f"{facts['images']} {facts['samples']}",
     ]
-
-
-def _flat(result: RunResult, names: Iterable[str]) -> Tensor:
-    """The weights with these names as one vector."""
-    return torch.cat([result.weights[name].flatten() for name in names])
 
 
 def _other_micro_batches(job: Job) -> int | None:

@@ -19,7 +19,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import is_number
 from lockstep.runtime.signals import StopRequest
-from lockstep.telemetry.hardware import RAPL, Gpus, Processes
+from lockstep.telemetry.hardware import Gpus, Processes
 
 PERIOD_S = 1.0  # between two samples
 # The longest wait for the last sample: a driver that does not answer must not keep a run from ending.
@@ -73,14 +73,11 @@ class HardwareWatch:
         for part in list(self.sampling):
             try:
                 scalars |= part.sample(step)
-            except pynvml.NVMLError as error:
-                log.warn(f"NVML stopped answering ({error}); GPU figures end here")
-                self.sampling.remove(part)
             except psutil.Error as error:  # a rank has ended
                 log.logger.info("the processes of the ranks are no longer sampled: %s", error)
                 self.sampling.remove(part)
-            except OSError as error:
-                log.warn(f"{getattr(part, 'path', RAPL)} fails ({error}); its figures end here")
+            except (pynvml.NVMLError, OSError) as error:
+                log.warn(f"the hardware stopped answering ({error}); its figures end here")
                 self.sampling.remove(part)
         for tag, value in scalars.items():
             name = "_".join(tag.split("/")[:2])  # the mean is over the GPUs too

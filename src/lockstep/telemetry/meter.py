@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import check_declared
 from lockstep.core.log import close_all
@@ -252,7 +253,7 @@ class Telemetry:
         self.observer.write(window.last, figures)
         self.display.window(window, epoch)
         if sentence := self.stragglers.find():
-            self.display.warn(sentence)
+            self.warn(sentence)
 
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
@@ -311,7 +312,9 @@ class Telemetry:
         return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
 
     def warn(self, sentence: str) -> None:
-        self.display.warn(sentence)
+        """Warn the user, once for all ranks."""
+        if self.world.is_main:
+            log.warn(sentence)
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

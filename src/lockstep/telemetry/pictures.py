@@ -21,6 +21,7 @@ from lockstep.core.figures import Predictions
 from lockstep.core.model_card import VALUES
 
 LINE_HEIGHT = 0.05  # of a label, as a share of an axis
+LABELLED = 10  # points
 COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
 BEST = "#d95f02"  # marks the best job of a sweep
 STYLE: Any = {
@@ -71,17 +72,12 @@ def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **o
 
 
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
-    """Points with their labels, the first one marked. A label that would overlap an earlier one is omitted."""
+    """Points, the first one marked, and the labels of the first `LABELLED`."""
 
     def draw(axes: Any) -> None:
         axes.scatter(x, y, color=[BEST] + [COLOURS[0]] * (len(x) - 1))
-        spans = [(max(values) - min(values)) * LINE_HEIGHT or 1.0 for values in (x, y)]
-        labelled: set[tuple[int, ...]] = set()  # the fields of a grid that have a label
-        for *point, label in zip(x, y, labels, strict=True):
-            field = tuple(math.floor(value / span) for value, span in zip(point, spans, strict=True))
-            if labelled.isdisjoint((field[0] + right, field[1] + up) for right in (-1, 0, 1) for up in (-1, 0, 1)):
-                labelled.add(field)
-                axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
+        for *point, label in [*zip(x, y, labels, strict=True)][:LABELLED]:
+            axes.annotate(cut(label), point, size=7, xytext=(3, 3), textcoords="offset points")
         axes.set(xlabel=x_label, ylabel=y_label)
 
     return drawn(draw)
