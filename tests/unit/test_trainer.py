@@ -54,7 +54,7 @@ class Silent:
         self.events: list[Any] = []
         self.figures: dict[int, Any] = {}
         self.ended: list[Any] = []
-        self.busy = 0.0
+        self.stragglers = SimpleNamespace(busy=0.0)
         self.is_overdue = False
 
     def watch(self, groups: Iterator[Any], prepare: Any) -> Any:

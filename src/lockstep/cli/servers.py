@@ -7,7 +7,6 @@ So a page of another site in the same browser can neither call it nor read its a
 import asyncio
 import errno
 import json
-import secrets
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
@@ -31,15 +30,10 @@ from lockstep.sweep.runs import existing, run_folders
 from lockstep.telemetry.report import run_page
 
 ADDRESS = "127.0.0.1"
-NONCE = "NONCE"  # the mark of a page's own script and style; each answer replaces it by the nonce of its header
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 PAGE = Path(__file__).parent / "demo.html"
 LARGEST = 32 * MB  # the most bytes of a photo
 SHOWN = 5  # the most classes in an answer
-POLICY = (
-    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
-    "img-src blob:; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'"
-)
 REFRESH_S = 5
 UNFINISHED = (State.waiting, State.running)
 Message = dict[str, Any]
@@ -57,8 +51,6 @@ class LocalServer(uvicorn.Server, ABC):
     Args:
         port: the port to listen on; 0 is any free port.
     """
-
-    policy = ""  # the Content-Security-Policy of the answers
 
     def __init__(self, port: int) -> None:
         try:
@@ -105,12 +97,11 @@ class LocalServer(uvicorn.Server, ABC):
             status, kind, text = error.args[0], JSON, json.dumps({"error": error.args[1]})
         except InputError as error:
             status, kind, text = HTTPStatus.BAD_REQUEST, JSON, json.dumps({"error": escaped(str(error))})
-        nonce = secrets.token_urlsafe(16)
-        content = (text.replace(NONCE, nonce) if kind == HTML else text).encode()
+        content = text.encode()
         fields = {
             "Content-Type": kind,
             "Content-Length": str(len(content)),
-            "Content-Security-Policy": self.policy.format(nonce=nonce),
+            "Content-Security-Policy": "frame-ancestors 'none'",
             "Cache-Control": "no-store",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
@@ -130,8 +121,6 @@ def demo(path: str, *, port: int, device: str | None) -> None:
 
 class DemoServer(LocalServer):
     """The server of the page for one model."""
-
-    policy = POLICY
 
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
@@ -214,8 +203,6 @@ def newest(root: Path) -> Path:
 
 class WatchServer(LocalServer):
     """The server of the pages of a run or a sweep and its jobs, made anew from their files for each request."""
-
-    policy = "frame-ancestors 'none'"  # the pages themselves name their one script
 
     def __init__(self, root: Path, port: int) -> None:
         self.root = root

@@ -28,9 +28,8 @@ __all__ = ["JSONL", "MLflow", "TensorBoard", "WandB"]
 PROJECT = "lockstep"
 KIND = {"mlflow.experimentKind": "custom_model_development"}  # MLflow's page opens with runs, not with traces
 EXIT_CODES: Mapping[Outcome, int] = {"completed": 0, "stopped": 75, "failed": 70}
-NO_UNICODE = r"[\ud800-\udfff]"
 # What MLflow refuses in a name: some characters, and what is not a relative path in its shortest form.
-NO_MLFLOW = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
+REFUSED = r"[^\w./ :-]|(?<![^/])\.{1,2}(?![^/])|/(?=/|$)|^/"
 LONGEST = 230  # MLflow takes 250 characters
 
 
@@ -58,9 +57,9 @@ class TensorBoard:
         return tensorboard.TensorBoard(run, histograms=self.histograms)
 
 
-def accepted(name: str, refused: str) -> str:
-    """A name without what a tracker refuses. One that differs ends with a hash, so that two names stay two."""
-    clean = re.sub(refused, "_", name)[:LONGEST]
+def accepted(name: str) -> str:
+    """A name without what MLflow refuses. One that differs ends with a hash, so that two names stay two."""
+    clean = re.sub(REFUSED, "_", name)[:LONGEST]
     return name if clean == name else f"{clean}-{hashlib.sha256(name.encode(errors='replace')).hexdigest()[:8]}"
 
 
@@ -117,13 +116,13 @@ class WandBRun(Observer):
         return [shell_command(["wandb", "sync", relative(Path(self.run.dir).parent)])] if self.run.offline else []
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        self.run.log({accepted(tag, NO_UNICODE): value for tag, value in finite(scalars).items()}, step=step)
+        self.run.log(finite(scalars), step=step)
 
     write_gpu = write
 
     def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
         if best:
-            best_ones = {accepted(f"best/{tag}", NO_UNICODE): value for tag, value in finite(scores).items()}
+            best_ones = {f"best/{tag}": value for tag, value in finite(scores).items()}
             self.run.summary.update({"best/step": step, **best_ones})
 
     def end(self, outcome: Outcome) -> None:
@@ -197,7 +196,7 @@ class MLflowRun(Observer):
         from mlflow.entities import Metric
 
         now = round(1000 * time.time())
-        named = {accepted(tag, NO_MLFLOW): value for tag, value in finite(scalars).items()}
+        named = {accepted(tag): value for tag, value in finite(scalars).items()}
         points = [
             Metric(tag, value, now, step) for tag, value in named.items() if step > self.last_steps.get(tag, -1)
         ]

@@ -48,8 +48,7 @@ class Telemetry:
         names: the figures that the task logs.
         comparable: whether all ranks do the same work in a step, so that a slow one can be named.
 
-    `busy` are the seconds from the request of the last step's data to the end of its forward pass, where other ranks
-    wait for it. `reduced` notes that the gradients of a step are computed and reduced; `pause` is a context for what
+    `reduced` notes that the gradients of a step are computed and reduced; `pause` is a context for what
     interrupts training.
     """
 
@@ -88,7 +87,7 @@ class Telemetry:
         self.times, self.clock = times, times.clock
         self.reduced, self.pause = times.reduced, times.clock.pause  # as they are: a step has no call more
         self.profile: Callable[[Iterator[Any]], Iterator[Any]] = iter  # or one that profiles some steps
-        self.examples, self.busy = 0, 0.0
+        self.examples = 0
 
     def open_window(self) -> WindowState:
         """What every rank has counted since the last log point, for main's checkpoint. Collective.
@@ -156,7 +155,7 @@ class Telemetry:
         if logits.is_cuda:
             logits = logits.clone()  # a CUDA graph overwrites its output when it runs again
         if self.world.size > 1:
-            self.busy = self.stragglers.forward_done()
+            self.stragglers.forward_done()
         number = len(self.uncounted)
         many = number * logits.numel() >= UNCOUNTED or number >= UNCOUNTED_MICRO_BATCHES
         if many and self.uncounted[-1][0] < micro.step:  # `forget` may still drop an unfinished step

@@ -253,10 +253,9 @@ class Stragglers:
         self.named: set[int] = set()
         self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: waiting for other ranks, and all
 
-    def forward_done(self) -> float:
-        """Note the end of a forward pass; returns the busy time of the step so far."""
+    def forward_done(self) -> None:
+        """Note the end of a forward pass."""
         self.busy = time.perf_counter() - self.requested
-        return self.busy
 
     def next_step(self) -> float:
         """Note the end of a step, after which the next step's shard is requested; returns the time."""

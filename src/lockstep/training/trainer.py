@@ -86,7 +86,7 @@ class Trainer:
                     improved, ends_rung = self.evaluate(step), self.ends_rung(step)
                     ends = bool(self.ended_early)
                 stop, overdue = self.consensus.agree(
-                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.busy
+                    self.stop.requested_after_step(), self.checkpointer.overdue(), busy=self.telemetry.stragglers.busy
                 )
                 if (stop or ends_rung) and step < self.plan.total_steps:
                     raise StopNow
