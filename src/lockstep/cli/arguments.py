@@ -17,7 +17,6 @@ ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # they take a jo
 
 
 def arguments() -> argparse.Namespace:
-    """The arguments of the command line."""
     parser = Parser(prog="lockstep", description=DESCRIPTION)
     version = f"lockstep {metadata.version('lockstep')}"
     parser.add_argument("--version", action="version", version=version, help="show the version")

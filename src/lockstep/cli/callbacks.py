@@ -78,8 +78,6 @@ def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
 
 
 class SweepCallbacks(Callback):
-    """Hydra's callbacks around a sweep."""
-
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began = time.monotonic()
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback

@@ -58,7 +58,6 @@ def show_run(run: Run) -> None:
 
 
 def _commands(run: Run) -> Iterator[tuple[str, str]]:
-    """What a user can do with a run."""
     folder = str(relative(run.path))
     if run.run_dir.weights.is_file():
         for name, more in (("evaluate", ()), ("predict", ("FILE",)), ("export", ()), ("demo", ())):

@@ -86,7 +86,6 @@ def show(rows: Sequence[Row], form: str = "table") -> None:
 
 
 def picture(rows: Sequence[Row]) -> bytes:
-    """The images per second of the rungs as SVG."""
     climbed = [row for row in reversed(rows) if row["img_per_s"] is not None]
 
     def draw(axes: Any) -> None:

@@ -152,7 +152,6 @@ def _shown(path: Path) -> str:
 
 
 def _lines(results: Results, targets: str, form: str) -> list[str]:
-    """The lines of the answers as `csv` or `json`."""
     digits: Any = "{:.6g}".format if form == "csv" else float
     rows: list[dict[str, Any]] = []
     for path, answers in results:

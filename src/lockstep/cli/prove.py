@@ -164,7 +164,6 @@ def cases(
     """
 
     def with_micro_batches(case: Case) -> list[Case]:
-        """The case, and the same case with the other number of micro-batches."""
         if micro_batches is None:
             return [case]
         overrides = (*case.overrides, f"train.micro_batches={micro_batches}")
@@ -222,7 +221,6 @@ def compare(case: Case, result: RunResult, reference: RunResult) -> dict[str, An
 
 
 def texts(facts: Mapping[str, Any]) -> list[str]:
-    """The cells of a comparison."""
     if "expected" in facts:
         return [f"{facts['steps']} steps", f"of {facts['expected']}", ""]
     loss, weights = ("nan" if facts[name] is None else f"{facts[name]:.1e}" for name in ("loss", "weights"))

@@ -120,8 +120,6 @@ def demo(path: str, *, port: int, device: str | None) -> None:
 
 
 class DemoServer(LocalServer):
-    """The server of the page for one model."""
-
     def __init__(self, predictor: Predictor, port: int) -> None:
         self.predictor, self.page = predictor, PAGE.read_text()
         self.model = asyncio.Lock()  # a model computes with all threads
@@ -172,7 +170,6 @@ class DemoServer(LocalServer):
         raise Refused(HTTPStatus.NOT_FOUND, "there is no such page")
 
     async def _photo(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        """The photo in a request of the page itself."""
         # A browser says which page a request comes from, and a page cannot change that.
         if headers.get("origin") not in {f"http://{host}" for host in self.hosts}:
             raise Refused(HTTPStatus.FORBIDDEN, "photos are taken from the page itself only")

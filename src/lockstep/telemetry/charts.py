@@ -128,7 +128,6 @@ def _averaged(values: Sequence[float]) -> list[float]:
 
 
 def charts_of_predictions(predictions: Predictions) -> Iterator[tuple[str, str]]:
-    """The charts of labels and of values."""
     if predictions.targets == LABELS and predictions.curves:
         yield "Precision over recall", pictures.precision_over_recall(predictions)
     for value, name in enumerate(predictions.names[: min(SHOWN, len(predictions.points))]):

@@ -174,7 +174,6 @@ class Processes:
         return figures
 
     def _counted(self) -> float:
-        """The joules that all counters show."""
         return sum(int(counter.read_text()) for counter in self.counters) / 1e6
 
     def _usage(self) -> tuple[float, float, float]:

@@ -269,12 +269,10 @@ def _fitting(text: str, width: int) -> str:
 
 
 def _width(text: str) -> int:
-    """The pixels of a text in one line."""
     return math.ceil(_MEASURE.textlength(text))
 
 
 def _text(text: str) -> Image.Image:
-    """A line of text as a picture."""
     page = Image.new("RGB", (_width(text), LINE), "white")
     ImageDraw.Draw(page).text((0, 0), text, fill="black")
     return page

@@ -105,7 +105,6 @@ def _pages() -> Any:
 
 
 def facts_of(run: Run) -> dict[str, Any]:
-    """Everything that the page of a run shows."""
     facts, environment, figures, predictions = run.summary, run.environment, run.figures, run.predictions
     command = run.read(run.run_dir.command, safe_read.read_text, "")
     times: Mapping[str, float | None] = facts.get("time") or {}
@@ -298,7 +297,6 @@ def _address(run: Run, sample: str) -> str:
 
 
 def _findings(facts: Mapping[str, Any]) -> Iterator[dict[str, str]]:
-    """The findings about the learning and the speed of a run, if there are any."""
     for name, finding in (("learning", facts.get("learning")), ("speed", facts.get("verdict"))):
         if finding:
             yield {"name": name, **{key: str(finding.get(key) or "") for key in ("sentence", "evidence", "override")}}

@@ -163,7 +163,6 @@ class TensorBoard(Observer):
                 add(self._writer(VAL), self.summary(value=[best_one]), step)
 
     def _writer(self, folder: str = "") -> SummaryWriter:
-        """The writer of a folder, opened when it is first needed."""
         if folder not in self.writers:
             # Of the step that the run resumes from, only an evaluation may be left to do.
             purge_step = int(self.after + 0.5) if folder else int(self.after) + 1

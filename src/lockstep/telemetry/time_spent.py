@@ -149,7 +149,6 @@ class TimeSpent:
         self._end("forward")
 
     def reduced(self) -> None:
-        """Note that the gradients of all micro-batches are computed and reduced."""
         if self.timing:
             self._end("communication" if self.reduces else "backward")
 
@@ -254,7 +253,6 @@ class Stragglers:
         self.behind, self.judged = 0.0, 0.0  # seconds of the judged steps: waiting for other ranks, and all
 
     def forward_done(self) -> None:
-        """Note the end of a forward pass."""
         self.busy = time.perf_counter() - self.requested
 
     def next_step(self) -> float:

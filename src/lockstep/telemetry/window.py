@@ -55,7 +55,6 @@ class Tally:
         self.hits, self.broken = torch.zeros((2,), dtype=torch.int64, device=device)
 
     def restore(self, state: TallyState) -> None:
-        """Take what an earlier process has counted."""
         self.steps, self.counts = state["steps"][:], state["examples"][:]
         self.losses = self.losses.new_tensor(state["losses"])
         self.hits += state["hits"]
@@ -116,7 +115,6 @@ class Window:
 
     @property
     def rate(self) -> float:
-        """Images per second over all ranks."""
         return self.examples / self.seconds
 
     @property
