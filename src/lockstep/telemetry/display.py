@@ -71,6 +71,9 @@ class Display:
     def evaluated(self, step: int, scores: Mapping[str, float], epoch: Window | None, *, best: bool) -> None:
         """Show the scores of an evaluation, with the figures of the epoch so far; whether they are the best ones."""
 
+    def warn(self, sentence: str) -> None:
+        """Show a warning to the user."""
+
     def close(self) -> None:
         """Remove the display: training is over."""
 
@@ -104,6 +107,9 @@ class Screen(Display):
         if averaged is not None:
             columns.append(FigureColumn("average", *figure_parts(name, averaged), 6, style))
         self._line(step, [*(figures(epoch) if epoch else []), *columns])
+
+    def warn(self, sentence: str) -> None:
+        log.warn(sentence)
 
     def _line(self, step: int, columns: list[FigureColumn]) -> None:
         """Show a line. The log gets all columns, a terminal only the columns that fit."""

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import check_declared
 from lockstep.core.log import close_all
@@ -311,9 +310,7 @@ class Telemetry:
         return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
 
     def warn(self, sentence: str) -> None:
-        """Warn the user, once for all ranks."""
-        if self.world.is_main:
-            log.warn(sentence)
+        self.display.warn(sentence)
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""
