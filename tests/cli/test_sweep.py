@@ -266,7 +266,7 @@ def test_a_killed_sweep_leaves_nothing_alive_and_its_line_goes_on_where_each_job
 
 def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_is_alone(tmp_path: Path) -> None:
     rates = ("0.00001", "0.003", "0.0001", "0.0003")
-    words = ("model=linear", "steps=160", "train.eval_every=5%", *SHORT[1:])
+    words = ("model=linear", "steps=80", "train.eval_every=12.5%", *SHORT[1:])
     line = (f"optimizer.lr={','.join(rates)}", *words, "sweep.halving=2")
     done = sweep(tmp_path, *line)
     assert done.code == 0, done.err
@@ -275,7 +275,7 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert states(tmp_path) == ["pruned", "done", "pruned", "pruned"]
     folder = ledger(tmp_path).folder
     trained = [len(losses(folder / record.folder)) for record in ledger(tmp_path).records()]
-    assert (sorted(trained), trained[1]) == ([40, 40, 80, 160], 160), "a job ends at its round's end, to the step"
+    assert (sorted(trained), trained[1]) == ([20, 20, 40, 80], 80), "a job ends at its round's end, to the step"
     alone = train_here(tmp_path / "alone", "optimizer.lr=0.003", *words)
     assert losses(folder / "001-optimizer.lr=0.003") == losses(alone)
     swept = weights(folder / "001-optimizer.lr=0.003")

@@ -74,12 +74,10 @@ LOSSES = {
 }
 
 
-# Which strategy is tried in what on how many ranks: each in everything.
-MICRO_BATCHES = [
-    ("ddp", 1, 3),
-    *((strategy, *at) for strategy in STRATEGIES for at in ((1, 2), (4, 3))),
-]
-BATCH_NORM = [("ddp", 3), ("fsdp", 2), ("pipeline", 2)]  # a thawed network has batch norm under all of them
+# Which strategy is tried in what on how many ranks: each in everything. A thawed network has batch norm, and whole
+# batches on two ranks, under all of them.
+MICRO_BATCHES = [("ddp", 1, 2), ("ddp", 1, 3), *((strategy, 4, 3) for strategy in STRATEGIES)]
+BATCH_NORM = [("ddp", 3), ("fsdp", 2), ("pipeline", 2)]
 # Where the backbone is frozen, a pipeline has stages that train nothing.
 FREEZING = [
     ("ddp", "frozen", 2),

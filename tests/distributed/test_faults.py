@@ -15,11 +15,9 @@ from processes import (
     ELASTIC,
     FORKING,
     FORKS,
-    FRESH,
     INLINE,
     LONG,
     SPAWN,
-    THREADED,
     Process,
     ended,
     logged,
@@ -111,16 +109,10 @@ def test_a_stop_of_one_rank_stops_the_job_and_is_no_reason_to_restart(tmp_path: 
     assert "and saved" in err
 
 
-@pytest.mark.parametrize("how", ["fork", "fresh"])
-def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if how == "fresh":
-        monkeypatch.setenv(*THREADED)
+def test_ctrl_c_in_a_terminal_is_one_wish_to_stop(tmp_path: Path) -> None:
+    """Of forked ranks; test_systems.py has fresh ones."""
     folder = tmp_path / "run"
-    # Fresh ranks import what DDP needs, each for itself.
-    launcher = (*FRESH, "launcher=spawn") if how == "fresh" else SPAWN
-    process = running(folder, *launcher, *LONG, afresh=how == "fresh")
-    commands = {Path(f"/proc/{pid}/cmdline").read_text() for pid in [process.pid, *ranks(folder, process)]}
-    assert (len(commands) == 1) == (how == "fork" and FORKS)
+    process = running(folder, *SPAWN, *LONG)
     os.killpg(process.pid, signal.SIGINT)  # the ranks get it too
     code, err = ended(process)
     assert code == 75, err

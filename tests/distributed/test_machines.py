@@ -66,20 +66,18 @@ def assert_done(main: Process, other: Process, folder: Path) -> None:
     assert not processes(folder)
 
 
-def test_a_killed_rank_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_run_as_on_one_machine(
+def test_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_run_as_on_one_machine(
     machines: tuple[Machine, Machine], alone: Path, tmp_path: Path
 ) -> None:
     one, two = machines
-    folder, overrides = tmp_path / "run", ("launcher.restarts=2", "launcher.timeout=60s")
+    """test_slurm.py kills a rank of two machines."""
+    folder, overrides = tmp_path / "run", ("launcher.restarts=1", "launcher.timeout=60s")
     numbered = "launcher.node_rank=1"
     main, other = (
         begin(one, one, folder, *overrides, "launcher.node_rank=0"),
         begin(two, one, folder, *overrides, numbered),
     )
     wait_for(lambda: steps_done(folder) >= 6)
-    (rank,) = ranks_of(two)
-    os.kill(rank, signal.SIGKILL)
-    wait_for(lambda: ranks_of(two) not in ([], [rank]) and steps_done(folder) >= 15)
     one.cut()
     time.sleep(2)
     cut_at = steps_done(folder)

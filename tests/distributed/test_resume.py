@@ -131,7 +131,8 @@ ENDING = (*DATA, NARROW, "model.dropout=0.3", "steps=4", "train.eval_every=4", "
 # Of a rank: asked for in the last evaluation, and after the last step, when only its save is left.
 AT_THE_END = {"evaluation": {"stop_in": 2}, "save": {"stop_at": 4}}
 SOLO = {"single": ("optimizer=sgd", "train.ema=0.9"), "dp": ("strategy=dp",)}
-TOGETHER = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline", "strict")
+# Those that hold copies save as `ddp` does.
+TOGETHER = ("ddp", "fsdp", "zero", "pipeline", "strict")
 
 
 @pytest.mark.parametrize("place", AT_THE_END)

@@ -109,8 +109,8 @@ def without_data(tmp_path: Path, *overrides: str) -> Process:
 
 
 def test_a_data_set_that_does_not_come_is_waited_for_no_longer_than_the_timeout(tmp_path: Path) -> None:
-    code, err = ended(without_data(tmp_path, "launcher.timeout=4s"))
-    assert (code, "no step was finished for 4 s" in err, "Traceback" in err) == (70, True, False), err
+    code, err = ended(without_data(tmp_path, "launcher.timeout=2s"))
+    assert (code, "no step was finished for 2 s" in err, "Traceback" in err) == (70, True, False), err
     assert summary(tmp_path / "run")["exit_code"] == code
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.numerics
 # 288 images to evaluate and 355 to test, in eight and nine blocks.
 HELD_OUT = ("dataset.val_share=0.2", "train.eval_batch=40")
 JOB = (*HELD_OUT, NARROW, "model.dropout=0.3", "steps=4", "train.eval_every=4", "optimizer=sgd", "train.ema=0.9")
-TOGETHER = ("ddp", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
+TOGETHER = ("ddp", "fsdp", "zero", "pipeline")
 IN_THE_TEST = 12  # the place of `StopAfter`, behind ten of the evaluation; twice as many with averaged weights
 
 

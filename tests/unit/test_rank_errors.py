@@ -69,6 +69,7 @@ def test_a_rank_that_was_killed_is_the_cause_of_what_the_others_raise(run: RunDi
         ({0: Stopped.exit_code, 1: 1}, RankFailed, "rank 0 left with exit code 75, rank 1 left with exit code 1 and"),
         ({1: StorageError.exit_code}, StorageError, "cannot be written, not even the error"),
         ({}, RankFailed, "a rank left and wrote no error"),
+        ({1: -signal.SIGSEGV}, RankFailed, "rank 1 was ended by SIGSEGV; see"),
     ],
 )
 def test_the_exit_codes_speak_for_ranks_that_could_write_nothing(
