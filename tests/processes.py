@@ -32,7 +32,6 @@ SPAWN, ELASTIC, INLINE = (*TWO, "launcher=spawn"), (*FRESH, "launcher=elastic"),
 # which each spend four seconds of a core on imports, give the same run.
 FORKING = ("processes:forking",)
 TORCHRUN = (sys.executable, "-c", "from torch.distributed.run import main; main()")
-THREADED = ("OPENBLAS_NUM_THREADS", "2")  # with this variable a command has several threads, so it forks no ranks
 FORKS = sys.platform == "linux" and not torch.cuda.is_available()
 MARK = "LOCKSTEP_TEST_RUN"
 # Seconds to wait for an event that usually takes moments. This is no claim about speed: it only ends a test that
@@ -45,20 +44,14 @@ STARTED: list[Process] = []  # processes that a test has started and that are no
 SESSIONS: dict[Path, set[int]] = {}
 
 
-def start(
-    folder: Path,
-    *overrides: str,
-    launch: tuple[str, ...] = (sys.executable,),
-    afresh: bool = False,
-    **environment: str,
-) -> Process:
+def start(folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executable,), **environment: str) -> Process:
     """Start `train.py` in the background, with its run folder at `folder`.
 
     If `launch` is `python`, `python -c` or `MODULE:FUNCTION`, the command is a fork of an interpreter that has
-    imported torch. `afresh` starts a fresh interpreter instead.
+    imported torch.
     """
     words = ("train.py", *JOB, f"hydra.run.dir={folder}", f"output_root={folder.parent}", *overrides)
-    return background(folder, *launch, *words, afresh=afresh, **environment)
+    return background(folder, *launch, *words, **environment)
 
 
 def forking(*words: str) -> None:
@@ -67,7 +60,10 @@ def forking(*words: str) -> None:
 
 
 def background(folder: Path, *words: str, cwd: Path = ROOT, afresh: bool = False, **environment: str) -> Process:
-    """Start a command in the background, as `start` does; `processes(folder)` finds it and its children."""
+    """Start a command in the background, as `start` does; `processes(folder)` finds it and its children.
+
+    `afresh` starts a fresh interpreter.
+    """
     environment[MARK] = str(folder)
     process: Process
     if (words[0] in (sys.executable, "lockstep") or ":" in words[0]) and not afresh:
@@ -106,15 +102,9 @@ def wait_for(condition: Callable[[], object], patience: float = PATIENCE) -> Non
         time.sleep(0.05)
 
 
-def running(
-    folder: Path,
-    *overrides: str,
-    steps: int = 3,
-    launch: tuple[str, ...] = (sys.executable,),
-    afresh: bool = False,
-) -> Process:
+def running(folder: Path, *overrides: str, steps: int = 3, launch: tuple[str, ...] = (sys.executable,)) -> Process:
     """Start a job and wait until it has finished `steps` steps."""
-    process = start(folder, *overrides, launch=launch, afresh=afresh)
+    process = start(folder, *overrides, launch=launch)
     wait_for(lambda: process.poll() is not None or steps_done(folder) >= steps)
     assert process.poll() is None, process.communicate()
     return process

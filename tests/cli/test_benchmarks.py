@@ -38,7 +38,7 @@ def test_the_table_of_bugs_follows_the_source_and_has_the_number_that_is_told(
 def test_the_photo_benchmark_times_lockstep_and_says_which_peers_are_absent(tmp_path: Path) -> None:
     json_path = tmp_path / "photos.json"
     small = ("--models", "resnet10t", "--precisions", "fp32", "--batch", "2", "--files", "64", "--device", "cpu")
-    short = ("--every", "1", "--seconds", "0.1", "--repeats", "1", "--json", str(json_path))
+    short = ("--every", "1", "--seconds", "0.1", "--repeats", "1", "--workers", "1", "--json", str(json_path))
     photos = photos_of_two_classes(tmp_path, 64, "jpg") / "photos" / "train"
     done = benchmark("photos", *small, *short, "--photos", str(photos))
     assert done.code == 0, done.err

@@ -221,7 +221,7 @@ def test_a_run_that_can_no_longer_save_trains_to_its_end_and_says_so(
     assert capsys.readouterr().out.count("a checkpoint could not be written") == 1
 
 
-JOB = (NARROW, "batch=300", "steps=60", "logger=[jsonl,tensorboard]", "checkpoint.every=4", "train.eval_every=3")
+JOB = (NARROW, "batch=300", "steps=36", "logger=[jsonl,tensorboard]", "checkpoint.every=4", "train.eval_every=3")
 
 
 def training(path: str) -> None:
@@ -265,7 +265,7 @@ def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Pa
     for number in range(1, 6):
         # Just after a save, and some time after a line, wherever that falls.
         ready, after_s = (saved, 0.0) if number % 2 else (logged, dice.uniform(0, 0.05))
-        kills += killed(training, run.path, lambda: ready(9 * number), after_s)  # noqa: B023
+        kills += killed(training, run.path, lambda: ready(6 * number), after_s)  # noqa: B023
     assert kills >= 3
     await_next_second()
     run_until(World.solo(), run, None)
@@ -273,8 +273,8 @@ def test_every_step_is_once_in_every_file_after_any_number_of_kills(tmp_path: Pa
     def steps(key: str) -> list[int]:
         return [line["step"] for line in records(run) if key in line]
 
-    evaluated = list(range(3, 61, 3))
-    assert (steps("loss/train"), steps("acc/val_top1")) == (list(range(1, 61)), evaluated)
+    evaluated = list(range(3, 37, 3))
+    assert (steps("loss/train"), steps("acc/val_top1")) == (list(range(1, 37)), evaluated)
     rows = list(csv.DictReader(run.table.read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == evaluated
     events = shown_events(run)

@@ -19,7 +19,7 @@ from processes import TORCHRUN, Process, background, ended, processes, start, st
 
 pytestmark = pytest.mark.slow
 
-STEPS = 60
+STEPS = 40
 JOB = (
     *("strategy=allreduce", "launcher.threads=1", "device=cpu", "precision=fp64", "train.eval_every=1000"),
     *(f"steps={STEPS}", "checkpoint.every=5", "schedule=constant"),
