@@ -163,17 +163,6 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
     assert build_state(job, ranks, data.plan, lambda number: data.normalised(number, ranks)).peak == 2e12
 
 
-def test_a_resume_cuts_the_samples_of_ranks_that_are_gone(tmp_path: Path) -> None:
-    words = (*JOB, "telemetry.samples=true", "checkpoint.every=1")
-    run = train_here(tmp_path / "run", *words, stop_at=2)
-    own, *gone = (run.rank_samples(rank) for rank in range(3))
-    for file in gone:
-        file.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)))
-    train_here(run.path, *words)
-    assert [file.read_text() for file in gone] == ['{"step": 1}\n{"step": 2}\n'] * 2
-    assert len(own.read_text().splitlines()) == 3 * 8
-
-
 def test_the_energy_of_a_job_on_several_machines_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

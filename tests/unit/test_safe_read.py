@@ -98,7 +98,7 @@ def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monke
             13, "Permission denied"
         )  # raised here, because root may run the tests and can read any file
 
-    monkeypatch.setattr(os, "open", refused)
+    monkeypatch.setattr(Path, "open", refused)
     with pytest.raises(UnreadableFile, match=r"file cannot be read \(Permission denied\)"):
         read_text(tmp_path / "file")
 

@@ -20,7 +20,6 @@ MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 ATTEMPT = "LOCKSTEP_ATTEMPT"  # the name of an attempt of ranks that another program starts, shared by all of them
 RUN_FOLDER = "LOCKSTEP_RUN_FOLDER"  # the run folder of a job on several machines, for main
 AGENT = "lockstep"  # the name that our own agents of torch have for a job
-MOST_DIGITS = 20  # Python refuses to read a number of thousands of digits
 # The variable with the number of the SLURM job in which `launcher=slurm` has started this process.
 SUBMITTED = "LOCKSTEP_SLURM_JOB"
 # The ports at which ranks can meet: below the ports that Linux assigns by itself.
@@ -133,7 +132,7 @@ def local_size(ranks: int) -> int:
 
 def _number(name: str, least: int, most: int, default: int | None = None) -> int:
     text = os.environ.get(name, "" if default is None else str(default))
-    if not (text.isascii() and text.isdecimal() and len(text) < MOST_DIGITS) or not least <= int(text) <= most:
+    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
         raise InputError(
             f"the environment has {name}={text!r}, expected a number from {least} to {most}; let a launcher set it "
             "(torchrun), or remove RANK and WORLD_SIZE"

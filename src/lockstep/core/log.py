@@ -16,7 +16,6 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
 from lockstep.core.terminal import SafeStream, fill, impatient
 
-USUAL_WIDTH = 80
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
 logger.addHandler(logging.NullHandler())
@@ -24,11 +23,6 @@ logger.addHandler(logging.NullHandler())
 
 class Terminal(Console):
     """A console that shows every text literally, in one line: no control characters, no markup."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        if self.width < 1:  # COLUMNS=0: rich would print nothing
-            self.width = USUAL_WIDTH
 
     @property
     def is_terminal(self) -> bool:

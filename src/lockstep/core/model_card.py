@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lockstep.core.errors import InputError, shown
+from lockstep.core.errors import shown
 from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
 from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.safe_read import MB, checked, parsed_json
@@ -152,14 +152,8 @@ class ModelCard:
         return tuple(map(class_name, self.class_names or map(str, range(self.classes))))
 
     def metadata(self) -> dict[str, str]:
-        """The metadata of a safetensors file. Raises InputError: it would be too long to be read again."""
-        text = json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)
-        if len(text) > LIMIT:
-            raise InputError(
-                f"dataset: the names of {self.classes:,} classes take {len(text):,} characters, which are kept with "
-                f"the weights, expected at most {LIMIT:,}; shorten them"
-            )
-        return {METADATA_KEY: text}
+        """The metadata of a safetensors file."""
+        return {METADATA_KEY: json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)}
 
     @classmethod
     def parse(cls, metadata: Any) -> ModelCard:

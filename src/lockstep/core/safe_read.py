@@ -88,15 +88,9 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
 
 def _open(path: Path, links: bool) -> BufferedReader:
     try:
-        # Check the kind before opening, because opening can start an action of a device. Open without blocking,
-        # because opening a pipe waits for a writer.
-        mode = path.stat(follow_symlinks=links).st_mode
-        if not (other_kind := kind(mode)):
-            flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
-            file = os.fdopen(os.open(path, flags), "rb")
-            if not (other_kind := kind(os.fstat(file.fileno()).st_mode)):
-                return file
-            file.close()
+        # Check the kind before opening: opening a pipe waits for a writer, and can start an action of a device.
+        if not (other_kind := kind(path.stat(follow_symlinks=links).st_mode)):
+            return path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableFile(path, "is missing", missing=True) from None
     except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError

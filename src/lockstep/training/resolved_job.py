@@ -169,12 +169,9 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 
 
 def card_of(job: ResolvedJob) -> ModelCard:
-    """The card of a resolved job, before its first step.
-
-    Raises InputError: the names of its classes are too long to be kept with the weights.
-    """
+    """The card of a resolved job, before its first step."""
     data = job.dataset
-    card = ModelCard(
+    return ModelCard(
         model=_node(job.model, OF_TRAINING),
         precision=_node(job.precision),
         loss=_node(job.loss),
@@ -195,8 +192,6 @@ def card_of(job: ResolvedJob) -> ModelCard:
         trained_on={**_node(data, _paths(data)), "sha256": fingerprint_of(data)},
         lockstep=lockstep.__version__,
     )
-    card.metadata()  # raises now, not at the first save
-    return card
 
 
 def fingerprint_of(data: Source) -> str:
