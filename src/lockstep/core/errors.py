@@ -20,13 +20,11 @@ _QUERY_SECRET = re.compile(
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 # The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+INTERRUPTED = "interrupted twice: stopped at once; a resume continues from the last checkpoint"
 
 
 class LockstepError(Exception):
-    """A job cannot continue. Base of all errors that are shown as a sentence instead of a traceback.
-
-    Each argument is a sentence, which is shown as one line.
-    """
+    """A job cannot continue. Base of all errors that are shown as sentences, one in each argument and line."""
 
     exit_code = 70
     """The exit code of a command that ends with this error."""
@@ -80,10 +78,7 @@ class Interrupted(LockstepError):
 
     exit_code = 130
 
-    def __init__(
-        self,
-        sentence: str = "interrupted twice: stopped at once; a resume continues from the last checkpoint",
-    ) -> None:
+    def __init__(self, sentence: str = INTERRUPTED) -> None:
         super().__init__(sentence)
 
 

@@ -71,10 +71,7 @@ def number_or_text(value: str) -> str | float:
 
 
 def parsed_figures(line: str) -> tuple[int, dict[Any, Any]]:
-    """The step and the scalars of a line of `metrics.jsonl`.
-
-    Raises ValueError, RecursionError: it is not one of ours.
-    """
+    """The step and the scalars of a line of `metrics.jsonl`. Raises ValueError or RecursionError for another line."""
     match parsed_json(line):
         case {"step": int(step), **scalars} if is_number(step):
             if all(value is None or is_number(value) for value in scalars.values()):
@@ -93,10 +90,7 @@ def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> It
 
 
 def parsed_samples(line: str) -> tuple[int, dict[str, Any]]:
-    """The step and the figures by tag of a line of `gpu.jsonl`.
-
-    Raises ValueError, RecursionError: it is not one of ours.
-    """
+    """The step and the figures by tag of a line of `gpu.jsonl`. Raises ValueError or RecursionError."""
     match parsed_json(line):
         case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
             return step, {f"gpu/{name}/{rank}": value for name, value in figures.items() if is_number(value)}
@@ -162,10 +156,7 @@ class Predictions:
 
     @classmethod
     def read(cls, path: Path) -> Predictions:
-        """Read a file. Somebody else may have written it: its fields can have other types.
-
-        Raises UnreadableFile: it is missing, or not one of ours.
-        """
+        """Read a file, whose fields can have other types. Raises UnreadableFile for a missing or another file."""
         try:
             return cls(**read_json(path, PREDICTIONS_LIMIT))
         except TypeError as error:

@@ -129,8 +129,7 @@ def _groups(model: nn.Module) -> dict[str, int | str]:
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
-    """The names of the buffers of a new model that are infinite by design, such as the bounds of a clamp that limits
-    nothing."""
+    """The buffers of a new model that are infinite by design, such as the bounds of a clamp that limits nothing."""
     return frozenset(name for name, tensor in model.named_buffers() if bool(tensor.isinf().any()))
 
 

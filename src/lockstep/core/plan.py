@@ -67,9 +67,8 @@ class Plan:
         return math.ceil(self.examples / self.batch)
 
     @functools.cached_property
-    def periods(
-        self,
-    ) -> dict[Event, int]:  # a dictionary, because `getattr` is a call, and each step asks three times
+    def periods(self) -> dict[Event, int]:
+        # A dictionary, because `getattr` is a call, and each step asks three times.
         return {"log": self.log_every, "eval": self.eval_every, "save": self.save_every}
 
     def due(self, event: Event, step: int) -> bool:

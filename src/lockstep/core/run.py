@@ -250,10 +250,7 @@ class Run:
 
 
 def read_overrides(path: Path) -> list[str]:
-    """The overrides that a run folder keeps in `.hydra/overrides.yaml`.
-
-    Raises InputError: the file is missing or is not a list of texts.
-    """
+    """The overrides in `.hydra/overrides.yaml`. Raises InputError if it is missing or not a list of texts."""
     loaded = safe_read.read_yaml(path)
     if not isinstance(loaded, list) or not all(isinstance(item, str) for item in loaded):
         raise InputError(f"{path} is not a list of overrides: expected KEY=VALUE in each line")

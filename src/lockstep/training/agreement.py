@@ -24,8 +24,7 @@ class StopConsensus:
 
     The ranks start an all-reduce of their requests at one step and read it at the next, so a request takes effect one
     step later, on all ranks alike. If steps are long, the ranks wait for the result at once. `longest_s` is the
-    longest time that any rank was busy in a step, from the last message; None before the first message. The size of a
-    message does not depend on the number of ranks.
+    longest time that any rank was busy in a step, from the last message; None before the first message.
     """
 
     def __init__(self, world: World) -> None:
@@ -35,11 +34,7 @@ class StopConsensus:
         self.message = torch.zeros(0, dtype=torch.int64)
 
     def agree(self, *requests: bool, busy: float = 0.0) -> list[bool]:
-        """Send this step's requests; returns for each request whether any rank made it at the step before.
-
-        `busy` is the time that this rank worked in the step, in seconds. With one rank, the requests are returned
-        unchanged.
-        """
+        """Send this step's requests and busy seconds; returns for each request whether any rank made it before."""
         if self.world.size == 1:
             return list(requests)
         agreed = self._read(len(requests))
@@ -78,10 +73,7 @@ def checksum(model: nn.Module) -> Tensor:
 
 
 def checksums(model: nn.Module, world: World) -> Tensor | None:
-    """The checksum of each rank's weights, int64 (ranks,); None where there is nothing to compare. Collective.
-
-    Weights that are cut over the ranks exist only once.
-    """
+    """The checksum of each rank's weights, int64 (ranks,); None where weights exist only once. Collective."""
     if world.size == 1 or has_shards(model):
         return None
     own = torch.zeros(world.size, dtype=torch.int64, device=world.device)
@@ -109,10 +101,7 @@ def compare_weights(sums: list[int], step: int) -> None:
 
 
 def check_replicas(model: nn.Module, world: World, step: int) -> None:
-    """Compare the weights of all ranks now. Collective; waits for the device.
-
-    Raises LockstepError: as in `compare_weights`, on every rank.
-    """
+    """Compare the weights of all ranks now, see `compare_weights`. Collective; waits for the device."""
     sums = checksums(model, world)
     compare_weights([] if sums is None else sums.tolist(), step)
 
@@ -120,9 +109,8 @@ def check_replicas(model: nn.Module, world: World, step: int) -> None:
 def check_finite(model: nn.Module, world: World, step: int, infinite: Set[str] = frozenset()) -> None:
     """Raise NumericalError, on every rank, if a parameter or a buffer of one is not finite.
 
-    The buffers named `infinite` may be infinite (see `infinite_buffers`), but must be numbers.
-
-    Collective, because running statistics may differ between ranks. Waits for the device.
+    The buffers named `infinite` may be infinite (see `infinite_buffers`), but must be numbers. Collective, because
+    running statistics may differ between ranks. Waits for the device.
     """
     named = chain(model.named_parameters(), model.named_buffers())
     sound = [

@@ -24,10 +24,7 @@ from lockstep.training.freezing import Freezing
 
 
 class BlankExample(nn.Module):
-    """Calls a network with a blank example if there is none, and drops its logits.
-
-    So all gradients are zero, as without any example. No batch norm counts the example.
-    """
+    """Calls a network with a blank example, which no batch norm counts, if there is none, and drops its logits."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -71,10 +68,7 @@ def batch_norm_counts(strategy: Strategy, count: int, ranks: int, micro_batches:
 
 
 def batches_without_single(plan: Plan, strategy: Strategy, ranks: int) -> Iterator[int]:
-    """The global batches of which no batch norm counts over a single example: the plan's own, smaller, larger ones.
-
-    `ranks` is the size of the strategy's `data_world`.
-    """
+    """The global batches of which no batch norm counts over one example: the plan's own, smaller and larger ones."""
     ends_epoch = plan.total_steps >= plan.steps_per_epoch
     for batch in chain(range(plan.batch, 0, -1), range(plan.batch + 1, plan.examples + 1)):
         counts = (batch, plan.examples % batch if ends_epoch else 0)

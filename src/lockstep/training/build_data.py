@@ -28,7 +28,6 @@ class TrainingData:
     """The data that a run is trained on and evaluated with.
 
     Fields:
-        plan: the plan of the run over these splits.
         test: the split that only the best weights see, once the run has ended; None if the data has none.
         fingerprint: the facts on which a checkpoint and a run that resumes from it must agree.
         loader_reason: why this loader was chosen, for the banner.

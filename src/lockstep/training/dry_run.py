@@ -88,9 +88,9 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
 
 
 def stopwatch(job: ResolvedJob, world: World, examples: int) -> Callable[[], float] | None:
-    """A function that takes a step on blank examples, and returns its seconds. None if it does not fit into memory.
+    """A function that takes a step on blank examples, after a first one here, and returns its seconds.
 
-    A first step is taken here, because it includes the warm-up of the model.
+    None if it does not fit into memory.
     """
 
     def warmed_up() -> Callable[[], float]:
@@ -102,10 +102,7 @@ def stopwatch(job: ResolvedJob, world: World, examples: int) -> Callable[[], flo
 
 
 def training_rate(job: ResolvedJob, world: World) -> float | None:
-    """The images per second that a rank can train on when it never waits for data.
-
-    None if measuring it would take long (the model is compiled), or if a step does not fit into memory.
-    """
+    """The images per second that a rank can train on; None if measuring takes long, or a step does not fit."""
     if job.model.compile:
         return None
     rate, micro_batch = 0.0, job.micro_batch(world.size)

@@ -109,10 +109,7 @@ class EvaluationBatch:
 def logits_of(
     model: nn.Module, images: Tensor, *, transforms: DeviceTransforms, precision: Precision, views: int = 1
 ) -> Tensor:
-    """The logits (B, classes) of stored uint8 images (B, C, H, W), averaged over `views`, in `precision.sums`.
-
-    `model` is in evaluation mode. Everything that runs a trained model calls this: equal images give equal bits.
-    """
+    """The logits (B, classes) of stored uint8 images (B, C, H, W), see `outputs_of`; equal images give equal bits."""
     return outputs_of(model, transforms.eval(images), precision, transforms.memory_format, views)
 
 

@@ -21,6 +21,7 @@ from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
 from lockstep.telemetry.hardware_watch import HardwareWatch
+from lockstep.training import train_state
 from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
@@ -30,14 +31,6 @@ from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of, named
 from lockstep.training.run_record import RunRecord
-from lockstep.training.train_state import (
-    build_and_load_state,
-    build_loss,
-    build_state,
-    compile_model,
-    interrupts_compiling,
-    restore,
-)
 from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
 
@@ -65,13 +58,13 @@ def run(
 
     job, data = build_data(job, world)
     card = card_of(job)
-    loss = build_loss(job, data.train.labels, world, skip=data.skip)
+    loss = train_state.build_loss(job, data.train.labels, world, skip=data.skip)
     task = job.task.ready(card, world.device)
     images = partial(data.normalised, world=world)
-    state, loaded = build_and_load_state(job, run_dir, world, data.plan, images)
-    compile_model(state.model, job, world, stop)
+    state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
+    train_state.compile_model(state.model, job, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data, card)
-    progress, origin = restore(job, state, checkpointer, loaded)
+    progress, origin = train_state.restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, state, progress, origin=origin)
@@ -94,7 +87,7 @@ def run(
         telemetry=telemetry,
         stop=stop,
         heartbeat=heartbeat,
-        cuts_steps=data.plan.micro_batches > 1 or interrupts_compiling(job, world),
+        cuts_steps=data.plan.micro_batches > 1 or train_state.interrupts_compiling(job, world),
         progress=progress,
         monitor=Monitor.parse(job.monitor),
         patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
@@ -238,14 +231,14 @@ def build_parts(job: ResolvedJob) -> Parts:
     torch.manual_seed(job.seed)
     job.precision.configure()
     job, data = build_data(job, world)
-    state = build_state(job, world, data.plan, lambda number: data.normalised(number, world))
+    state = train_state.build_state(job, world, data.plan, lambda number: data.normalised(number, world))
     return Parts(
         job=job,
         world=world,
         plan=data.plan,
         state=state,
         task=job.task.ready(card_of(job), world.device),
-        loss=build_loss(job, data.train.labels, world, skip=data.skip),
+        loss=train_state.build_loss(job, data.train.labels, world, skip=data.skip),
         inputs=partial(inputs_of, data.transforms, state.draws),
         loader=build_loader(job, data, world),
         transforms=data.transforms,
