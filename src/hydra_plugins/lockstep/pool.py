@@ -60,13 +60,10 @@ class WrongJob(InputError):
 
 
 class PoolLauncher(Launcher, Callback):
-    """Hydra's interface to the pool, and the callback with the exit code of a sweep.
-
-    A sweeper that searches sets `search` before it launches its first jobs.
-    """
+    """Hydra's interface to the pool, and the callback with the exit code of a sweep."""
 
     begun = "started"  # what the lines say of a job that the pool has begun
-    search: Search | None = None
+    search: Search | None = None  # set by a sweeper that searches, before it launches its first jobs
 
     def __init__(self, jobs: int | None, gpus: int, cores: int, direction: str) -> None:
         self.jobs, self.gpus, self.cores, self.direction = jobs, gpus, cores, direction
@@ -151,11 +148,7 @@ class PoolLauncher(Launcher, Callback):
     def _enter(
         self, ledger: Ledger, job_overrides: Sequence[Sequence[str]], first: int
     ) -> tuple[list[Record], list[Task] | None]:
-        """The records of jobs, and the tasks of those that are to run; None if all only submit themselves.
-
-        Raises WrongJob for a wrong job, and InputError if the jobs do not fit the launcher, or no device is free; the
-        ledger is then unchanged.
-        """
+        """The records of jobs, and the tasks to run; None if all submit themselves. Raises WrongJob, InputError."""
         from lockstep.sweep.pool import Task, to_run
 
         program, planned = command_of_program(), []

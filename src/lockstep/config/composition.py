@@ -239,11 +239,7 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
 
 @contextmanager
 def invoked(overrides: list[str]) -> Iterator[tuple[dict[str, Any], Invocation]]:
-    """The config that the command line `overrides` would compose, as plain values, and this command, without `main`.
-
-    In the context, more configs can be composed, such as the config of the run that the command resumes. Raises
-    InputError if an override does not fit.
-    """
+    """The plain config of the command line `overrides`, and the command; more can be composed meanwhile."""
     with composing():
         yield _composed(overrides), Invocation.current()
 

@@ -240,10 +240,7 @@ def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
 
 
 def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:
-    """Wait until the condition holds, at most so long; returns its last value.
-
-    Polls, because signal handlers do not run while a store or a socket waits. A longer wait shows what it waits for.
-    """
+    """Wait until the condition holds, at most so long; returns its last value. Polls, so that signals are heard."""
     start = time.monotonic()
     while not (holds := condition()) and (waited := time.monotonic() - start) < seconds:
         if show and waited > SHOWN_S:

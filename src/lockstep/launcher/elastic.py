@@ -104,11 +104,7 @@ class Elastic(Spawn):
         return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own(*self._meeting()))
 
     def run_agent(self, command: Sequence[str]) -> None:
-        """Run `command` as each rank of this machine by torch's elastic agent, which meets the other agents.
-
-        `ranks` is resolved. Each rank shows its errors itself. Raises LockstepError if the machines do not meet, or a
-        signal has ended a rank; SystemExit if a rank has failed, or the ranks were stopped.
-        """
+        """Run `command` as each local rank by torch's elastic agent. Raises LockstepError, or SystemExit."""
         # Not needed by other jobs, and slow to import.
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -12,33 +12,25 @@ from lockstep.runtime.host import CORES, VISIBLE, cores
 
 @dataclass(frozen=True)
 class Needs:
-    """What a job takes. `cores` counts on a machine without GPUs only: there is nothing else to share out.
-
-    Jobs of one `kind` take as much memory as another. A job of a known kind on one GPU shares it with others. A job
-    that `submits` itself to a cluster takes nothing here. Jobs of one `identity` are one job; None is not known.
-    The score of a job is its `monitor`, one of the `figures` of its evaluations; empty are not known.
-    """
+    """What a job takes, and what it is."""
 
     gpus: int = 0
-    cores: int = 1
-    kind: str = ""
-    submits: bool = False
-    identity: Hashable = None
-    monitor: str = ""
-    figures: Sequence[str] = ()
+    cores: int = 1  # counts on a machine without GPUs only: there is nothing else to share out
+    kind: str = ""  # jobs of one kind take as much memory as another; once it is known, they share a GPU
+    submits: bool = False  # itself to a cluster, and takes nothing here
+    identity: Hashable = None  # jobs of one identity are one job; None is not known
+    monitor: str = ""  # its score, which is one of `figures`; empty is not known
+    figures: Sequence[str] = ()  # what its evaluations log
 
 
 @dataclass(frozen=True)
 class Share:
-    """The devices of one job: GPUs as `CUDA_VISIBLE_DEVICES` names them, and a number of cores.
+    """The devices of one job."""
 
-    `memory` is the bytes of its GPU that it has; None is the whole GPU. A job that is `alone` may use all cores.
-    """
-
-    gpus: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()  # as `CUDA_VISIBLE_DEVICES` names them
     cores: int = 0
-    memory: int | None = None
-    alone: bool = False
+    memory: int | None = None  # the bytes of its GPU that it has; None is the whole GPU
+    alone: bool = False  # whether it may use all cores
 
     @property
     def environment(self) -> dict[str, str]:
@@ -72,10 +64,7 @@ class Devices:
 
     @classmethod
     def of_machine(cls) -> Self:
-        """The devices that this process may use. Asks NVML and not CUDA, after which no process could be forked.
-
-        GPUs that `CUDA_VISIBLE_DEVICES` names are used, whoever else uses them.
-        """
+        """The devices that this process may use: all that `CUDA_VISIBLE_DEVICES` names, whoever else uses them."""
         from lockstep.runtime.gpus import free_bytes, processes_on, visible_gpus  # imports torch
 
         gpus = visible_gpus()

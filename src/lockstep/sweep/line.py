@@ -65,12 +65,11 @@ def _check_meaning(config: DictConfig, launcher: str) -> None:
     share = "launcher.ranks and launcher.threads say what a job takes"
     useless = {"hydra.launcher.gpus": share, "hydra.launcher.cores": share}
     useless["hydra.sweep.subdir"] = f"hydra/launcher={launcher} names the folders of the jobs"
-    for word in config.hydra.overrides.hydra:
-        if launcher in POOLS and (reason := useless.get(key_of(word))):
-            raise InputError(f"{word} has no effect: {reason}; remove it")
     direction = _monitor(config).direction
     for word in config.hydra.overrides.hydra:
         key, value = key_of(word), word.partition("=")[2]
+        if launcher in POOLS and (reason := useless.get(key)):
+            raise InputError(f"{word} has no effect: {reason}; remove it")
         if key.endswith(".direction") and checked_direction(value) is not direction:
             raise InputError(
                 f"{word}, but the jobs are compared by monitor={config.monitor}, whose direction is {direction}; "

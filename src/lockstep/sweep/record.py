@@ -159,10 +159,7 @@ OBJECTIVES = (SCORE, *COSTS)
 
 
 def figure_of(run: Run, name: str) -> float | None:
-    """A figure of a run: its score, a column, a cost, a score or a number of its summary, or a tag that it logged.
-
-    A tag such as `loss/train` has its value at the step of the best evaluation, or else its last one.
-    """
+    """A figure of a run: score, cost, number of its summary, or a tag as logged at the best evaluation."""
     if name in (SCORE, *COSTS):
         return run.score if name == SCORE else COSTS[name](run)
     facts: Mapping[str, Any] = {**run.summary, **run.spent, **(run.summary.get("scores") or {}), **run.columns}

@@ -73,10 +73,7 @@ class JobRun(Run):
 
 
 def run_folders(root: Path) -> Iterator[Path]:
-    """The folders of sweeps and runs in a folder, sorted, a sweep before its jobs; `root` can be one itself.
-
-    Behind them come the folders that this user may not read.
-    """
+    """The folders of sweeps and runs in `root`, a sweep before its jobs, then what this user may not read."""
     errors: list[OSError] = []
     for name, subfolders, _ in os.walk(root, onerror=errors.append):
         subfolders.sort()
