@@ -10,15 +10,17 @@ from hydra.errors import HydraException
 
 from helpers import composed
 from lockstep.config import command_line, components, messages
+from lockstep.config.other_words import ABSENT, KEYS, VALUES
 from lockstep.config.schema import GROUPS
-from lockstep.config.suggest import ABSENT, KEYS, VALUES, suggest_for_path, suggest_option, suggest_override
+from lockstep.config.suggest import suggest_for_path, suggest_option, suggest_override
 from lockstep.core.errors import InputError
 
 # A value of the other program for a word whose override takes no number.
 SAMPLES = {"device": "gpu", "precision": "amp", "optimizer": "sgd", "schedule": "cosine", "loss": "ce"}
 SAMPLES |= {"model": "resnet18", "dataset": "cifar10", "betas": "0.9", "rendezvous": "host:29500"}
 SAMPLES |= {"erase_mode": "pixel", "mix_by": "batch"}
-SMALL = ("ema", "momentum", "label_smoothing", "layer_decay", "erase", "mix_switch", "mix_prob")
+SAMPLES |= {"compile_mode": "default", "interpolation": "bicubic", "logger": "wandb", "project": "photos"}
+SMALL = ("threshold", "ema", "momentum", "label_smoothing", "layer_decay", "erase", "mix_switch", "mix_prob")
 WORDS = [(word, template) for template, words in KEYS.items() for word in words.split()]
 NAMES = [(words.split("=")[0], name) for words, names in VALUES.items() for name in names.split()]
 

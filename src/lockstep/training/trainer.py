@@ -121,9 +121,10 @@ class Trainer:
             # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
             tolerated = window.scalars.get("optim/scale", 0) >= 1
             if window.first_bad_step is not None and not tolerated:
+                limit = f"above {self.telemetry.loss_limit:,.0f}, 1,000 times the loss of a guess, it has diverged"
                 raise NumericalError(
                     f"the loss is {window.loss:.4g} between steps {window.first} and {window.last}, first at step "
-                    f"{window.first_bad_step}; {agreement.REMEDIES}",
+                    f"{window.first_bad_step}{f' ({limit})' * math.isfinite(window.loss)}; {agreement.REMEDIES}",
                     step=window.first_bad_step,
                 )
             agreement.compare_weights(window.checksums, window.last)
