@@ -122,7 +122,8 @@ def figure_parts(name: str, value: float) -> tuple[str, str]:
     return (f"{value:.2f}", " %") if name in PERCENT else (f"{value:.4g}", "")
 
 
-def figure_text(name: str, value: float) -> str:
-    """A figure of an evaluation with its name and its unit: `98.61 % top-1`, `loss 0.0421`."""
+def figure_text(name: str, value: float, spread: float | None = None) -> str:
+    """A figure of an evaluation with its name and its unit: `98.61 % top-1`, `loss 0.0421`, `98.6 ± 0.1 % f1`."""
     number, unit = figure_parts(name, value)
+    number += "" if spread is None else f" ± {figure_parts(name, spread)[0]}"
     return f"{number}{unit} {figure_word(name)}" if unit else f"{figure_word(name)} {number}"

@@ -15,8 +15,8 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, swept_keys, varied
-from lockstep.sweep.runs import JobRun
+from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, best_of, cells, columns_of, head, swept_keys, varied
+from lockstep.sweep.runs import JobRun, groups
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, Curve, line_chart
 from lockstep.telemetry.report import number, rendered
@@ -61,6 +61,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     return {
         "title": f"Sweep {ledger.folder.name}",
         "folder": str(ledger.folder.absolute()),
+        "headline": _headline([*jobs.values()], swept),
         "notes": [*notes, *(f"job {record.number}: {record.error}" for record in records if record.error)],
         "summary": [row for row in summary.items() if row[1]],
         "charts": [
@@ -86,6 +87,19 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
         ],
         "command": shell_command(["lockstep", *command]),
     }
+
+
+def _headline(jobs: Sequence[JobRun], swept: Sequence[str]) -> str:
+    """The best setting over its seeds or folds: `82.80 ± 2.01 % top-1, 3 seeds, lr=0.1`; empty without several."""
+    if not jobs or (best := groups(jobs)[0])["spread"] is None:
+        return ""
+    samples = [key for key in SAMPLES if key in swept] or [SEED]
+    record = next(job.record for job in jobs if job.record.number in best["jobs"])
+    words = varied(record.overrides, [key for key in swept if key not in SAMPLES])
+    count = f"{best['done']} {' and '.join(key.rpartition('.')[2] + 's' for key in samples)}"
+    return ", ".join(
+        filter(None, [figure_text(best["monitor"], best["score"], best["spread"]), count, " ".join(words)])
+    )
 
 
 def costs_of(job: Run) -> dict[str, float]:
