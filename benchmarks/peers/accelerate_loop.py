@@ -1,4 +1,5 @@
 """Accelerate's loop on the devices that `accelerate` finds."""
+# lockstep ladder calls it Accelerate's loop
 
 import time
 

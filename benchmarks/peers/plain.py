@@ -1,4 +1,5 @@
 """The tutorials' loop on one device."""
+# lockstep ladder calls it plain loop
 
 import time
 

@@ -1,4 +1,5 @@
 """The tutorials' DDP: a process for each GPU, or two on a CPU, each with its share of the global batch."""
+# lockstep ladder calls it plain DDP
 
 import argparse
 import time

@@ -82,7 +82,7 @@ def shards(axes: Axes) -> None:
     for row, (owners, order) in enumerate(((cut, permutation(0, 0, number).tolist()), (strided, repeated))):
         for place, owner in enumerate(owners):
             axes.barh(row, 0.9, left=place, color=COLOURS[owner], height=0.6)
-            axes.text(place + 0.45, row, str(order[place]), ha="center", va="center", color="white", fontsize=7)
+            axes.text(place + 0.45, row, str(order[place]), ha="center", va="center", color="white", fontsize=8.5)
     for step in range(batch, number, batch):
         axes.plot([step - 0.05] * 2, [-0.45, 0.45], color="black", linewidth=1)
     axes.set_yticks([0, 1], ["Lockstep, shuffled", "DistributedSampler, in order"])
@@ -127,6 +127,7 @@ def batchnorm(axes: Axes) -> None:
         ]
         axes.plot(sizes, errors, "o-", color=colour, label=name)
     axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, map(str, sizes))  # without the small digits of powers
     axes.set_xlabel("examples of one rank, of a global batch of 256")
     axes.set_ylabel("error of its mean (std)")
     axes.legend(frameon=False)
@@ -148,7 +149,7 @@ def precision(axes: Axes) -> None:
     )
     for name, smallest in (("fp16: smallest normal", -14), ("fp16: smallest of all", -24)):
         axes.axvline(smallest, color=COLOURS[1])
-        axes.text(smallest + 0.2, float(counts.max()) * 0.9, name, rotation=90, va="top", fontsize=7)
+        axes.text(smallest + 0.2, float(counts.max()) * 0.9, name, rotation=90, va="top")
     axes.set_xlabel(
         "log2 of the gradients of a small network, for a loss divided by 1,000; bf16 and fp32 go down to -126"
     )
@@ -199,7 +200,7 @@ def pipeline(axes: Axes) -> None:
             place = row * (stages + 1) + stage
             for start, number, is_backward in done:
                 axes.barh(place, 0.95, left=start, height=0.9, color=COLOURS[int(is_backward)])
-                axes.text(start + 0.47, place, str(number), ha="center", va="center", color="white", fontsize=6)
+                axes.text(start + 0.47, place, str(number), ha="center", va="center", color="white", fontsize=8.5)
         axes.text(-0.3, row * (stages + 1) + 1.5, name, ha="right", va="center")
     axes.set_yticks([])
     axes.invert_yaxis()
@@ -236,6 +237,8 @@ def nodes(axes: Axes) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_xticks(ranks, map(str, ranks))  # without the small digits of powers
+    axes.set_yticks([1, 10, 100, 1000], ["1", "10", "100", "1,000"])
     axes.set_xlabel("ranks")
     axes.set_ylabel("ms per step")
     axes.legend(frameon=False, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))
@@ -256,10 +259,13 @@ FIGURES: tuple[Callable[[Axes], None], ...] = (
 
 
 def draw(folder: Path) -> None:
-    """Write `NAME.svg` for each figure; two calls with the same packages write the same bytes."""
+    """Write `NAME.svg` for each figure; two calls with the same packages write the same bytes.
+
+    They are as wide as the text of the site, 48em of 16 pixels (96 are an inch). The font of 9 points has 12 pixels.
+    """
     with mpl.rc_context({"svg.hashsalt": "lockstep", "svg.fonttype": "none", "font.size": 9}):
         for content in FIGURES:
-            figure = Figure(figsize=(7.5, 3.2 if content is pipeline else 2.6), layout="constrained")
+            figure = Figure(figsize=(8, 3.2 if content is pipeline else 2.6), layout="constrained")
             axes = figure.subplots()
             axes.spines[["top", "right"]].set_visible(False)
             content(axes)

@@ -15,7 +15,7 @@ import pytest
 
 from helpers import resolved, running_fork
 from lockstep.cli import ladder as module
-from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs
+from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
 from lockstep.cli.ladder_table import row_of, show
 from lockstep.cli.processes import running
 from lockstep.core.errors import InputError, Stopped
@@ -32,6 +32,11 @@ assert "--epochs=20" in sys.argv
 print("training ...")
 print(json.dumps({"img_per_s": 120.0, "top1": 12.5}))
 """
+
+
+def test_a_script_may_give_its_setup_a_name() -> None:
+    assert script_name(Path("hf_trainer.py"), b"import json\n# lockstep ladder calls it HF Trainer\n") == "HF Trainer"
+    assert script_name(Path("mine.py"), SCRIPT.encode()) == "mine"
 
 
 def climb(

@@ -108,7 +108,14 @@ def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Run
     for name in ("Accelerate", "ZeRO", "FSDP", "pipeline"):
         yield Rung(name, (f"strategy={name.lower()}", *many))
     for script in scripts:
-        yield Rung(script.stem, script=script, code=safe_read.read_bytes(script, links=True))
+        code = safe_read.read_bytes(script, links=True)
+        yield Rung(script_name(script, code), script=script, code=code)
+
+
+def script_name(script: Path, code: bytes) -> str:
+    """The name in a comment `# lockstep ladder calls it HF Trainer` of a script, or else the name of its file."""
+    named = re.search(rb"^# lockstep ladder calls it (\S.*)$", code, re.MULTILINE)
+    return named[1].decode(errors="replace").strip() if named else script.stem
 
 
 def ladder(

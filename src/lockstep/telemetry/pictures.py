@@ -111,7 +111,7 @@ def precision_over_recall(predictions: Predictions) -> str:
             some = hits + false > 0
             axes.plot(recall[some], precision[some], "-" if len(axes.lines) < 10 else "--", label=cut(name))
         axes.set(xlabel="recall", ylabel="precision", xlim=(0, 1.02), ylim=(0, 1.02))
-        axes.legend(loc="lower left", ncols=2, fontsize=7, frameon=False)
+        axes.legend(loc="lower left", ncols=2, fontsize=8.5, frameon=False)
 
     return drawn(draw, 4.4, 4.4)
 
