@@ -1,6 +1,6 @@
 """BatchNorm statistics: each rank normalises with the mean and variance of its own shard.
 
-The gradient of two ranks is then another one than that of one device with the whole batch. The right way adds up the
+The gradient of two ranks then differs from the gradient of one device with the whole batch. The right way adds up the
 sums of all ranks in the forward pass, and their gradients in the backward pass, as `nn.SyncBatchNorm` does on GPUs.
 """
 

@@ -1,4 +1,4 @@
-"""A resume that skips or repeats samples: the job stops in the middle of an epoch and goes on.
+"""A resume that skips or repeats samples: the job stops in the middle of an epoch and resumes.
 
 A loader that starts again repeats the first part of the epoch. A loader that skips as many batches as were done, but
 shuffles again, repeats some samples and skips others. The right order is a function of seed and epoch only.
@@ -42,4 +42,4 @@ if __name__ == "__main__":
         f"5 batches of a new order are skipped, samples repeated (and {reshuffled[1]} never seen)",
         reshuffled[0],
     )
-    show("right", f"the epoch's own order goes on, samples repeated (and {exact[1]} never seen)", exact[0])
+    show("right", f"the epoch's own order continues, samples repeated (and {exact[1]} never seen)", exact[0])

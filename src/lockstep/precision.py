@@ -1,4 +1,4 @@
-"""The number formats (`precision=`). Each is a frozen value; formats that need no loss scaler have a disabled one."""
+"""The precisions (`precision=`). Each is a frozen value; those that need no loss scaler have a disabled one."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lockstep.sweep.view import SweepView
 
 # The keys of `hydra.launcher`: the most jobs at once (null: as many as fit), what each takes if nothing says so, and
-# which score is better: that of a search is the sweeper's.
+# which score is better: the sweeper says it for a search.
 CONFIG = {
     "_target_": "hydra_plugins.lockstep.pool.PoolLauncher",
     "jobs": None,
@@ -74,7 +74,7 @@ class PoolLauncher(Launcher, Callback):
         self.view: SweepView | None = None  # of all jobs that were launched
         self.exit_code, self.handled = 0, sys.exc_info()[1]  # a caller may start a sweep while it handles an error
         hydra_context.callbacks.callbacks.insert(0, self)  # the last one at the end
-        # Whether failed jobs run again, of how many jobs one goes on, the table's columns; null in other apps.
+        # Whether failed jobs run again, the share of jobs that continues, the table's columns; null in other apps.
         self.retry = bool(OmegaConf.select(config, "sweep.retry"))
         self.halving: int | None = OmegaConf.select(config, "sweep.halving")
         self.objectives: Sequence[str] = OmegaConf.select(config, "sweep.objectives") or [SCORE]
@@ -123,7 +123,7 @@ class PoolLauncher(Launcher, Callback):
             tasks = self._enter_drawn(ledger, view, self.search.follow())
             records = ledger.records()
         if (words := tuple(self.config.hydra.overrides.task)) != (identity := ledger.identity()).words:
-            ledger.create(replace(identity, words=words))  # not before: a refused line is none to go on with
+            ledger.create(replace(identity, words=words))  # not before: a rejected command cannot be resumed
         if tasks is None:
             return records
         try:
@@ -277,7 +277,7 @@ class PoolLauncher(Launcher, Callback):
 
 
 def _returned(record: Record) -> JobReturn:
-    """What a sweeper gets for a job: its score, or NaN if it has none, so that the sweep goes on."""
+    """What a sweeper gets for a job: its score, or NaN if it has none, so that the sweep continues."""
     returned = JobReturn(overrides=record.overrides, status=JobStatus.COMPLETED)
     returned.return_value = float("nan") if record.objective is None else record.objective
     return returned
@@ -290,7 +290,7 @@ def _varied(ledger: Ledger, jobs: Sequence[Sequence[str]]) -> list[list[str]]:
 
 
 def _settled(ledger: Ledger, record: Record) -> Record:
-    """The record of a job; one that was cut between the end of its run and that of its record is done."""
+    """The record of a job; one that was killed between the end of its run and the end of its record is done."""
     if record.state is State.done or record.runs_here:
         return record
     run = Run(ledger.folder / record.folder)

@@ -1,8 +1,8 @@
 """`hydra/launcher=ray`: the jobs of a sweep as tasks of Ray, on this machine or on a running cluster.
 
-The ledger, the table and how a line goes on are those of the pool; Ray decides where each job runs. Each task runs
+The ledger, the table and resuming are the pool's; Ray decides where each job runs. Each task runs
 the command line of its job, so all nodes need the same environment and the sweep's folder under the same path. When a
-node is lost, Ray starts its tasks elsewhere, and each goes on from its job's last checkpoint.
+node is lost, Ray starts its tasks elsewhere, and each continues from its job's last checkpoint.
 """
 
 from __future__ import annotations

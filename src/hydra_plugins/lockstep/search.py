@@ -5,7 +5,7 @@ Hydra's own `basic` keeps only the last word of a key, and loses one of `"train=
 Spaces are written in Hydra's words: `choice(a,b)` or `a,b`, `range(1,5)`, `interval(0.1,1)`, `int(interval(8,64))`,
 and `tag(log, interval(1e-5,1e-1))`. Optuna is asked for values and told scores; Hydra's launcher runs the jobs. The
 pool starts the next one as soon as one has ended; another launcher gets a few at a time, and waits for all of them.
-The study is a file in the folder of the sweep, so that the same line goes on with it.
+The study is a file in the folder of the sweep, so that rerunning the command resumes it.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def whole_weights(path: Path) -> bool:
 
 
 def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """The shapes of the tensors in a file of weights, and its metadata. Raises UnreadableFile."""
+    """The shapes of the tensors in a weights file, and its metadata. Raises UnreadableFile."""
     try:
         with opened(file, links=True), safe_open(file, framework="pt") as tensors:
             shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118

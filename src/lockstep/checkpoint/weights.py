@@ -1,4 +1,4 @@
-"""Reads files of weights: what a model is used with, or starts from. They need no run and no checkpoint.
+"""Reads weights files: what a model is used with, or starts from. They need no run and no checkpoint.
 
 A model may start from weights that another program has saved. They are read as tensors only, never as code.
 """
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def read_card(file: Path, key: str = "weights") -> ModelCard:
-    """The description in a file of weights. `key` begins the errors, which are InputErrors."""
+    """The description in a weights file. `key` begins the errors, which are InputErrors."""
     _, metadata = _read_header(file, key)
     try:
         return ModelCard.parse(metadata)
@@ -45,7 +45,7 @@ def read_card(file: Path, key: str = "weights") -> ModelCard:
 
 
 def find_card(file: Path) -> ModelCard | None:
-    """The card of a file of weights; None if it has none, like weights of other programs, or cannot be read."""
+    """The card of a weights file; None if it has none, like weights of other programs, or cannot be read."""
     try:
         _, metadata = header(file)
     except UnreadableFile:  # loading the weights will raise the error
@@ -54,7 +54,7 @@ def find_card(file: Path) -> ModelCard | None:
 
 
 def weights_file(path: Path, key: str = START) -> Path:
-    """The file of weights at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors.
+    """The weights file at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors.
 
     `init_from` also takes a file that another program has written with `torch.save`.
     """
@@ -71,7 +71,7 @@ def weights_file(path: Path, key: str = START) -> Path:
 
 
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:
-    """The shapes of the tensors in a file of weights, and a function that reads the tensors, on the CPU."""
+    """The shapes of the tensors in a weights file, and a function that reads the tensors, on the CPU."""
     if file.suffix == SAFETENSORS:
         return _read_header(file, START)[0], partial(load_file, file)
     tensors = _unpickled(file)

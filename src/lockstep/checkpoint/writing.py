@@ -45,7 +45,7 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a file of weights, and its metadata."""
+    """The tensors of a weights file, and its metadata."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str] | None
@@ -64,7 +64,7 @@ class Checkpointer:
         keep_best: how many of the best checkpoints, by validation top-1, stay in addition.
         every_s: seconds after which a checkpoint is overdue; None if steps decide.
         on_saved: called with the step and the folder of a checkpoint after it is on the disk.
-        card: the description for the files of weights; None leaves it out.
+        card: the description for the weights files; None leaves it out.
     """
 
     run_dir: RunDir

@@ -27,7 +27,7 @@ LOOK_S = 30.0  # the most seconds for the images of a data set
 STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
 # Keys on which neither the time nor the memory of a step depends. Of the optimizer, only the kind counts.
 UNTIMED = {"name", "seed", "schedule", "output_root", "metric", "logger", "resume", "init_from", "optimizer"}
-ON_OTHER_MACHINES = "the job runs on other machines: look at one of them with srun lockstep doctor launcher=auto"
+ON_OTHER_MACHINES = "the job runs on other machines: check one of them with srun lockstep doctor launcher=auto"
 Findings = Iterable[Finding]
 
 

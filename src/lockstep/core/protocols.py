@@ -116,7 +116,7 @@ class Strategy(Component, Protocol):
 
 
 class Precision(Component, Protocol):
-    """The number format of the forward and backward pass. The defaults are for float32."""
+    """The precision of the forward and backward pass. The defaults are for float32."""
 
     dtype: ClassVar[torch.dtype] = torch.float32
     """The format of matrix products, convolutions and input images; autocast is used if it differs from `storage`."""

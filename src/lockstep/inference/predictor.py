@@ -1,4 +1,4 @@
-"""A trained model and everything that it needs for use, from its file of weights alone.
+"""A trained model and everything that it needs for use, from its weights file alone.
 
 Evaluation, prediction, export and the demo use it; no run folder and no data is needed.
 """
@@ -77,7 +77,7 @@ class Predictor:
     Fields:
         card: the model card in its weights.
         model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
-        precision: the number format that it was evaluated in.
+        precision: the precision that it was evaluated in.
         transforms: from stored uint8 images (B, C, H, W) to the input of the model.
     """
 
@@ -162,7 +162,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
     Args:
         path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
         device: `cpu` or `cuda`; None is the GPU if there is one.
-        precision: the number format to compute in; None for the evaluation's.
+        precision: the precision to compute in; None for the evaluation's.
 
     Raises:
         InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
@@ -198,7 +198,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
 
 
 def find_weights(path: str | Path, key: str = KEY) -> Path:
-    """The file of weights for a path: the path itself, or a file in a run folder or a checkpoint.
+    """The weights file for a path: the path itself, or a file in a run folder or a checkpoint.
 
     For `latest` it is the newest run's file, or, if this run has none, the newest file of a run or a sweep's job.
     Raises InputError if there are no weights; its sentence begins with `key`.
@@ -226,7 +226,7 @@ def run_of(file: Path) -> RunDir | None:
 
 
 def _precision(card: ModelCard, device: torch.device) -> Precision:
-    """The number format of the card, or float32 if the device lacks it and the weights are float32."""
+    """The precision of the card, or float32 if the device lacks it and the weights are float32."""
     precision: Precision = components.build("precision", card.precision)
     try:
         precision.check(device.type)

@@ -100,5 +100,5 @@ def _about_weights(job: Job, *, trained: bool) -> str:
         return "model.pretrained is true: published weights are on this machine or can be downloaded"
     return (
         f"model.pretrained is false: {job.model.missing_weights() or 'the run began without them'}. Random weights "
-        "need many more images: run this once with a network, or name a file of weights with init_from=FILE"
+        "need many more images: run this once with a network, or name a weights file with init_from=FILE"
     )

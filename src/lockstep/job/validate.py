@@ -252,7 +252,7 @@ def _check_graph(job: ResolvedJob) -> None:
     mode = job.model.compile_mode
     looks_ahead = getattr(job.optimizer, "lookahead", None) is not None
     python_rate = (
-        f"optimizer={optimizer} computes with its learning rate in Python, so each step would have that of the "
+        f"optimizer={optimizer} computes with its learning rate in Python, so each step would have the rate of the "
         "recorded one; use optimizer=sgd, adam, adamw or muon"
     )
     several = f"under strategy={strategy} a step is more than the work of one device"

@@ -56,7 +56,7 @@ def without_weights(option: Model) -> Model:
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
     """The model on the meta device: names and shapes only. Raises InputError if it cannot be built.
 
-    A few bytes of a config or of a file of weights can describe a model of any size. So it is sketched before it is
+    A few bytes of a config or of a weights file can describe a model of any size. So it is sketched before it is
     built, which takes no memory.
     """
     with torch.device("meta"), torch.random.fork_rng(devices=[]):

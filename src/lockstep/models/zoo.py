@@ -264,7 +264,7 @@ def _not_here(cfg: Any, name: str, reason: str) -> str:
 
 
 def _of_hub(cfg: Any, *, cached: bool) -> dict[str, Any]:
-    """The best file of weights in a repository of the hub; if `cached`, only from this machine."""
+    """The best weights file in a repository of the hub; if `cached`, only from this machine."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
 

@@ -124,7 +124,7 @@ class OptimizerOption(Optimizer):
         return [{"params": params, "weight_decay": decay, "scale": 1.0} for params, decay in parts if params]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over a model's parameters. Raises InputError: the optimizer refuses a value."""
+        """The optimizer over a model's parameters. Raises InputError: the optimizer rejects a value."""
         try:
             optimizer = self.make(self.groups(model))
         except (TypeError, ValueError, AssertionError) as error:

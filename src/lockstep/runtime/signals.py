@@ -123,7 +123,7 @@ def importing(frame: FrameType | None) -> bool:
 
 @contextmanager
 def stop_signals(request: StopRequest, *, restore: bool = True) -> Iterator[None]:
-    """Have `request` handle each signal that asks for a stop, including the signals that were blocked until now.
+    """Have `request` handle each signal that requests a stop, including the signals that were blocked until now.
 
     At the end of the context, the previous handler also records the stop, so that a repeated signal does not
     interrupt the exit. With `restore`, the previous handlers then take over again. Raises LockstepError if a stop

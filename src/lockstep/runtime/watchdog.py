@@ -105,7 +105,7 @@ class Watchdog(threading.Thread):
             now = time.process_time()
             living, computing = self.signs != last_signs, now - computed > BUSY_SHARE * TICK_S
             last_signs, computed = self.signs, now
-            if living:  # a silence that goes on says nothing of how long a step takes
+            if living:  # a silence that continues says nothing of how long a step takes
                 self.longest = max(self.longest, self.quiet)
             self.quiet = 0.0 if living else self.quiet + TICK_S
             self.idle = 0.0 if living or computing else self.idle + TICK_S

@@ -29,7 +29,7 @@ class Stages:
 
     Fields:
         entries: the names of the first modules of all stages but the first.
-        formats: the number format of the input of each of these modules.
+        formats: the dtype of the input of each of these modules.
         homes: the stage of each parameter and buffer, by name.
         classes: the number of logits.
     """
@@ -45,7 +45,7 @@ class Place:
     """A module as a place for a cut.
 
     Fields:
-        dtype, size: the number format and the number of elements of the module's input.
+        dtype, size: the dtype and the number of elements of the module's input.
         argument: the `id` of the input while the module runs.
         obstacle: why the model cannot be cut before the module, or "".
     """

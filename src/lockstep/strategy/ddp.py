@@ -138,7 +138,7 @@ class Accelerate(Distributed):
 
 
 def accelerator(device: torch.device, **ddp: bool) -> Any:
-    """The Accelerator of this rank, with options of DDP. It changes neither the threads nor the number format."""
+    """The Accelerator of this rank, with options of DDP. It changes neither the threads nor the precision."""
     import accelerate
     from accelerate.utils import DistributedDataParallelKwargs
 

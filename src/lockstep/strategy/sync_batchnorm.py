@@ -1,7 +1,7 @@
 """Batch norm with statistics over the micro-batches of all ranks, on any device.
 
 One layer works with gloo and NCCL, so the tests on the CPU cover what runs on GPUs. Unlike torch's `SyncBatchNorm` it
-works on the CPU, allows a rank without examples in any number format, never waits for the device, and can be traced
+works on the CPU, allows a rank without examples in any dtype, never waits for the device, and can be traced
 by the compiler.
 """
 
@@ -69,7 +69,7 @@ class PlainKernels:
     def normalize(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, scale: Tensor, eps: float
     ) -> Tensor:
-        """`(x - mean) * scale * weight + bias`, in the number format of `x`."""
+        """`(x - mean) * scale * weight + bias`, in the dtype of `x`."""
         output = (_wide(x) - _channels(mean, x)) * _channels(scale if weight is None else scale * weight, x)
         return (output if bias is None else output + _channels(bias, x)).to(x.dtype)
 

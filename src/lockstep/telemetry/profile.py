@@ -103,7 +103,7 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float:
-    """Peak operations per second of one GPU in a number format; 0, with a line in the log, for an unknown GPU."""
+    """Peak operations per second of one GPU in a dtype; 0, with a line in the log, for an unknown GPU."""
     if device.type != "cuda" or dtype is torch.float64:
         return 0.0
     name = torch.cuda.get_device_name(device)

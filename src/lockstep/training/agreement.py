@@ -95,7 +95,7 @@ def compare_weights(sums: list[int], step: int) -> None:
         several = len(wrong) > 1
         raise LockstepError(
             f"the weights of rank{'s' * several} {', '.join(wrong)} differ from the others' at step {step}: memory "
-            "or a device failed, or code changed one replica alone; resume=latest goes on from the last "
+            "or a device failed, or code changed one replica alone; resume=latest continues from the last "
             "checkpoint, which is older"
         )
 

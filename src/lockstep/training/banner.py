@@ -68,7 +68,7 @@ def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def _ranks(job: ResolvedJob, world: World) -> str:
-    """The processes, where they compute and in which number format."""
+    """The processes, where they compute and in which precision."""
     words = [f"{world.size} process{'es' * (world.size != 1)} on {_device(world)}"]
     if world.size > 1:
         words[0] += f" by {type(job.strategy).__name__}"
@@ -86,7 +86,7 @@ def _device(world: World) -> str:
 
 
 def _number_format(precision: Precision) -> str:
-    """A number format in the field's words: `float32`, `float32 with TF32`, `float32 and bfloat16`."""
+    """A precision in the field's words: `float32`, `float32 with TF32`, `float32 and bfloat16`."""
     formats = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((precision.storage, precision.dtype))]
     return " and ".join(formats) + " with TF32" * (precision.matmul == "high")
 

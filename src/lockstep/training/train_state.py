@@ -54,7 +54,7 @@ class TrainState:
         infinite: the names of its buffers that are infinite by design.
         draws: the random numbers of its forward passes; their keys are inputs of the replica.
         freezing: the layers that are frozen, and in which steps.
-        scaler: the scaler of the loss; disabled if the number format needs none.
+        scaler: the scaler of the loss; disabled if the precision needs none.
         ema: the average of the weights, if the job keeps one; it may begin later.
         notes: sentences about random layers with numbers that depend on the ranks.
         flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
