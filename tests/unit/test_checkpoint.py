@@ -680,34 +680,28 @@ def failing(number: int, code: int) -> Iterator[list[str]]:
         yield calls
 
 
-def calls_of_a_save(folder: Path) -> list[str]:
-    target = writer(RunDir.at(folder), keep=1, keep_best=0)
-    save(target, 1)
-    target.wait()
-    with failing(0, 0) as calls:
-        save(target, 2, best=True)
-        target.wait()
-    target.close()
-    return calls
-
-
-def test_no_failed_system_call_of_a_save_ends_the_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_failed_system_call_of_a_save_ends_the_training(tmp_path: Path) -> None:
     codes = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EBUSY, errno.ENOTEMPTY, errno.EACCES, errno.ENOSPC]
-    calls = calls_of_a_save(tmp_path / "whole")
+    contents, first = parts(), RunDir.at(tmp_path / "first")
+    saved(first, 1)
+
+    def attempted(number: int) -> tuple[RunDir, Checkpointer, list[str]]:
+        """A second save, in which this system call fails."""
+        run = RunDir(Path(shutil.copytree(first.path, tmp_path / str(number))))
+        target = writer(run, keep=1, keep_best=0)
+        with failing(number, codes[number % len(codes)]) as calls:
+            save(target, 2, contents, best=True)
+            target.wait()
+        return run, target, calls
+
+    _, whole, calls = attempted(0)
+    whole.close()
     assert {"open", "fsync", "rename", "unlink", "rmdir"} <= {*calls}
     for number in range(1, len(calls) + 1):
-        run = RunDir.at(tmp_path / str(number))
-        target = writer(run, keep=1, keep_best=0)
-        save(target, 1)
-        target.wait()
-        with failing(number, codes[number % len(codes)]):
-            save(target, 2, best=True)
-            target.wait()
+        run, target, _ = attempted(number)
         where = f"call {number}: {calls[number - 1]}"
         assert latest_valid(run.checkpoints) is not None, where
-        save(target, 3)
+        save(target, 3, contents)
         target.close()
         newest = latest_valid(run.checkpoints)
         assert newest == run.checkpoints / "step-00000003", where

@@ -76,19 +76,26 @@ class Shell:
         os.close(self.terminal)
 
 
-@pytest.mark.parametrize("program", ["lockstep train", "a new project"])
-def test_tab_completes_the_words_of_a_line_in_bash(program: str, tmp_path: Path) -> None:
-    folder = ROOT
-    if program == "a new project":
+TABS = ((" strat\t", "egy"), ("=allreduce_\t", "hooks"), (" optimizer.\t\t", "optimizer.weight_decay="))
+
+
+@pytest.mark.parametrize(("program", "tabs"), [("lockstep train", TABS), ("python train.py", TABS[:1])])
+def test_tab_completes_the_words_of_a_line_in_bash(
+    program: str, tabs: tuple[tuple[str, str], ...], tmp_path: Path
+) -> None:
+    if program == "lockstep train":
+        shell = Shell(ROOT)
+    else:  # of a new project
         assert forked("lockstep", "new", "mine", cwd=tmp_path).code == 0
-        folder, program = tmp_path / "mine", "python train.py"
-    shell = Shell(folder)
+        shell = Shell(tmp_path / "mine")
     try:
-        install = "python train.py" if program.startswith("python") else "lockstep"
-        shell.shell_command(f'eval "$({install} -sc install=bash)"; echo rea"dy"\n', "ready\r\n")
-        assert "egy" in shell.shell_command(f"{program} strat\t", "egy")
-        assert "hooks" in shell.shell_command("=allreduce_\t", "hooks")
-        assert "decay=" in shell.shell_command(" optimizer.\t\t", "optimizer.weight_decay=")
+        shell.shell_command(
+            f'eval "$({program.removesuffix(" train")} -sc install=bash)"; echo rea"dy"\n', "ready\r\n"
+        )
+        for keys, expected in zip(
+            (program + tabs[0][0], *(keys for keys, _ in tabs[1:])), dict(tabs).values(), strict=True
+        ):
+            assert expected in shell.shell_command(keys, expected)
     finally:
         shell.close()
 

@@ -119,7 +119,6 @@ def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
         ("schedule.final=0.1", "experiment=cifar10_tutorial", "schedule", {"warmup": 0}),
         ("~experiment batch=32", "experiment=cifar10_tutorial", "epochs", 5),
         ("metric=[f1] metric.f1.average=macro", "metric=[]", "metric", {}),
-        ("logger=[tensorboard] logger.tensorboard.histograms=true", "logger=[]", "logger", {}),
         ("schedule=step ++schedule={gamma:0.5}", "schedule=constant", "schedule", {"warmup": 0}),
         ("schedule=step schedule.gamma=0.5", "epochs=7 batch=32", "epochs", 7),
     ],
@@ -144,7 +143,7 @@ def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.Captu
     assert decided(f"resume={run.path}", "epochs=7").values["schedule"]["gamma"] == 0.5
 
 
-@pytest.mark.parametrize("words", [(), ("epochs=7",), ("schedule=constant",), ("optimizer.lr=0.1", "seed=3")])
+@pytest.mark.parametrize("words", [(), ("schedule=constant",), ("optimizer.lr=0.1", "seed=3")])
 def test_the_options_of_a_run_are_its_own_whatever_the_command_that_resumes_would_choose(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:

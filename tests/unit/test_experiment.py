@@ -182,7 +182,7 @@ def test_the_energy_of_a_job_on_several_machines_is_not_known(
     assert Run(one.path).spent.keys() - Run(two.path).spent.keys() == {"kwh"}
 
 
-STRATEGIES = ("single", "dp", "ddp", "allreduce", "allreduce_hooks", "zero", "fsdp", "accelerate", "pipeline")
+STRATEGIES = ("dp", "zero", "fsdp", "accelerate")  # on one rank the replica of the others is the model
 
 
 @pytest.mark.parametrize(
@@ -262,7 +262,7 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
 def test_a_run_ends_with_a_line_about_an_average_that_is_worse_than_the_weights(
     ema: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train_here(tmp_path / "run", "model.width=8", "steps=60", "train.eval_every=60", *ema.split())
+    run = train_here(tmp_path / "run", "model.width=8", "steps=20", "train.eval_every=20", *ema.split())
     last = records(run)[-1]
     printed = " ".join(capsys.readouterr().out.split())
     scores = (

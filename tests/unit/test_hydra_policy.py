@@ -64,7 +64,7 @@ def test_only_the_command_line_chooses_a_plugin(tmp_path: Path, group: str) -> N
     assert options - own <= {"optuna", "ray"}  # Hydra's own, and our pool, are open to all
     ConfigStore.instance().store("other", {"_target_": "plugin.Other"}, f"hydra/{group}", provider="other")
     try:
-        for option in (options - own) | {"other"} | own:
+        for option in {*sorted(options - own)[:1], "other"} | own:
             content = {"defaults": ["config", {f"override hydra/{group}": option}]}
             if option in own:
                 assert first(tmp_path, content).runtime.choices[f"hydra/{group}"] == option
@@ -117,10 +117,9 @@ def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
         words = ["hydra.job.chdir=false", "seed=1,2", "model.width=8"]
         master = loader.load_configuration("config", words, RunMode.MULTIRUN)
         for job in JOBS[:-1]:
-            for overrides in (job, [*job[::-1], "epochs=2"][::-1]):
-                expected = loader.loader.load_sweep_config(master, [*overrides])
-                config = loader.load_sweep_config(master, [*overrides])
-                assert plain(config) == plain(expected), overrides
+            expected = loader.loader.load_sweep_config(master, ["epochs=2", *job])
+            config = loader.load_sweep_config(master, ["epochs=2", *job])
+            assert plain(config) == plain(expected), job
         with pytest.raises(InputError, match="expected keys of a job, such as seed: 1,2"):
             loader.load_sweep_config(master, JOBS[-1])
         with pytest.raises(HydraException, match="epoch"):

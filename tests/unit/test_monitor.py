@@ -25,7 +25,6 @@ from lockstep.core.monitor import (
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.inference.predictor import load
-from lockstep.job.validate import check_monitor
 from lockstep.training.patience import Patience
 
 
@@ -151,25 +150,11 @@ def test_a_monitor_without_a_value_has_no_best_and_is_told_once(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("monitor=f1",), r"monitor is f1, .*expected one of loss, top1, top5; add a metric"),
-        (("monitor=f1/cat", "metric=f1"), "expected one of loss, top1, top5, f1;"),
-        (("monitor=f1", "metric=f1", "metric.f1.average=none"), "f1/0, f1/1, f1/2 and so on for each class"),
-    ],
-)
-def test_a_monitor_that_no_evaluation_logs_is_refused(words: tuple[str, ...], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        check_monitor(resolved(*words))
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
         (
             ("loss=mse",),
             "loss: MSE is for values, and the targets of this task are classes; use loss=NAME with one of",
         ),
         (("metric=mae",), "metric: MAE is for values, and the targets of this task are classes"),
-        (("train.min_delta=0.1",), "train.patience is null, so no run ends early"),
     ],
 )
 def test_what_does_not_fit_the_task_is_refused(words: tuple[str, ...], expected: str) -> None:
@@ -223,7 +208,7 @@ def test_patience_can_be_a_duration() -> None:
         Patience(limit=limit).check(plan())
 
 
-@pytest.mark.parametrize("stop", [None, 1, 2, 3])
+@pytest.mark.parametrize("stop", [None, 1, 3])
 def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(stop: int | None, tmp_path: Any) -> None:
     words = (*SHORT, "optimizer.lr=1e-9", "train.patience=3", "checkpoint.every=1")
     if stop is not None:

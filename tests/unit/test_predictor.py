@@ -188,16 +188,6 @@ def test_the_weights_say_what_they_are_and_where_they_come_from_but_no_path(of_p
     assert str(of_photos.path.parent).encode() not in of_photos.weights.read_bytes()
 
 
-def test_a_checkpoint_loads_too_and_knows_whether_it_is_the_average(tmp_path: Path) -> None:
-    run = train_here(tmp_path / "run", NARROW, "steps=3", "batch=64", "train.ema=0.5", "train.eval_every=3")
-    (folder,) = run.checkpoints.glob("step-*")
-    assert lockstep.load(folder).card.averaged is False
-    assert lockstep.load(folder).card.scores == {}, "the score is that of the average"
-    assert lockstep.load(folder / "ema.safetensors").card.averaged is True
-    assert (folder / "ema.safetensors").read_bytes() == run.weights.read_bytes()
-    assert set(load_file(run.weights)) == set(lockstep.load(run.path).model.state_dict())
-
-
 def test_a_model_with_published_weights_is_not_downloaded_again(
     digits: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

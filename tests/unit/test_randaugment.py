@@ -127,9 +127,10 @@ AMOUNTS: dict[int, tuple[float, ...]] = {
 }
 
 
-@pytest.mark.parametrize("op", PILLOW)
+@pytest.mark.parametrize(
+    ("op", "resample"), [*((op, "bilinear") for op in PILLOW), *((op, "bicubic") for op in MOVING)]
+)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("resample", FILTERS)
 def test_an_operation_is_pillows_to_the_bit(op: int, shape: tuple[int, int, int], resample: str) -> None:
     stored, fill = images(shape), (124, 116, 104)[: shape[0]]
     how = {"resample": FILTERS[resample], "fillcolor": fill if len(fill) == 3 else fill[0]}

@@ -62,17 +62,12 @@ def rates(recipe: str, *overrides: str) -> list[float]:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_says_how_to_run_it_and_what_to_expect(recipe: str) -> None:
+def test_a_recipe_says_how_to_run_it_and_builds_into_a_network_that_classifies_its_images(recipe: str) -> None:
     fields = header(recipe)
     assert tuple(fields) == HEADER
     python, script, *overrides = shlex.split(fields["command"])
     assert (python, script, overrides[0]) == ("python", "train.py", f"experiment={recipe}")
-    built(*overrides)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_builds_into_a_network_that_classifies_its_images(recipe: str) -> None:
-    job = built(*shlex.split(header(recipe)["command"])[2:])
+    job = built(*overrides)
     of_files = isinstance(job.dataset, Folder)
     classes, shape = (1000, (3, 224, 224)) if of_files else (job.dataset.classes, job.dataset.input_shape)
     network = sketch(job.model, classes, shape)

@@ -46,10 +46,6 @@ def of_torch(scheduler: Callable[[torch.optim.Optimizer], LRScheduler], steps: i
     return rates
 
 
-def test_a_constant_rate_is_one() -> None:
-    assert at(Constant(), 1, 50, 100) == [1, 1, 1]
-
-
 @pytest.mark.parametrize("schedule", ALL)
 def test_the_warm_up_climbs_in_a_line_and_ends_at_the_base_rate(schedule: type[Constant]) -> None:
     assert at(schedule(warmup=10), 1, 5, 10, 11) == pytest.approx([0.1, 0.5, 1, 1])
@@ -58,22 +54,6 @@ def test_the_warm_up_climbs_in_a_line_and_ends_at_the_base_rate(schedule: type[C
 @pytest.mark.parametrize("warmup", [20, "20", "2ep", "20%"])
 def test_a_warm_up_may_be_steps_epochs_or_a_share(warmup: int | str) -> None:
     assert at(Linear(warmup=warmup), 10, 20, 21, 61) == pytest.approx([0.5, 1, 1, 0.5])
-
-
-def test_half_a_cosine_falls_from_the_base_rate_to_the_final_one() -> None:
-    assert at(Cosine(), 1, 26, 51, 76) == pytest.approx([1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2])
-    assert at(Cosine(), 100)[0] == pytest.approx(0.000247, abs=1e-6)
-    assert at(Cosine(final=0.2), 1, 51, 100) == pytest.approx([1, 0.6, 0.2], abs=1e-3)
-
-
-def test_a_line_falls_evenly() -> None:
-    assert at(Linear(), 1, 26, 51, 100) == pytest.approx([1, 0.75, 0.5, 0.01])
-    assert at(Linear(final=0.5), 1, 51) == pytest.approx([1, 0.75])
-
-
-def test_steps_divide_the_rate_behind_each_milestone() -> None:
-    schedule = Step(milestones=["30", "6ep", "90%"], gamma=0.5)
-    assert at(schedule, 30, 31, 60, 61, 90, 91) == pytest.approx([1, 0.5, 0.5, 0.25, 0.25, 0.125])
 
 
 def test_milestones_are_counted_from_the_start_of_the_run_and_not_from_the_warm_up() -> None:
@@ -108,11 +88,21 @@ def test_steps_without_milestones_are_refused() -> None:
     [
         (Cosine(restarts=3, final=0.1), 100, lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, 25, 1, 0.1)),
         (Cosine(restarts=2, restart_mult=2), 70, lambda sgd: lr_scheduler.CosineAnnealingWarmRestarts(sgd, 10, 2)),
+        (Constant(), 100, lambda sgd: lr_scheduler.ConstantLR(sgd, 1)),
+        (Cosine(), 100, lambda sgd: lr_scheduler.CosineAnnealingLR(sgd, 100)),
+        (Cosine(final=0.2), 100, lambda sgd: lr_scheduler.CosineAnnealingLR(sgd, 100, 0.2)),
+        (Linear(), 100, lambda sgd: lr_scheduler.LinearLR(sgd, 1, 0, 100)),
+        (Linear(final=0.5), 100, lambda sgd: lr_scheduler.LinearLR(sgd, 1, 0.5, 100)),
+        (
+            Step(milestones=["30", "6ep", "90%"], gamma=0.5),
+            100,
+            lambda sgd: lr_scheduler.MultiStepLR(sgd, [30, 60, 90], 0.5),
+        ),
         (Polynomial(), 100, lambda sgd: lr_scheduler.PolynomialLR(sgd, 100, 0.9)),
         (Polynomial(power=3), 100, lambda sgd: lr_scheduler.PolynomialLR(sgd, 100, 3)),
     ],
 )
-def test_restarts_and_powers_are_those_of_torch(
+def test_the_usual_schedules_are_those_of_torch(
     schedule: Constant, steps: int, scheduler: Callable[[torch.optim.Optimizer], LRScheduler]
 ) -> None:
     plan = replace(PLAN, total_steps=steps)
@@ -263,7 +253,7 @@ def test_a_run_on_a_plateau_that_is_stopped_at_any_step_ends_with_the_same_bits(
     whole = train_here(tmp_path / "whole", *words)
     rates = [line["optim/lr"] for line in records(whole) if "optim/lr" in line]
     assert len(set(rates)) > 2
-    for stop in (3, 6, 7, 11):
+    for stop in (3, 6, 11):
         run = train_here(tmp_path / str(stop), *words, stop_at=stop)
         assert Run(run.path).summary["step"] == stop
         train_here(run.path, *words)

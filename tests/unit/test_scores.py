@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import warnings
@@ -71,6 +72,13 @@ def averaged(average: str, of_class: Callable[[int], float], labels: torch.Tenso
     return np.average(np.array(values)[there], weights=weights[there]) if there.any() else math.nan
 
 
+@functools.cache
+def metric_of(name: str, option: str) -> Any:
+    field = {"kappa": "weights", "matthews": None}.get(name, "average")
+    (metric,) = built(f"metric={name}", *[f"metric.{name}.{field}={option}"] * (field is not None)).metric.values()
+    return metric
+
+
 def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor) -> Any:
     """What scikit-learn says of a metric; a list with a number for each class for the average `none`."""
     shares, predicted, classes = logits.softmax(1), logits.argmax(1), logits.shape[1]
@@ -108,13 +116,8 @@ WALK = [
 @pytest.mark.parametrize("case", SPLITS)
 def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(case: str) -> None:
     logits, labels = SPLITS[case]
-    key = {"kappa": "weights", "matthews": None}
     for name, option in WALK:
-        words = [f"metric={name}"]
-        if (field := key.get(name, "average")) is not None:
-            words.append(f"metric.{name}.{field}={option}")
-        (metric,) = built(*words).metric.values()
-        scores = Scores({"it": metric}, logits.shape[1], (), World.solo())
+        scores = Scores({"it": metric_of(name, option)}, logits.shape[1], (), World.solo())
         scores.update(block(logits, logits.shape[1] - 1 - labels))  # an earlier evaluation
         scores.compute()
         for half in (slice(None, None, 2), slice(1, None, 2)):

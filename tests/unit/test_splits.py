@@ -32,11 +32,6 @@ def decoded(path: Path, size: int = 20) -> Tensor:
     return FileSplit([path], torch.tensor([0]), (size, size)).fetch([0])[0]
 
 
-def centre(image: Image.Image) -> Tensor:
-    """The central 20x20 of a 20x30 image, decoded by Pillow."""
-    return T.center_crop(T.pil_to_tensor(image.convert("RGB")), [20, 20])
-
-
 @pytest.mark.parametrize(
     ("size", "fit", "transform"),
     [

@@ -152,7 +152,6 @@ NORMED, PLAIN = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
         (DDP(sync_batchnorm=False), PLAIN, 2, 2, []),
         (DDP(comm_hook="bf16"), PLAIN, 2, 1, ["comm_hook=bf16 rounds the gradients"]),
         (DDP(comm_hook="bf16"), PLAIN, 1, 1, []),
-        (DDP(comm_hook="bf16"), PLAIN, 2, 1, ["rounds the gradients"]),
         (FSDP(low_precision=True), PLAIN, 2, 1, ["norms and residuals in 16 bits"]),
         (Strict(), NORMED, 2, 2, ["one of 4 of the global batch"]),
         (Strict(), PLAIN, 2, 2, []),

@@ -187,6 +187,7 @@ def test_a_proof_reads_the_columns_as_the_task_says(
         ("train.patience=3", "train.patience is 3, but the run has 3 evaluations (one every 5 of 15 steps)"),
         ("train.patience=3ep", "train.patience is 3ep, but the run has 3 evaluations"),
         ("monitor=f1/3 metric=f1", "does not log, expected one of loss, top1, top5, f1; set metric.f1.average=none"),
+        ("monitor=f1 metric=f1 metric.f1.average=none", "f1/0, f1/1, f1/2 and so on for each class"),
         ("monitor=-", "monitor is -, which an evaluation of this job does not log"),
         ("monitor=recall", "which an evaluation of this job does not log, expected one of loss, top1, top5; add a"),
         ("train.min_delta=0.1", "add train.patience=5, or train.min_delta=0"),

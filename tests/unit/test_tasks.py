@@ -17,6 +17,7 @@ from helpers import FAKE, built, records, resolved, train_here, weights
 from lockstep import metrics
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
+from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.losses import MSE, Huber, MaskedLoss
 from lockstep.scores import Block, Scores
@@ -142,6 +143,11 @@ class Recorded:
         self.logged[name] = values
 
 
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return train_here(tmp_path_factory.mktemp("teacher") / "run", *JOB)
+
+
 def test_distillation_is_the_formula_of_its_paper_with_the_teachers_own_pixels(tmp_path: Path) -> None:
     own = ("input.mean=[0.1]", "input.std=[0.5]")
     teacher = train_here(tmp_path / "teacher", *JOB, *own, "precision=fp64")
@@ -165,9 +171,8 @@ def test_distillation_is_the_formula_of_its_paper_with_the_teachers_own_pixels(t
     assert outputs.grad is not None
 
 
-def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_path: Path) -> None:
-    teachers = [train_here(tmp_path / name, *JOB, f"seed={seed}") for seed, name in enumerate("ab")]
-    job = (*JOB, "task=distill", f"task.teacher={teachers[0].path}")
+def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_path: Path, teacher: RunDir) -> None:
+    job = (*JOB, "task=distill", f"task.teacher={teacher.path}")
     run = train_here(tmp_path / "run", *job)
     assert [line["step"] for line in records(run) if "distill/kl" in line] == [3, 6, 9, 10]
     split = train_here(tmp_path / "split", *job, stop_at=4)
@@ -176,7 +181,7 @@ def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_p
     assert logged == again, "to the bit, with a window that a stop cut"
     assert not [name for name, value in weights(run).items() if not torch.equal(value, weights(split)[name])]
     with pytest.raises(InputError, match=r"task: here Distill\(\) teacher \w+, there Distill\(\) teacher \w+"):
-        train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={teachers[1].path}", "epochs=3")
+        train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={run.path}", "epochs=3")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,8 @@ def test_a_distilled_run_logs_its_figure_and_resumes_only_with_its_teacher(tmp_p
         (("dataset.size=9",), r"task.teacher: the input_shape of .* are \(1, 8, 8\), but this job has"),
     ],
 )
-def test_a_teacher_that_does_not_fit_is_refused(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    teacher = train_here(tmp_path / "teacher", *JOB, "steps=1")
+def test_a_teacher_that_does_not_fit_is_refused(
+    words: tuple[str, ...], expected: str, tmp_path: Path, teacher: RunDir
+) -> None:
     with pytest.raises(InputError, match=expected):
         train_here(tmp_path / "run", *JOB, "task=distill", f"task.teacher={teacher.path}", *words)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lockstep
-from helpers import FAKE, losses, photos_of_two_classes, resolved, train, train_here, weights
+from helpers import FAKE, losses, photos_of_two_classes, resolved, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.job.validate import check_job
 
@@ -20,7 +20,6 @@ PHOTOS = (*FAKE, "dataset.channels=3", "dataset.size=32", "dataset.examples=40",
     [
         ("standard", "6"),
         ("none", "[6,4]"),
-        ("shift", "[4,6]"),
         ("randaugment", "[6,10]"),
         ("trivialaugment augment.crop=resized", "[6,4]"),
     ],
@@ -72,10 +71,9 @@ def test_a_run_of_several_sizes_is_resumed_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(weights(parts)[name], tensor)
 
 
-def test_a_run_trains_small_and_evaluates_large(tmp_path: Path) -> None:
-    done = train(*PHOTOS, "train.size=24", "steps=2", "launcher.ranks=2", "train.ema=0.9", cwd=tmp_path)
-    assert done.code == 0, done.err
-    assert "3x32x32 (24x24 in training)" in done.out
+def test_a_run_trains_small_and_evaluates_large(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train_here(tmp_path / "run", *PHOTOS, "train.size=24", "steps=2", "train.ema=0.9")
+    assert "3x32x32 (24x24 in training)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

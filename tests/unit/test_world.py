@@ -177,16 +177,6 @@ def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.Monke
     ]
 
 
-def test_every_rank_evaluates_with_the_running_statistics_of_main(monkeypatch: pytest.MonkeyPatch) -> None:
-    def means(world: World) -> float:
-        model = nn.BatchNorm1d(1)
-        model.running_mean.fill_(world.rank + 5)
-        world.share_buffers(model)
-        return model.running_mean.item()
-
-    assert ThreadRanks(3, monkeypatch).run(means) == [5.0] * 3
-
-
 def test_the_norm_of_a_model_in_stages_is_that_of_all_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     def norm(world: World) -> float:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
