@@ -20,12 +20,7 @@ from lockstep.job.resume import refuse_resume
 
 # A command that trained a run, with a key of each kind that says where and how.
 TRAINED = [
-    "epochs=3",
-    "schedule=step",
-    "schedule.warmup=3",
-    "logger=wandb",
-    "launcher=slurm",
-    "launcher.ranks=2",
+    *("epochs=3", "schedule=step", "schedule.warmup=3", "logger=wandb", "launcher=slurm", "launcher.ranks=2"),
     "sweep.halving=3",
 ]
 OF_JOBS: dict[str, Callable[[list[str]], object]] = {

@@ -74,7 +74,14 @@ def test_a_resume_keeps_the_choices_when_the_weights_come_or_go(
 ) -> None:
     monkeypatch.setattr(Timm, "missing_weights", lambda self: REASON)
     monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
-    words = ("dataset.path=photos", "dataset.decode_size=32", "loader.workers=0", "device=cpu", "train.patience=null")
+    words = (
+        "dataset.path=photos",
+        "dataset.decode_size=32",
+        "loader.workers=0",
+        "device=cpu",
+        "train.patience=null",
+        "dataset.input_size=32",
+    )
     run = lockstep.train([*RECIPE[::2], *words, "epochs=2"]).folder
     monkeypatch.setattr(Timm, "missing_weights", lambda self: "")
     lockstep.train([f"resume={run}", "epochs=3"])

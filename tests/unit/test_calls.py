@@ -25,19 +25,9 @@ from lockstep.training import experiment
 
 BATCH, FIRST, STEPS = 64, 40, 20  # one log point is in so many steps, and one read of the data
 JOB = (
-    "model=linear",
-    "dataset=fake",
-    "dataset.examples=6400",
-    "dataset.classes=10",
-    "dataset.channels=1",
-    "dataset.size=28",
-    f"batch={BATCH}",
-    f"steps={FIRST + STEPS + 10}",
-    f"telemetry.interval={STEPS}",
-    "train.eval_every=100%",
-    "checkpoint.every=100%",
-    "optimizer.decay_all=true",
-    "schedule=constant",
+    *("model=linear", "dataset=fake", "dataset.examples=6400", "dataset.classes=10", "dataset.channels=1"),
+    *("dataset.size=28", f"batch={BATCH}", f"steps={FIRST + STEPS + 10}", f"telemetry.interval={STEPS}"),
+    *("train.eval_every=100%", "checkpoint.every=100%", "optimizer.decay_all=true", "schedule=constant"),
     "augment=none",
 )
 # Counted; a step may take 3 % more.

@@ -55,15 +55,10 @@ def test_nothing_that_steers_a_terminal_is_left_in_a_text() -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "postgresql://ann:SECRET@db/optuna",
-        "postgresql+psycopg2://ann:SECRET@db:5432/optuna?sslmode=require",
-        "mysql://ann:SEC@RET@db/x",
-        "redis://:SECRET@db:6379/0",
-        "s3://bucket/a?X-Amz-Signature=SECRET&part=1",
-        "https://blob/a.tar?sp=r&sig=SECRET",
-        "https://host/x?api_key=SECRET;b=1",
-        "https://host/x?ACCESS_TOKEN=SECRET#top",
-        "mysql://ann:SEC/RET@db/x",
+        *("postgresql://ann:SECRET@db/optuna", "postgresql+psycopg2://ann:SECRET@db:5432/optuna?sslmode=require"),
+        *("mysql://ann:SEC@RET@db/x", "redis://:SECRET@db:6379/0", "s3://bucket/a?X-Amz-Signature=SECRET&part=1"),
+        *("https://blob/a.tar?sp=r&sig=SECRET", "https://host/x?api_key=SECRET;b=1"),
+        *("https://host/x?ACCESS_TOKEN=SECRET#top", "mysql://ann:SEC/RET@db/x"),
     ],
 )
 @pytest.mark.parametrize("sentence", ["{}", "the storage {} cannot be read", "storage='{}', mode=x", '"{}"'])
@@ -79,11 +74,7 @@ def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) ->
 @pytest.mark.parametrize(
     "text",
     [
-        "sqlite:///a/b.db",
-        "https://host:8080/a?page=2",
-        "ann@host",
-        "a: b@c",
-        "postgresql://ann@db/x",
+        *("sqlite:///a/b.db", "https://host:8080/a?page=2", "ann@host", "a: b@c", "postgresql://ann@db/x"),
         "tcp://[::1]:29500",
     ],
 )

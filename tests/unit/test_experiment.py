@@ -39,26 +39,15 @@ from thread_ranks import ThreadRanks
 JOB = ("model=linear", "batch=8", "steps=3", "train.eval_every=100%", "augment=none", "train.eval_batch=400")
 # Options that change the steps, but not the first loss, which is that of the initial weights.
 OF_A_STEP = (
-    "optimizer.lr=0.01",
-    "schedule.warmup=2",
-    "train.clip_norm=0.01",
+    *("optimizer.lr=0.01", "schedule.warmup=2", "train.clip_norm=0.01"),
     "model=digitnet model.width=8 train.freeze=[backbone]",
-    "model=digitnet model.width=8 train.freeze=[backbone] train.freeze_until=1",
-    "model=digitnet model.width=8",
+    *("model=digitnet model.width=8 train.freeze=[backbone] train.freeze_until=1", "model=digitnet model.width=8"),
 )
 # Options that change the first loss too.
 OF_A_LOSS = (
-    "seed=1",
-    "augment=shift",
-    "input.mean=[0.1]",
-    "input.std=[0.7]",
-    "dataset.input_size=12",
-    "dataset.input_size=12 input.interpolation=bicubic",
-    "loss.label_smoothing=0.2",
-    "train.cutout=4",
-    "train.erase=1",
-    "train.repeats=2",
-    "train.erase=1 train.erase_mode=pixel",
+    *("seed=1", "augment=shift", "input.mean=[0.1]", "input.std=[0.7]", "dataset.input_size=12"),
+    *("dataset.input_size=12 input.interpolation=bicubic", "loss.label_smoothing=0.2", "train.cutout=4"),
+    *("train.erase=1", "train.repeats=2", "train.erase=1 train.erase_mode=pixel"),
 )
 
 
@@ -93,18 +82,9 @@ def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     folder_of_noise(tmp_path)
     words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.crop_from=file")
     words += (
-        "loader=streaming",
-        "loader.workers=0",
-        "batch=1",
-        "seed=7",
-        "input.interpolation=bicubic",
-        "train.mixup=0.25",
-        "train.cutmix=0.5",
-        "train.mix_by=batch",
-        "train.mix_switch=0.1",
-        "train.mix_prob=0.9",
-        "epochs=10",
-        "train.mix_until=90%",
+        *("loader=streaming", "loader.workers=0", "batch=1", "seed=7", "input.interpolation=bicubic"),
+        *("train.mixup=0.25", "train.cutmix=0.5", "train.mix_by=batch", "train.mix_switch=0.1"),
+        *("train.mix_prob=0.9", "epochs=10", "train.mix_until=90%"),
     )
     _, data = build_data(resolved(*words), World.solo())
     split: Any = data.train

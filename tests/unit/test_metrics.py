@@ -377,12 +377,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 # Evaluations between log points and at one, a checkpoint in a window, an epoch's end in a window.
 JOB = (
-    "model=linear",
-    "batch=200",
-    "steps=14",
-    "telemetry.interval=3",
-    "train.eval_every=5",
-    "checkpoint.every=4",
+    *("model=linear", "batch=200", "steps=14", "telemetry.interval=3", "train.eval_every=5", "checkpoint.every=4"),
     "precision=fp64",
 )
 

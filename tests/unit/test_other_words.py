@@ -114,12 +114,17 @@ def test_a_file_of_weights_is_what_a_run_starts_from(suffix: str) -> None:
     assert suggest_for_path("model", f"w{suffix}") == f" Did you mean model=NAME init_from=w{suffix}?"
 
 
-@pytest.mark.parametrize("block", ["train", "optimizer", "dataset"])
-def test_a_key_of_the_job_that_is_typed_in_a_block_is_found(block: str) -> None:
-    for name in ("epochs", "steps", "batch", "seed", "data_root", "output_root", "monitor"):
-        with pytest.raises(HydraException) as caught:
-            composed(f"{block}.{name}=3")
-        assert f" Did you mean '{name}'" in str(messages.translate(caught.value))
+@pytest.mark.parametrize(
+    "key",
+    [
+        *(f"train.{name}" for name in ("epochs", "steps", "batch", "seed", "data_root", "output_root", "monitor")),
+        *("optimizer.epochs", "dataset.epochs"),
+    ],
+)
+def test_a_key_of_the_job_that_is_typed_in_a_block_is_found(key: str) -> None:
+    with pytest.raises(HydraException) as caught:
+        composed(f"{key}=3")
+    assert f" Did you mean '{key.partition('.')[2]}'" in str(messages.translate(caught.value))
 
 
 def test_a_word_without_a_counterpart_has_a_sentence() -> None:

@@ -190,7 +190,7 @@ def test_a_proof_reads_the_columns_as_the_task_says(
         ("monitor=f1 metric=f1 metric.f1.average=none", "f1/0, f1/1, f1/2 and so on for each class"),
         ("monitor=-", "monitor is -, which an evaluation of this job does not log"),
         ("monitor=recall", "which an evaluation of this job does not log, expected one of loss, top1, top5; add a"),
-        ("train.min_delta=0.1", "add train.patience=5, or train.min_delta=0"),
+        ("train.min_delta=0.1", "train.patience is null, so no run ends early"),
     ],
 )
 def test_a_patience_that_no_run_can_lose_and_an_unknown_monitor_are_one_sentence(
@@ -333,12 +333,7 @@ def test_mixed_targets_are_shares_of_both_and_no_broken_partner_leaks(labels: li
 def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> None:
     cells = [";".join(own) for own in LABELS] if task == "multilabel" else [str(row[0]) for row in VALUES]
     words = (
-        "dataset=csv",
-        "dataset.decode_size=8",
-        "model=linear",
-        "batch=4",
-        "steps=4",
-        "precision=fp64",
+        *("dataset=csv", "dataset.decode_size=8", "model=linear", "batch=4", "steps=4", "precision=fp64"),
         "augment=none",
     )
     whole = table(tmp_path, "label", cells)

@@ -41,11 +41,7 @@ PROGRESSIVE = "train.sizes={0: 16, 2: [24,16], 75%: 32}"  # of 8 steps, 2 an epo
 def test_each_step_has_the_images_of_a_run_with_its_size_alone(tmp_path: Path, loader: str) -> None:
     data = photos_of_two_classes(tmp_path, 40, "png") / "photos"
     words = [
-        "dataset=folder",
-        f"dataset.path={data}",
-        "dataset.decode_size=40",
-        "batch=27",
-        "steps=8",
+        *("dataset=folder", f"dataset.path={data}", "dataset.decode_size=40", "batch=27", "steps=8"),
         "train.mixup=0.2",
     ]
     words += ["model=test_resnet", "augment=standard", "dataset.input_size=48", *f"loader={loader}".split()]

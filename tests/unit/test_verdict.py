@@ -18,6 +18,7 @@ from lockstep.core.world import World
 from lockstep.data.datasets import CSV, Digits, Folder, Packed
 from lockstep.data.loading import Resident, Streaming
 from lockstep.job.examination import settings_to_try
+from lockstep.models import Linear
 from lockstep.training import dry_run, verdict
 from lockstep.training.dry_run import tried
 from lockstep.training.verdict import Evidence, checklist, findings
@@ -261,7 +262,8 @@ def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pyte
 
 
 def test_trials_leave_everything_as_it_was() -> None:
-    threads, state, small = torch.get_num_threads(), torch.get_rng_state(), replace(job(), batch=4)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    small = replace(job(), batch=4, model=Linear())
     settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
     gains = tried(small, settings, World.solo(), seconds=1000)
     assert set(gains) == {"batch=32", "threads"}
