@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, resolved, run_dir
+from helpers import ROOT, resolved
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.data import datasets
 from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, ThreeAugment, TrivialAugment
-from lockstep.training.resolved_job import ResolvedJob, load_job
+from lockstep.training.resolved_job import ResolvedJob
 
 RESIZED, WHOLE = RandomResizedCrop(crop="resized"), RandomResizedCrop(crop="none")
 
@@ -151,25 +151,3 @@ def test_a_mean_for_another_number_of_channels_is_refused() -> None:
 def test_a_job_of_a_folder_is_written_with_what_was_chosen(tmp_path: Path) -> None:
     job = resolved("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=224")
     assert ResolvedJob.of(components.build_job(components.plain(job))) == job
-
-
-@pytest.mark.parametrize(
-    ("key", "word"),
-    [
-        ("batch", "auto"),
-        ("train.eval_batch", "auto"),
-        ("input.mean", None),
-        ("input.std", None),
-        ("launcher.ranks", "auto"),
-        ("launcher.threads", "auto"),
-        ("optimizer.lr", "auto"),
-    ],
-)
-def test_the_config_of_a_run_has_a_value_for_each_auto(tmp_path: Path, key: str, word: str | None) -> None:
-    run = run_dir(tmp_path / "run")
-    values = components.load(run.config)
-    block, _, name = key.rpartition(".")
-    (values[block] if block else values)[name] = word
-    run.config.write_text(components.dump(values))
-    with pytest.raises(InputError, match=rf"^{key} is {word}, expected a value that is known .* resume=RUN_FOLDER"):
-        load_job(run.config)
