@@ -106,6 +106,14 @@ def _hashes(source: ArraySource, name: str) -> dict[str, str]:
     return {name: hashlib.sha256(part.contiguous().numpy().data).hexdigest() for name, part in parts.items()}
 
 
+@functools.cache
+def _digits() -> Tensor:
+    """The pixels and labels of all digits, (1797, 65): parsed once for both splits."""
+    # `load_digits` reads the same file, but importing scikit-learn takes most of a second.
+    file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
+    return torch.from_numpy(np.loadtxt(str(file), delimiter=",", dtype=np.int64))
+
+
 @option("dataset")
 class Digits(ArraySource):
     """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
@@ -119,9 +127,7 @@ class Digits(ArraySource):
     usual_augment = "shift"
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
-        # `load_digits` reads the same file, but importing scikit-learn takes most of a second.
-        file = distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz")
-        rows = torch.from_numpy(np.loadtxt(str(file), delimiter=",", dtype=np.int64))
+        rows = _digits()
         levels, labels = rows[:, :-1].view(-1, 8, 8), rows[:, -1]
         number_in_class = F.one_hot(labels).cumsum(0).gather(1, labels[:, None])[:, 0] - 1
         chosen = (number_in_class % 5 == 4) != train
