@@ -123,10 +123,6 @@ def _write_torch(module: nn.Module, example: Tensor, metadata: dict[str, str], p
     torch.export.save(program, path, extra_files={f"{key}.json": text for key, text in metadata.items()})
 
 
-def _read_torch(path: Path) -> Callable[[Tensor], Tensor]:
-    return torch.export.load(path).module()
-
-
 def _write_onnx(module: nn.Module, example: Tensor, metadata: dict[str, str], path: Path) -> None:
     program = torch.onnx.export(
         module,
@@ -150,7 +146,10 @@ def _read_onnx(path: Path) -> Callable[[Tensor], Tensor]:
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
 
-FORMATS = {"onnx": Format(".onnx", _write_onnx, _read_onnx), "torch": Format(".pt2", _write_torch, _read_torch)}
+FORMATS = {
+    "onnx": Format(".onnx", _write_onnx, _read_onnx),
+    "torch": Format(".pt2", _write_torch, lambda path: torch.export.load(path).module()),
+}
 
 
 def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str, floats: bool) -> float:

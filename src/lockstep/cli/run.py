@@ -48,7 +48,10 @@ def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     """
     # For a rank that `srun` has started, `resolve` refuses launcher=slurm.
     if not (is_submitted() or is_launched()) and decide().launcher.get("_target_") == SLURM:
-        _submit(decide(), invocation, lock)
+        launcher = components.build("launcher", decide().launcher)
+        WAITING.append(submission(decide(), launcher, invocation, lock))
+        if not invocation.sweep:  # the jobs of a sweep are submitted together, at its end
+            submit_all()
         return None
     objective = launch_job(decide, invocation, lock)
     forgive_output()  # train.log has the lines of the run
@@ -64,14 +67,6 @@ def launch_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | No
     folder = None if invocation.sweep else decide().folder
     entry = record_of(folder) if folder is not None else None
     return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
-
-
-def _submit(resume: Resume, invocation: Invocation, lock: Lock) -> None:
-    """Submit a job to SLURM, or show its script. The jobs of a sweep are submitted together, at the sweep's end."""
-    launcher = components.build("launcher", resume.launcher)
-    WAITING.append(submission(resume, launcher, invocation, lock))
-    if not invocation.sweep:
-        submit_all()
 
 
 def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
