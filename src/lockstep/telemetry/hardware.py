@@ -187,9 +187,6 @@ class Processes:
                 read, written = read + counters.read_bytes, written + counters.write_bytes
         return seconds, read, written
 
-    def close(self) -> None:
-        """Nothing is open."""
-
 
 def parts_of(*, gpus: list[str], path: Path, processes: Iterable[int]) -> list[Gpus | Processes]:
     """What a watch samples: the GPUs with these UUIDs, if NVML knows them, and the processes with these numbers."""

@@ -100,7 +100,7 @@ class HardwareWatch:
             if self.thread.is_alive():
                 log.warn("NVML does not answer; the last figures of the GPUs are missing")
                 return self._figures()
-        with close_all(*(part.close for part in self.parts)):
+        with close_all(*(part.close for part in self.parts if isinstance(part, Gpus))):
             return self._figures()
 
     def _figures(self) -> dict[str, float]:

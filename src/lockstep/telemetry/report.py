@@ -59,11 +59,7 @@ HARDWARE = {
 
 
 def write_report(run: Run) -> Path:
-    """Write `report.html` into a run folder.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write `report.html` into a run folder."""
     write_atomic(run.run_dir.report, run_page(run))
     return run.run_dir.report
 
