@@ -60,7 +60,7 @@ def difference(losses: Mapping[int, float], reference: Mapping[int, float]) -> f
     return max((abs(loss - expected) / abs(expected) for loss, expected in pairs if expected), default=None)
 
 
-def show(rows: Sequence[Row], form: str = "table") -> None:
+def show(rows: Sequence[Row]) -> None:
     """Print the table, which fits into 80 columns, and why rungs are not in it."""
 
     def text(value: float | None, form: str) -> str:
@@ -78,7 +78,7 @@ def show(rows: Sequence[Row], form: str = "table") -> None:
         "diff": lambda row: "same" if row["difference"] == 0 else text(row["difference"], ".0e"),
         "code": lambda row: str(row["lines"]),
     }
-    show_table([Column(head, [cell(row) for row in climbed]) for head, cell in cells.items()], form)
+    show_table([Column(head, [cell(row) for row in climbed]) for head, cell in cells.items()])
     for row in rows:
         if row["img_per_s"] is None:
             log.show(f"without {row['rung']}: {row['reason']}")

@@ -149,18 +149,12 @@ def print_row(*cells: str) -> None:
     log.console.print(line.rstrip(), soft_wrap=True)
 
 
-def cases(
-    sizes: list[int],
-    *,
-    micro_batches: int | None,
-    others: Sequence[str] = OTHERS,
-    everything: bool = False,
-) -> list[Case]:
+def cases(sizes: list[int], *, micro_batches: int | None, everything: bool = False) -> list[Case]:
     """The runs on one rank and on `sizes` ranks (all above one), each after its reference.
 
     Each strategy runs on the first of `sizes`, where each that keeps its state in another way is also killed, and
     `ddp` on all of them. With `everything`, all run on all. `micro_batches` is a number that differs from the user's
-    config; None if it would change the run. `others` are the strategies besides `ddp`.
+    config; None if it would change the run.
     """
 
     def with_micro_batches(case: Case) -> list[Case]:
@@ -179,8 +173,8 @@ def cases(
             planned.append(ddp)
             continue
         planned += with_micro_batches(ddp)
-        planned += [Case(f"{name} {ranks}", (f"strategy={name}", ranks_override), "single") for name in others]
-        for strategy in ("ddp", *(name for name in others if name in KILLED)):
+        planned += [Case(f"{name} {ranks}", (f"strategy={name}", ranks_override), "single") for name in OTHERS]
+        for strategy in ("ddp", *(name for name in OTHERS if name in KILLED)):
             killed = (f"strategy={strategy}", ranks_override, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
             planned.append(Case(f"{strategy} {ranks} killed", killed, f"{strategy} {ranks}", exact=True, killed=True))
     planned = [replace(case, overrides=(*case.overrides, "repro=exact")) for case in planned]
