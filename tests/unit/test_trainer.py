@@ -54,7 +54,7 @@ class Silent:
         self.events: list[Any] = []
         self.figures: dict[int, Any] = {}
         self.ended: list[Any] = []
-        self.stragglers = SimpleNamespace(busy=0.0)
+        self.stragglers, self.loss_limit = SimpleNamespace(busy=0.0), 2303.0
         self.is_overdue = False
 
     def watch(self, groups: Iterator[Any], prepare: Any) -> Any:
@@ -390,9 +390,13 @@ def test_a_bad_loss_ends_the_run_at_its_step_unless_a_loss_scaler_can_still_halv
     trainer = trainer_of(network(), World.solo())
     trainer.check([ended({"optim/scale": 1.0}), ended({}, first_bad_step=None)])
     for scalars in ({}, {"optim/scale": 0.5}):
-        with pytest.raises(NumericalError, match="nan between steps 1 and 4, first at step 3") as caught:
+        with pytest.raises(NumericalError, match="nan between steps 1 and 4, first at step 3; ") as caught:
             trainer.check([ended(scalars)])
         assert caught.value.step == 3
+    window = ended({})
+    window.loss = 2e6  # finite
+    with pytest.raises(NumericalError, match=r"first at step 3 \(above 2,303, 1,000 times .* has diverged\); "):
+        trainer.check([window])
 
 
 @pytest.mark.parametrize("act", ["evaluate", "save"])
