@@ -232,8 +232,10 @@ auto & 81.00 $\pm$ 1.41 & \textbf{1.125 $\pm$ 0.1768} & 2 done \\
 
 def on_terminal(monkeypatch: pytest.MonkeyPatch, width: int) -> io.StringIO:
     file = io.StringIO()
-    monkeypatch.setattr(log, "has_terminal", lambda: True)
-    monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file, force_terminal=True, highlight=False))
+    monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": True)
+    monkeypatch.setattr(
+        log, "console", log.Terminal(width=width, file=file, color_system="standard", highlight=False)
+    )
     return file
 
 

@@ -130,7 +130,7 @@ def test_no_width_of_the_terminal_silences_a_program(columns: str) -> None:
 @pytest.mark.parametrize("width", [1, 39])
 def test_a_narrow_terminal_hides_no_column(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     file = io.StringIO()
-    monkeypatch.setattr(log, "has_terminal", lambda: True)
+    monkeypatch.setattr(log, "has_terminal", lambda stream="stdout": True)
     monkeypatch.setattr(log, "console", log.Terminal(width=width, file=file))
     row = {"likely cause": "seed", "score": "20.85", "done": "1", "not done": "2 failed", "to the best": "+0.5"}
     show_table([Column(head, [cell]) for head, cell in row.items()])
