@@ -187,7 +187,7 @@ launcher/elastic.py: the agent of several machines never starts failed ranks aga
 - max_restarts=self.restarts,
 + max_restarts=0,
 runtime/watchdog.py: a silence that goes on counts as a step that takes so long [watchdog]
--             if living:  # a silence that goes on says nothing of how long a step takes
+-             if living:  # a silence that continues says nothing of how long a step takes
 -                 self.longest = max(self.longest, self.quiet)
 +             self.longest = max(self.longest, self.quiet)
 strategy/strict.py: on four ranks a gradient counts twice and another one never [strategy]
