@@ -254,7 +254,7 @@ def forks() -> Forks:
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
     images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
-    return Forks(*commands, *plugins, "timm", "torch._dynamo", "torchmetrics", *images, *written, "pytest")
+    return Forks(*commands, *plugins, "timm", "torch._dynamo", *images, *written, "pytest")
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
