@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hydra import initialize_config_dir
 
-from helpers import ROOT, composed
+from helpers import ROOT, chosen, composed
 from lockstep.config import components, composition, messages
 from lockstep.config.composition import ConfigFiles
 from lockstep.config.schema import GROUPS, MANY
@@ -39,10 +39,11 @@ def nodes() -> dict[str, dict[str, Any]]:
     """The node of each option. One config holds an option of every group, because Hydra takes 0.2 s for a config."""
     nodes = {}
     by_group = [[option for option in OPTIONS if option.startswith(f"{group}=")] for group in GROUPS]
-    for options in itertools.zip_longest(*by_group):
-        chosen = [option for option in options if option is not None]
-        job = composed(*chosen, *(override for option in chosen for override in MANDATORY.get(option, [])))
-        nodes |= {option: job[option.partition("=")[0]] for option in chosen}
+    for row in itertools.zip_longest(*by_group):
+        options = [option for option in row if option is not None]
+        words = [*options, *(override for option in options for override in MANDATORY.get(option, []))]
+        job = composition.to_dict(chosen("name=test", *words))
+        nodes |= {option: job[option.partition("=")[0]] for option in options}
     return nodes
 
 
