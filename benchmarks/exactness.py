@@ -1,23 +1,12 @@
-"""What exactness costs: each part of the promise against the same work without it, in turns, on this machine.
+"""What dropout by the keys of the examples costs, in turns with torch's dropout: medians on the CPU, one thread.
 
-    python benchmarks/exactness.py --json exactness.json
-
-Masks: dropout by the keys of the examples, compared with torch's dropout. Strict: the real command on one and two
-ranks. Figures are medians; CPU, one thread per rank. `benchmarks/checkpoint.py` measures what a save costs.
+python benchmarks/exactness.py --json exactness.json
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import os
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import timm
@@ -29,8 +18,6 @@ from lockstep.models import DigitNet
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.numbers import forward_keys
 from measure import Rows, in_turns, parser, report, scaled, timed
-
-ROOT = Path(__file__).parent.parent
 
 
 def masks() -> Rows:
@@ -64,45 +51,10 @@ def masks() -> Rows:
     return rows
 
 
-def step_ms(*job: str) -> float:
-    """Milliseconds per step of the real command on the CPU, from its own log, without the first window."""
-    quiet = ("logger=jsonl", "train.eval_every=100%", "checkpoint.every=100%", "device=cpu")
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, "train.py", *job, *quiet, f"hydra.run.dir={folder}/run", f"output_root={folder}"],
-            cwd=Path(__file__).parent.parent,
-            env={**os.environ, "OMP_WAIT_POLICY": "passive"},
-            stdout=subprocess.DEVNULL,
-            check=True,
-        )
-        lines = map(json.loads, Path(folder, "run", "metrics.jsonl").read_text().splitlines())
-        return statistics.median([line["perf/step_ms"] for line in lines if "perf/step_ms" in line][1:])
-
-
-def strict(repeats: int) -> Rows:
-    """Milliseconds per step of the real command."""
-    small = ("dataset=fake", "dataset.size=32", "dataset.classes=10", "model=resnet18", "batch=32", "steps=8")
-    step = partial(step_ms, *small, "launcher.threads=1", "telemetry.interval=2")
-    rows = {}
-    for ranks in (1, 2):
-        on = f"launcher.ranks={ranks}"
-        cases = {
-            "exact": partial(step, on),
-            "exact, as many micro-batches": partial(step, on, f"train.micro_batches={4 // ranks}"),
-            "strict": partial(step, on, "repro=strict"),
-        }
-        rows[f"{ranks} rank{'s' * (ranks > 1)}"] = in_turns(cases, repeats)
-    return rows
-
-
 def main() -> None:
-    arguments = parser(__doc__, repeats=3, of="of the runs of the real command").parse_args()
+    arguments = parser(__doc__).parse_args()
     torch.set_num_threads(1)
-    measures: dict[str, Callable[[], Rows]] = {
-        "masks of a forward pass, us": masks,
-        "strict, ms per step of resnet18 at 32 px, batch 32": partial(strict, arguments.repeats),
-    }
-    report(arguments.json, measures)
+    report(arguments.json, {"masks of a forward pass, us": masks})
 
 
 if __name__ == "__main__":
