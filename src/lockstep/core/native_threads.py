@@ -1,8 +1,11 @@
-"""The settings of the threads of native libraries, which they need before they are imported."""
+"""What native libraries need before they are imported: the settings of their threads, and address space."""
 
 import importlib
 import os
+import resource
 import sys
+
+from lockstep.core.errors import InputError
 
 # How many times a waiting thread of libgomp (torch's OpenMP on Linux) looks for work before it sleeps: about 250 us.
 # libgomp's default of 300,000 takes cores from other processes: with it, the default job is up to ten times slower on
@@ -11,6 +14,9 @@ SPINS = "5000"
 KEY = "OPENBLAS_NUM_THREADS"
 # Tells interpreters that inherit the environment that we have set KEY, and not the user.
 OURS = "LOCKSTEP_OPENBLAS"
+# The address space of a small job, in bytes. With less, an import of torch or its first threads fail, and C++ ends
+# the process before Python can say why. torch 2.15 alone maps 3.1 GB.
+LEAST_ADDRESS_SPACE = 4_000_000_000
 _own_processes: set[int] = set()
 
 
@@ -24,12 +30,23 @@ def is_own_process() -> bool:
     return os.getpid() in _own_processes
 
 
+def check_address_space() -> None:
+    """Refuse a limit of the address space in which torch cannot work."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit < LEAST_ADDRESS_SPACE:
+        raise InputError(
+            f"this shell limits the address space of a process to {limit / 1e9:.1f} GB, expected at least "
+            f"{LEAST_ADDRESS_SPACE / 1e9:.0f} GB, most of it for PyTorch's libraries: ulimit -v unlimited"
+        )
+
+
 def configure_native_threads() -> None:
     """Import NumPy and torch so that NumPy and later libraries start no OpenBLAS threads, which would be idle.
 
     The reason: only a process with one thread can be forked into ranks. Also makes the waiting threads of torch sleep
-    soon. Does not change variables that the user has set.
+    soon. Does not change variables that the user has set. Raises InputError if the address space is too small.
     """
+    check_address_space()
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
     if KEY in os.environ and OURS not in os.environ:
