@@ -24,7 +24,7 @@ from lockstep.core.errors import LockstepError, NumericalError
 from lockstep.core.run_dir import RunDir
 from lockstep.job import worker
 from lockstep.precision import BF16
-from lockstep.telemetry import straggler
+from lockstep.telemetry import time_spent
 from lockstep.training import run_record
 from lockstep.training.train_step import TrainStep
 from lockstep.training.trainer import Trainer
@@ -118,13 +118,13 @@ def injected(name: str) -> Iterator[None]:
 @contextmanager
 def by_its_own_time(own: bool) -> Iterator[None]:
     """How busy a rank is, is measured by the processor's time of it, which other load does not change."""
-    whole = straggler.time
+    whole = time_spent.time
     if own:
-        straggler.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
+        time_spent.time = SimpleNamespace(perf_counter=time.process_time)  # type: ignore[assignment]
     try:
         yield
     finally:
-        straggler.time = whole
+        time_spent.time = whole
 
 
 def entry(folder: Path) -> None:

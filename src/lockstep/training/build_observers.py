@@ -1,5 +1,6 @@
 """Builds everything that records a run: telemetry of each rank, main's observers and its watch on the hardware."""
 
+import itertools
 import math
 import os
 import sys
@@ -202,5 +203,11 @@ def _observer(
 
 
 def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples | None:
-    """The log of the samples of this rank."""
-    return Samples(run_dir.rank_samples(world.rank), progress.step) if job.telemetry.samples else None
+    """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
+    if not job.telemetry.samples:
+        return None
+    ranks = itertools.count(world.rank, world.size)
+    files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
+    for path in files[1:]:
+        Samples(path, progress.step).close()
+    return Samples(run_dir.rank_samples(world.rank), progress.step)
