@@ -248,13 +248,14 @@ def forks() -> Forks:
     commands = ("lockstep.job.worker", "lockstep.job.create", "lockstep.sweep.pool", "lockstep.cli.main")
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
+    scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")
     # Every command imports Hydra's plugins, and a fork that calls a function of a test file imports pytest.
     plugins = [f"hydra_plugins.lockstep.{name}" for name in ("named_options", "pool", "ray_launcher", "search")]
     hydra = ("basic_launcher", "basic_sweeper", "importlib_resources_config_source")
     plugins += [f"hydra._internal.core_plugins.{name}" for name in hydra]
     images = ("torchvision.io", "PIL.Image", "PIL.JpegImagePlugin")
-    return Forks(*commands, *plugins, "timm", "torch._dynamo", *images, *written, "pytest")
+    return Forks(*commands, *plugins, "timm", "torch._dynamo", "torchvision", *scores, *images, *written, "pytest")
 
 
 def launch(entry: Callable[[Path], None], folder: Path, ranks: int) -> None:
