@@ -109,7 +109,7 @@ def test_a_page_has_the_run_in_it(run: RunDir) -> None:
         assert part in text
     for part in ("43.0 %", "to device", "0.012 kWh", "0.25 USD", "it waits", "torch", "recall", "Confusion matrix"):
         assert part in text
-    assert "torch.compile done the steps are compiled What differs" in text, "no `None`"
+    assert "torch.compile done the steps are compiled Changes" in text, "no `None`"
     assert "GPU utilisation, % 97.5" in text
     assert "model.width 8 32" in text, "what differs from the defaults, with the default"
     wrong = [of for of in json.loads(run.validation.read_text())["worst"] if of["label"] != of["predicted"]]
