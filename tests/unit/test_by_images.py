@@ -65,7 +65,7 @@ def test_what_is_typed_is_kept_and_every_choice_is_said(missing: str) -> None:
 
 
 def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
-    start = by_images.with_start(replace(built(*RECIPE), init_from="file.safetensors"), None)
+    start = by_images.with_choices(replace(built(*RECIPE), init_from="file.safetensors"), None, None)
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
 
 

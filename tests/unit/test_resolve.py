@@ -10,7 +10,8 @@ from helpers import built, resolved
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Plan
 from lockstep.job import resolve, validate
-from lockstep.job.validate import check_job, check_memory, check_threads
+from lockstep.job.validate import check_job, check_threads
+from lockstep.job.validate_with_data import check_memory
 from lockstep.strategy import DDP, Single, Strict
 from lockstep.training.resolved_job import plan_of
 

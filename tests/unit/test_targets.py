@@ -25,8 +25,8 @@ from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import check_labels, class_notes
 from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
-from lockstep.job.create import check_plan
 from lockstep.job.validate import check_job
+from lockstep.job.validate_with_data import check_plan
 from lockstep.training.resolved_job import ResolvedJob
 
 LABELS = [["cat", "dog"], ["dog"], [], ["bird"], ["cat"], ["bird", "cat"], ["dog"], ["cat"]]

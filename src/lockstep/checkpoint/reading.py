@@ -126,13 +126,15 @@ def _damaged(path: Path, reason: str) -> InputError:
     return InputError(f"resume: checkpoint {path} is damaged ({reason}); name another one")
 
 
-def check_fingerprint(expected: Facts, path: Path) -> None:
-    """Raise InputError, with the differences, if the checkpoint at `path` has another fingerprint than `expected`."""
-    if different := difference(expected, read_facts(path)["identity"]):
+def check_fingerprint(expected: Facts, path: Path) -> Facts:
+    """The facts of a checkpoint. Raises InputError, with the differences, for another fingerprint than `expected`."""
+    facts = read_facts(path)
+    if different := difference(expected, facts["identity"]):
         raise InputError(
             f"resume: {path} is a checkpoint of another run ({different}); resume with the same values, "
             "or take only its weights with init_from=PATH"
         )
+    return facts
 
 
 def difference(expected: Facts, saved: Facts) -> str:

@@ -19,7 +19,7 @@ from lockstep.checkpoint.files import MODEL, header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model import head_parameters, load_whole
-from lockstep.core.model_card import METADATA_KEY, ModelCard, class_name
+from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
 from lockstep.core.safe_read import UnreadableFile, opened
@@ -68,6 +68,12 @@ def weights_file(path: Path, key: str = START) -> Path:
         fix += next((f", such as {path / name}" for name in names), f".{near}" * bool(near))
         raise InputError(f"{key}: there are no weights at {path}, expected a .safetensors file or a run folder{fix}")
     return file
+
+
+def trained_input(path: Path) -> TrainedInput | None:
+    """The images that the weights at `path` (as for `weights_file`) were trained on; None if the file has no card."""
+    card = find_card(weights_file(path))
+    return None if card is None else TrainedInput.of_card(card)
 
 
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:

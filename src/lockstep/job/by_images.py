@@ -34,8 +34,23 @@ class Row:
 ROWS = (Row(500, 40, 0.99), Row(5_000, 20, 0.99), Row(20_000, 10, 0.999), Row(math.inf, 10, 0.999, mixup=0.1))
 
 
-def with_start(job: Job, resumed: Path | None) -> Job:
-    """The job with its weights and its frozen layers chosen. `resumed` is the checkpoint that it continues."""
+def with_choices(job: Job, resumed: Path | None, images: int | None) -> Job:
+    """The job with its choices by its initial weights and by the number of its training images.
+
+    `resumed` is the checkpoint that it continues. While `images` is not known (None), they are chosen as for many.
+    """
+    job = _with_start(job, resumed)
+    row = _row(images)
+    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
+    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
+    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
+    if train.patience == AUTO:  # half of a run of few evaluations would end it at once
+        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
+    return replace(job, epochs=epochs, train=train)
+
+
+def _with_start(job: Job, resumed: Path | None) -> Job:
+    """The job with its weights and its frozen layers chosen."""
     model: Any = job.model
     if getattr(model, "pretrained", False) == AUTO:
         job = replace(job, model=replace(model, pretrained=_has_weights(job, resumed)))
@@ -53,17 +68,6 @@ def _has_weights(job: Job, resumed: Path | None) -> bool:
         with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
             return bool(components.load(RunDir(resumed.parents[1]).config)["model"]["pretrained"])
     return job.init_from is None and not job.model.missing_weights()
-
-
-def with_choices(job: Job, images: int | None) -> Job:
-    """The job with its choices by the number of its training images; while it is not known, as for many."""
-    row = _row(images)
-    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
-    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
-    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
-    if train.patience == AUTO:  # half of a run of few evaluations would end it at once
-        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
-    return replace(job, epochs=epochs, train=train)
 
 
 def is_open(job: Job) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.reading import check_fingerprint, read_facts
+from lockstep.checkpoint.reading import check_fingerprint
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
 from lockstep.config.composition import Invocation
@@ -20,9 +20,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
-from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Schedule
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.job import (
@@ -32,11 +30,10 @@ from lockstep.job import (
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
-from lockstep.job.validate import check_job, check_memory, check_monitor
+from lockstep.job.validate import check_job
+from lockstep.job.validate_with_data import check_plan
 from lockstep.runtime import environment
-from lockstep.training.averages import check_average
-from lockstep.training.patience import Patience
-from lockstep.training.resolved_job import ResolvedJob, fingerprint, plan_of, train_longer
+from lockstep.training.resolved_job import ResolvedJob, fingerprint, train_longer
 
 
 def create_run(
@@ -130,31 +127,6 @@ def fitted_to_images(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -
     return job
 
 
-def check_plan(job: ResolvedJob) -> Plan:
-    """The plan of a job with its data present. Raises InputError if the job does not fit the data or the memory."""
-    if job.task.targets == CLASSES and job.dataset.classes < 2:
-        named = "".join(f", {name}," for name in job.dataset.class_names)
-        raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
-    if job.task.targets == LABELS and not job.dataset.train().labels.any():
-        raise InputError(
-            "dataset: no image to train on has a label, so there is nothing to learn; correct the labels, or use "
-            "another task"
-        )
-    plan = plan_of(job, len(job.dataset.train()))
-    check_memory(job, plan)
-    check_schedule(job.schedule, plan)
-    check_monitor(job)
-    check_average(job.train, plan)
-    Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
-    return plan
-
-
-def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Reject a schedule that does not fit the plan."""
-    for step in (1, plan.total_steps):
-        schedule.factor(step, plan, ())
-
-
 def fetch_data(resume: Resume, dataset: Source) -> None:
     """Download what is missing of the data, if the command may. Raises InputError if it cannot be had or read."""
     if resume.may_fetch:
@@ -177,8 +149,8 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
     except UnreadableFile as error:
         log.show_warning(f"{error}; it will be replaced")
         ended = False
-    check_fingerprint(fingerprint(job, plan.examples), resumed)
-    step, total = read_facts(resumed)["progress"]["step"], plan.total_steps
+    facts = check_fingerprint(fingerprint(job, plan.examples), resumed)
+    step, total = facts["progress"]["step"], plan.total_steps
     if step > total:
         state = f"stands at step {step}, and this job would end at step {total}"
     elif step == total and ended:

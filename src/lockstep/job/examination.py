@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from lockstep.core.world import World
 from lockstep.data.inspection import Finding, Level
 from lockstep.data.loading import Streaming
-from lockstep.job.create import check_plan, check_resumable
+from lockstep.job.create import check_resumable
 from lockstep.job.resume import Resume
+from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch
 from lockstep.precision import BF16, FP32
 from lockstep.runtime import host

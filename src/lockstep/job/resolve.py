@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.files import MODEL
-from lockstep.checkpoint.weights import find_card, weights_file
+from lockstep.checkpoint.weights import trained_input
 from lockstep.config import components
 from lockstep.config.options import declared, options_with
 from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
@@ -18,7 +17,7 @@ from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
-from lockstep.job.by_images import with_choices, with_start
+from lockstep.job.by_images import with_choices
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -48,10 +47,10 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int |
         job = replace(job, launcher=launcher.as_rank() if is_launched() else launcher)
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    job = with_start(job, resumed)
+    job = with_choices(job, resumed, images)
     trained = _trained_input(job, resumed)
     dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset).located(), trained), job.task.targets)
-    job = with_choices(replace(job, dataset=dataset), images)
+    job = replace(job, dataset=dataset)
     strategy, metrics = _strategy(job), _metrics(job)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     world_size = ranks * job.launcher.node_range[1]
@@ -211,15 +210,11 @@ def _eval_batch(train: TrainBlock, dataset: Source) -> int:
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     """The images of the initial weights' training, also from the checkpoint of a run whose weights are gone."""
-    if resumed is not None and job.starts_trained:
-        card = find_card(resumed / MODEL)
-        if card is not None:
-            return TrainedInput.of_card(card)
+    places = [resumed] if resumed is not None and job.starts_trained else []
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
-        file = weights_file(Path(job.init_from).expanduser())
-        if (card := find_card(file)) is not None:
-            return TrainedInput.of_card(card)
-    return job.model.trained_input() if job.starts_trained else None
+        places.append(Path(job.init_from).expanduser())
+    known = next(filter(None, map(trained_input, places)), None)
+    return job.model.trained_input() if known is None and job.starts_trained else known
 
 
 def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> InputBlock:

@@ -6,8 +6,7 @@ as an option for GPUs on a machine without one) is not a mistake: the same job m
 needs of processes, threads and memory is a lower bound: a job that is refused certainly does not fit.
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,22 +20,17 @@ from lockstep.core.figures import check_figures
 from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Logger
-from lockstep.core.plan import Plan
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.policies import check_channels
-from lockstep.models.nets import check_size, sketch
+from lockstep.models.nets import sketch
 from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of ranks on a CPU, and of threads of all ranks: the larger of a fixed number and a number per core.
 RANKS, RANKS_A_CORE = 8, 4
 THREADS, THREADS_A_CORE = 1024, 16
-FLOAT32 = 4  # bytes
-FEW = 3  # classes that a sentence names
-LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
 def check_effects(job: ResolvedJob) -> None:
@@ -124,24 +118,6 @@ def check_task(job: ResolvedJob) -> None:
     if targets != CLASSES and job.train.sampling == "balanced":
         raise InputError(
             f"train.sampling=balanced balances classes, and the targets of this task are {targets}; remove it"
-        )
-
-
-def check_monitor(job: ResolvedJob) -> None:
-    """Refuse a monitor that no evaluation of this job logs."""
-    name, outputs = Monitor.parse(job.monitor).name, job.dataset.class_names or map(str, range(job.dataset.classes))
-    by_class = {name for name, metric in job.metric.items() if getattr(metric, "average", "") == "none"}
-    known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
-    of_classes = [f"{metric}/{output}" for metric in job.metric if metric in by_class for output in outputs]
-    if name not in (*known, *of_classes):
-        few = of_classes[:FEW]
-        more = " and so on for each class" * (len(of_classes) > len(few))
-        metric, by_output = name.partition("/")[::2]
-        has_average = by_output and hasattr(job.metric.get(metric), "average") and metric not in by_class
-        remedy = f"set metric.{metric}.average=none" if has_average else "add a metric with metric=[NAME]"
-        raise InputError(
-            f"monitor is {name or job.monitor}, which an evaluation of this job does not log, expected one of "
-            f"{', '.join([*known, *few])}{more}; {remedy}"
         )
 
 
@@ -337,30 +313,3 @@ def check_data_memory(dataset: Source) -> None:
         name, examples = type(dataset).__name__.lower(), getattr(dataset, "examples", 1)
         fitting = max(1, int(examples * available_memory() / 2 / size))
         check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")
-
-
-def check_memory(job: ResolvedJob, plan: Plan) -> None:
-    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
-    # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
-    usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
-    on_cpu = job.device == "cpu"
-    if not usual or getattr(job.model, "options", None):
-        copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
-        check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
-    for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
-        check_room(purpose, size, remedy)
-
-
-def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
-    """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
-    seen, evaluated = math.prod(job.train_shape), math.prod(job.dataset.input_shape)
-    micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
-    batch = math.ceil(plan.batch / micro_batches)
-    smaller = "a smaller dataset.input_size"
-    yield f"a micro-batch of {batch} images", FLOAT32 * seen * batch, f"train.micro_batches=auto or {smaller}"
-    block = min(job.train.eval_batch, plan.examples)
-    yield f"an evaluation block of {block} images", FLOAT32 * evaluated * block, f"train.eval_batch=1 or {smaller}"
-    if job.loader.workers not in (0, "auto"):
-        ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
-        bytes_ahead = ahead * math.prod(job.dataset.image_shape)
-        yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"

@@ -1,0 +1,90 @@
+"""Checks of a job with its data present: of the data, the plan, the memory and the figure that decides."""
+
+import math
+from collections.abc import Iterator
+
+from lockstep.core.errors import InputError
+from lockstep.core.launch_env import local_size
+from lockstep.core.model_card import CLASSES, LABELS
+from lockstep.core.monitor import Monitor
+from lockstep.core.plan import Plan
+from lockstep.core.protocols import Schedule
+from lockstep.models.nets import check_size, sketch
+from lockstep.runtime.host import check_room
+from lockstep.training.averages import check_average
+from lockstep.training.patience import Patience
+from lockstep.training.resolved_job import ResolvedJob, plan_of
+
+FLOAT32 = 4  # bytes
+FEW = 3  # classes that a sentence names
+LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
+
+
+def check_plan(job: ResolvedJob) -> Plan:
+    """The plan of a job with its data present. Raises InputError if the job does not fit the data or the memory."""
+    if job.task.targets == CLASSES and job.dataset.classes < 2:
+        named = "".join(f", {name}," for name in job.dataset.class_names)
+        raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
+    if job.task.targets == LABELS and not job.dataset.train().labels.any():
+        raise InputError(
+            "dataset: no image to train on has a label, so there is nothing to learn; correct the labels, or use "
+            "another task"
+        )
+    plan = plan_of(job, len(job.dataset.train()))
+    check_memory(job, plan)
+    check_schedule(job.schedule, plan)
+    check_monitor(job)
+    check_average(job.train, plan)
+    Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
+    return plan
+
+
+def check_memory(job: ResolvedJob, plan: Plan) -> None:
+    """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
+    # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
+    usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
+    on_cpu = job.device == "cpu"
+    if not usual or getattr(job.model, "options", None):
+        copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
+        check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
+    for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
+        check_room(purpose, size, remedy)
+
+
+def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
+    """The parts of a job that need memory on this machine: a name, the bytes, and a remedy."""
+    seen, evaluated = math.prod(job.train_shape), math.prod(job.dataset.input_shape)
+    micro_batches = plan.batch if job.train.micro_batches == "auto" else plan.micro_batches
+    batch = math.ceil(plan.batch / micro_batches)
+    smaller = "a smaller dataset.input_size"
+    yield f"a micro-batch of {batch} images", FLOAT32 * seen * batch, f"train.micro_batches=auto or {smaller}"
+    block = min(job.train.eval_batch, plan.examples)
+    yield f"an evaluation block of {block} images", FLOAT32 * evaluated * block, f"train.eval_batch=1 or {smaller}"
+    if job.loader.workers not in (0, "auto"):
+        ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
+        bytes_ahead = ahead * math.prod(job.dataset.image_shape)
+        yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
+
+
+def check_schedule(schedule: Schedule, plan: Plan) -> None:
+    """Reject a schedule that does not fit the plan."""
+    for step in (1, plan.total_steps):
+        schedule.factor(step, plan, ())
+
+
+def check_monitor(job: ResolvedJob) -> None:
+    """Refuse a monitor that no evaluation of this job logs."""
+    name, outputs = Monitor.parse(job.monitor).name, job.dataset.class_names or map(str, range(job.dataset.classes))
+    by_class = {name for name, metric in job.metric.items() if getattr(metric, "average", "") == "none"}
+    known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
+    of_classes = [f"{metric}/{output}" for metric in job.metric if metric in by_class for output in outputs]
+    if name not in (*known, *of_classes):
+        few = of_classes[:FEW]
+        more = " and so on for each class" * (len(of_classes) > len(few))
+        metric, by_output = name.partition("/")[::2]
+        has_average = by_output and hasattr(job.metric.get(metric), "average") and metric not in by_class
+        remedy = f"set metric.{metric}.average=none" if has_average else "add a metric with metric=[NAME]"
+        raise InputError(
+            f"monitor is {name or job.monitor}, which an evaluation of this job does not log, expected one of "
+            f"{', '.join([*known, *few])}{more}; {remedy}"
+        )
