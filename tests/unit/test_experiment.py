@@ -235,6 +235,17 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
         assert line["acc/train_top1"] == pytest.approx(100 * float((logits.argmax(1) == targets).double().mean()))
 
 
+@pytest.mark.parametrize(("task", "loss"), [("multilabel", "bce"), ("regression", "mse")])
+def test_the_loss_of_a_step_is_the_mean_over_images_for_any_targets(task: str, loss: str) -> None:
+    words = ("dataset=fake", "dataset.examples=8", "dataset.classes=3", "dataset.channels=1", "dataset.size=4")
+    parts = build_parts(resolved(*words, "model=linear", f"task={task}", f"loss={loss}", "batch=8", "device=cpu"))
+    (shard, *_) = parts.transforms.train(parts.loader.train(after=0))
+    with torch.no_grad():
+        outputs = parts.model(shard.images)
+    function = F.mse_loss if loss == "mse" else F.binary_cross_entropy_with_logits
+    assert parts.loss_of_step(shard) == pytest.approx(float(function(outputs, shard.labels)))
+
+
 @pytest.mark.parametrize(
     ("ema", "says"),
     [("train.ema=0.9999 train.ema_warmup=false", "use train.ema_warmup=true"), ("train.ema=null", "")],

@@ -12,6 +12,7 @@ from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
+from lockstep.core.model import is_broken
 from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
 from lockstep.core.run_dir import RunDir
@@ -217,7 +218,7 @@ class Parts(TrainStep):
         losses: list[Tensor] = []
         self.record = lambda loss, *_: losses.append(loss)
         self.update(shard)
-        return float(torch.stack(losses).sum()) / max(1, int((shard.labels >= 0).sum()))
+        return float(torch.stack(losses).sum()) / max(1, int((~is_broken(shard.labels)).sum()))
 
     def evaluation(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The evaluation split in blocks: float images (b, C, H, W) and labels (b,), on the device."""
