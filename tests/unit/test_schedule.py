@@ -225,6 +225,11 @@ def test_a_score_below_zero_that_is_worse_is_no_improvement() -> None:
     assert schedule.factor(21, PLAN, [(10, -1.0), (20, -0.85)]) == 1
 
 
+def test_the_first_score_is_the_best_one_whatever_the_threshold() -> None:
+    schedule = Plateau(patience=0, threshold=1)
+    assert [schedule.factor(step, PLAN, [(10, 0.2), (20, 0.3)]) for step in (11, 21)] == [1, 0.1]
+
+
 def test_an_evaluation_in_the_warm_up_of_a_plateau_does_not_count() -> None:
     schedule, scores = Plateau(patience=0, warmup=20), [(10, 9.0), (20, 8.0), (30, 1.0), (40, 1.0)]
     assert [schedule.factor(step, PLAN, scores) for step in (10, 20, 31, 41)] == pytest.approx([0.5, 1, 1, 0.1])

@@ -125,7 +125,8 @@ class Plateau(Constant):
         absolute, threshold = self.threshold_mode == "abs", self.threshold
         for _, gain in (item for item in scores if warmup < item[0] < step):
             # the gain of a loss is below 0, so its relative threshold is a smaller distance from 0
-            if gain > (best + threshold if absolute else best * (1 + math.copysign(threshold, best))):
+            least = best + threshold if absolute else best * (1 + math.copysign(threshold, best))
+            if best == -math.inf or gain > least:
                 best, bad = gain, 0
             else:
                 bad += 1
