@@ -121,13 +121,12 @@ class Plateau(Constant):
 
     def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
         warmup = plan.in_steps("schedule.warmup", self.warmup)
-        factor, best, bad, cooling = 1.0, -math.inf, 0, 0
+        factor, goal, bad, cooling = 1.0, -math.inf, 0, 0
         absolute, threshold = self.threshold_mode == "abs", self.threshold
         for _, gain in (item for item in scores if warmup < item[0] < step):
-            # the gain of a loss is below 0, so its relative threshold is a smaller distance from 0
-            least = best + threshold if absolute else best * (1 + math.copysign(threshold, best))
-            if best == -math.inf or gain > least:
-                best, bad = gain, 0
+            if gain > goal:
+                # the gain of a loss is below 0, so its relative threshold is a smaller distance from 0
+                goal, bad = gain + threshold if absolute else gain * (1 + math.copysign(threshold, gain)), 0
             else:
                 bad += 1
             if cooling > 0:
