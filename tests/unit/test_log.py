@@ -181,7 +181,7 @@ def test_a_name_is_one_line_wherever_it_is_shown(control: str, capsys: pytest.Ca
     table = Table("class")
     table.add_row(name)
     outputs = (lambda: log.console.print(name), lambda: log.show(name), lambda: log.say(name), lambda: log.warn(name))
-    for show in (*outputs, lambda: log.say_row("data", name), lambda: log.show_command("type", name)):
+    for show in (*outputs, lambda: log.say_row("data", name), lambda: log.say_command("type", name)):
         show()
         (line,) = capsys.readouterr().out.splitlines()
         assert line.endswith(expected), line

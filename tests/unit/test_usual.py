@@ -8,8 +8,8 @@ import pytest
 
 from helpers import ROOT, resolved
 from lockstep.config import components
+from lockstep.config.options import declared
 from lockstep.core.errors import InputError
-from lockstep.data import datasets
 from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.training.resolved_job import ResolvedJob
 
@@ -45,8 +45,8 @@ def test_the_data_set_says_how_it_is_augmented_unless_the_job_does(words: str, a
 
 
 def test_the_usual_augmentation_of_every_data_set_is_an_option() -> None:
-    for name in datasets.__all__:
-        usual = getattr(datasets, name).usual_augment
+    for cls in declared("dataset").values():
+        usual = cls.usual_augment
         assert isinstance(usual, property) or (ROOT / "conf" / "augment" / f"{usual}.yaml").is_file()
 
 

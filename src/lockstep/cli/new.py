@@ -38,4 +38,4 @@ def new(project: str) -> None:
             target.write_text(source.read_text().replace(NAME, name))
         shutil.move(Path(temporary, name), folder)
     command = f"{shell_command(['cd', folder])} && python train.py experiment=first"
-    log.show_command(f"created {folder}; continue with:", command)
+    log.show(f"created {folder}; continue with: {command}")

@@ -76,7 +76,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
             _show(table, monitor, shown, columns, form)
         if rows and shown.is_sweep and form == "table":
             first = shell_command(["lockstep", "runs", relative(root / str(int(rows[0]["name"][:3])))])
-            log.show_command("one job:", first)
+            log.show(f"one job: {first}")
     if not (rows or damaged or form == "json"):
         log.show(f"no run fits {' and '.join(filters)}")
     if damaged:
@@ -240,7 +240,7 @@ def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, for
     else:
         options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
         command = shell_command(["lockstep", "clean", *folders, *options, "--yes"])
-        log.show_command(f"{summary} can go; nothing is removed yet:", command)
+        log.show(f"{summary} can go; nothing is removed yet: {command}")
     if more:
         log.show(f"--all frees {format_bytes(more)} more: the checkpoints of completed runs; their weights stay")
 

@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.monitor import TEST
-from lockstep.core.safe_read import MB, UnreadableFile, is_number, parsed_json, read_json, read_lines
+from lockstep.core.safe_read import MB, UnreadableFile, is_number, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
 
 Figures = Sequence[tuple[int, Mapping[str, float]]]
@@ -72,7 +72,7 @@ def number_or_text(value: str) -> str | float:
 
 def parsed_figures(line: str) -> tuple[int, dict[Any, Any]]:
     """The step and the scalars of a line of `metrics.jsonl`. Raises ValueError or RecursionError for another line."""
-    match parsed_json(line):
+    match json.loads(line):
         case {"step": int(step), **scalars} if is_number(step):
             if all(value is None or is_number(value) for value in scalars.values()):
                 return step, scalars
@@ -91,7 +91,7 @@ def read_figures(path: Path, after: float = math.inf, nulls: bool = False) -> It
 
 def parsed_samples(line: str) -> tuple[int, dict[str, Any]]:
     """The step and the figures by tag of a line of `gpu.jsonl`. Raises ValueError or RecursionError."""
-    match parsed_json(line):
+    match json.loads(line):
         case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
             return step, {f"gpu/{name}/{rank}": value for name, value in figures.items() if is_number(value)}
     raise ValueError("not a line of GPU figures")

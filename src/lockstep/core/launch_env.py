@@ -151,26 +151,22 @@ def adopt_srun() -> None:
     if "RANK" in environ or not environ.keys() >= STEP_VARIABLES:
         return
     try:
-        if int(environ["SLURM_STEP_NUM_TASKS"]) > 1:
-            environ.update(_rank_variables())
+        if int(environ["SLURM_STEP_NUM_TASKS"]) == 1:
+            return
+        sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
+        step = port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
+        local_size = sizes[int(environ["SLURM_NODEID"])]
     except (ValueError, IndexError):
         shown = " ".join(f"{name}={environ[name]!r}" for name in sorted(STEP_VARIABLES))
         raise InputError(
             f"the environment looks like a task of srun, but its variables do not fit together ({shown}); "
             "start the ranks with srun, or leave the task: env -u SLURM_STEP_ID"
         ) from None
-
-
-def _rank_variables() -> dict[str, str]:
-    """The variables of a rank for this task. Raises ValueError or IndexError."""
-    environ = os.environ
-    sizes = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
-    step = port(int(environ["SLURM_JOB_ID"]), int(environ["SLURM_STEP_ID"]))
-    return {
+    environ |= {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environ["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(sizes[int(environ["SLURM_NODEID"])]),
+        "LOCAL_WORLD_SIZE": str(local_size),
         "MASTER_ADDR": environ.get("MASTER_ADDR") or address_of(first_host(environ["SLURM_STEP_NODELIST"])),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(step),
     }

@@ -130,20 +130,9 @@ def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> Text:
     return Text(fill(line, max(console.width, 2 * indent), indent) if has_terminal(stream) else line)
 
 
-def show_command(text: str, command: str) -> None:
-    """Print a sentence and a command to type. If both do not fit on one line, the command gets a separate line."""
-    if has_terminal() and len(text) + 1 + len(command) > console.width:
-        show(text)
-        console.print(Text(escaped(command, keep="")), soft_wrap=True)
-    else:
-        show(f"{text} {command}")
-
-
 def say_command(label: str, command: str) -> None:
-    """Say a command to type after a label. If both do not fit on one line, the command gets a separate line."""
-    line = f"   {label:<12} {command}"
-    too_long = has_terminal() and len(line) > console.width
-    say(line, shown=Text(escaped(f"   {label}:\n{command}")) if too_long else None)
+    """Say a command to type after a label."""
+    say(f"   {label:<12} {command}")
 
 
 def say(message: str = "", *, shown: Text | None = None) -> None:

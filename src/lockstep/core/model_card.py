@@ -15,7 +15,7 @@ from typing import Any
 from lockstep.core.errors import shown
 from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
 from lockstep.core.monitor import Monitor, figure_text
-from lockstep.core.safe_read import MB, checked, parsed_json
+from lockstep.core.safe_read import MB, checked
 
 METADATA_KEY = "lockstep"
 FORMAT = 1
@@ -164,17 +164,13 @@ class ModelCard:
         if len(text) > LIMIT:
             raise ValueError(f"its description has {len(text):,} characters, expected at most {LIMIT:,}")
         try:
-            values = checked(parsed_json(text))
+            values = checked(json.loads(text))
         except (ValueError, RecursionError) as error:
             raise ValueError(f"its description is not JSON ({str(error).partition(chr(10))[0]})") from error
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             version = values.get("format") if isinstance(values, dict) else values
             raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
-        return cls._from_values({key: value for key, value in values.items() if key != "format"})
-
-    @classmethod
-    def _from_values(cls, values: dict[str, Any]) -> ModelCard:
-        values = {"fit": CROP, **values}  # older files lack it
+        del values["format"]
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"

@@ -114,9 +114,9 @@ def read_if_exists(path: Path) -> bytes | None:
     return read_bytes(path, 64 * MB) if os.path.lexists(path) else None
 
 
-def read_text(path: Path, limit: int = LIMIT) -> str:
-    """The UTF-8 text of a plain file of at most `limit` bytes, with its line ends."""
-    return _decoded(path, read_bytes(path, limit))
+def read_text(path: Path) -> str:
+    """The UTF-8 text of a plain file of at most `LIMIT` bytes, with its line ends."""
+    return _decoded(path, read_bytes(path))
 
 
 def read_name(path: Path) -> str:
@@ -135,15 +135,10 @@ def read_json(path: Path, limit: int = LIMIT, *, links: bool = False) -> Any:
 def checked_json(path: Path, data: bytes) -> Any:
     """The value in the content of a JSON file, checked as by `read_json`."""
     try:
-        return checked(parsed_json(_decoded(path, data)))
+        return checked(json.loads(_decoded(path, data)))
     except (ValueError, RecursionError) as error:
         first_line = str(error).partition("\n")[0]
         raise UnreadableFile(path, f"is not JSON ({first_line})") from error
-
-
-def parsed_json(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError or RecursionError."""
-    return json.loads(text)
 
 
 class _Loader(_PARSER):

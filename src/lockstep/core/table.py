@@ -13,7 +13,6 @@ from rich.text import Text
 
 from lockstep.core import log
 from lockstep.core.errors import escaped
-from lockstep.core.safe_read import parsed_json
 
 GAP = "  "
 INDENT = 4  # of the second line of a row
@@ -34,7 +33,7 @@ class Setting(str):
     @property
     def as_json(self) -> Any:
         try:
-            return parsed_json(self) if self else None
+            return json.loads(self) if self else None
         except ValueError:
             return str(self)
 

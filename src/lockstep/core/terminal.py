@@ -28,8 +28,8 @@ _patience_s = math.inf
 
 
 @contextmanager
-def impatient(seconds: float | None = None) -> Iterator[None]:
-    """Wait at most `seconds` (`WAIT_S`) for the reader of a standard stream, then drop what it does not read.
+def impatient() -> Iterator[None]:
+    """Wait at most `WAIT_S` for the reader of a standard stream, then drop what it does not read.
 
     A terminal that is held (Ctrl-S) or a pipe that nobody reads would otherwise block the process, and with it every
     timeout and every stop. For where a file has what is shown: without this, a command waits for its reader.
@@ -37,7 +37,7 @@ def impatient(seconds: float | None = None) -> Iterator[None]:
     global _patience_s
     for name in ("stdout", "stderr"):
         SafeStream(functools.partial(getattr, sys, name)).flush()  # what follows goes past the buffer
-    before, _patience_s = _patience_s, WAIT_S if seconds is None else seconds
+    before, _patience_s = _patience_s, WAIT_S
     try:
         yield
     finally:

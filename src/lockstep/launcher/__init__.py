@@ -7,5 +7,3 @@ different thing: it decides how the jobs of a sweep are run.)
 from lockstep.launcher.attach import create_on_main
 from lockstep.launcher.elastic import Elastic, Slurm
 from lockstep.launcher.spawn import Auto, Inline, Spawn
-
-__all__ = ["Auto", "Elastic", "Inline", "Slurm", "Spawn", "create_on_main"]

@@ -4,5 +4,3 @@ from lockstep.models.nets import BasicNet, DigitNet, Linear, WhiteNet
 from lockstep.models.of_torchvision import Torchvision
 from lockstep.models.wide_resnet import WideResNet
 from lockstep.models.zoo import ResNet34, Timm
-
-__all__ = ["BasicNet", "DigitNet", "Linear", "ResNet34", "Timm", "Torchvision", "WhiteNet", "WideResNet"]

@@ -2,5 +2,3 @@
 
 from lockstep.optim.muon import Muon
 from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
-
-__all__ = ["SGD", "Adam", "AdamW", "Muon", "Timm"]

@@ -9,17 +9,3 @@ from lockstep.strategy.ddp import DDP, Accelerate, AllReduce, AllReduceHooks
 from lockstep.strategy.pipeline import Pipeline
 from lockstep.strategy.strict import Strict
 from lockstep.strategy.zero import FSDP, ZeRO
-
-__all__ = [
-    "DDP",
-    "FSDP",
-    "Accelerate",
-    "AllReduce",
-    "AllReduceHooks",
-    "Auto",
-    "DataParallel",
-    "Pipeline",
-    "Single",
-    "Strict",
-    "ZeRO",
-]

@@ -5,18 +5,3 @@ from lockstep.data.datasets.folder import Folder, ImageNet
 from lockstep.data.datasets.packed import Packed
 from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.webdataset import WebDataset
-
-__all__ = [
-    "CIFAR10",
-    "CIFAR100",
-    "CSV",
-    "HF",
-    "MNIST",
-    "Digits",
-    "Fake",
-    "FashionMNIST",
-    "Folder",
-    "ImageNet",
-    "Packed",
-    "WebDataset",
-]

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import os
 import tarfile
 from collections import Counter
@@ -16,7 +17,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import opened, parsed_json
+from lockstep.core.safe_read import opened
 from lockstep.data.datasets.decode import check_length
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
@@ -149,7 +150,7 @@ class WebDataset(FileSource):
                 return target_of(array.astype(float, casting="same_kind").tolist(), self.targets, place)
             text = content.decode().strip()
             if self._kind == "json":
-                return target_of(self._field(parsed_json(text), place), self.targets, place)
+                return target_of(self._field(json.loads(text), place), self.targets, place)
         except InputError:
             raise
         except Exception as error:  # NumPy raises all kinds of errors for a damaged header

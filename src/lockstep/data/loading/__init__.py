@@ -1,5 +1,3 @@
 """The loaders: how the examples of each step reach the device that trains on them."""
 
 from lockstep.data.loading.loaders import Auto, Resident, Streaming
-
-__all__ = ["Auto", "Resident", "Streaming"]

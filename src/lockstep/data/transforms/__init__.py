@@ -10,17 +10,3 @@ from lockstep.data.transforms.policies import (
     TimmRandAugment,
     TrivialAugment,
 )
-
-__all__ = [
-    "AugMix",
-    "Auto",
-    "AutoAugment",
-    "CropFlip",
-    "NoAugment",
-    "Policy",
-    "RandAugment",
-    "RandomResizedCrop",
-    "ThreeAugment",
-    "TimmRandAugment",
-    "TrivialAugment",
-]
