@@ -81,7 +81,7 @@ def test_an_error_of_composition_does_not_wait_for_torch() -> None:
 # What only some jobs use, or what torch imports only for its compiler: 0.1 to 1.2 s each.
 UNUSED = (
     *("torch._dynamo", "torch._inductor", "triton", "sympy", "torchvision", "timm", "sklearn", "scipy", "matplotlib"),
-    *("pandas", "jinja2", "torch.distributed.elastic.agent", "torch.utils.flop_counter", "filelock"),
+    *("pandas", "jinja2", "torch.distributed.elastic.agent", "torch.utils.flop_counter"),
 )
 
 

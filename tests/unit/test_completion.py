@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from helpers import ROOT, command, composed, forked, train
 from lockstep.config import components
 from lockstep.config.command_line import answered
-from lockstep.config.options import model_of, timm_models
+from lockstep.config.options import TIMM, model_of, models_of
 from lockstep.models import Timm
 
 QUERY = ("-sc", "query=bash")
@@ -118,8 +118,8 @@ def test_files_and_names_are_listed_together_for_completion() -> None:
 
 
 def test_the_catalog_is_the_list_that_timm_gives() -> None:
-    assert set(timm_models()) == set(timm.list_models())
-    assert list(timm_models()) == sorted(timm_models())
+    assert set(models_of(TIMM)) == set(timm.list_models())
+    assert list(models_of(TIMM)) == sorted(models_of(TIMM))
 
 
 def test_a_name_counts_alone_and_with_a_tag() -> None:
@@ -131,5 +131,5 @@ def test_a_name_counts_alone_and_with_a_tag() -> None:
 
 def test_reading_the_catalog_imports_neither_timm_nor_torch() -> None:
     loaded = "bool({'timm', 'torch'} & sys.modules.keys())"
-    code = f"import sys, lockstep.config.options as c; c.timm_models(); sys.exit({loaded})"
+    code = f"import sys, lockstep.config.options as c; c.models_of('timm'); sys.exit({loaded})"
     assert command(sys.executable, "-c", code).code == 0

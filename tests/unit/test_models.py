@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lockstep.config.options import timm_models
+from lockstep.config.options import TIMM, models_of
 from lockstep.core.errors import InputError
 from lockstep.models import BasicNet, DigitNet, ResNet34, Timm, WideResNet
 from lockstep.models.nets import MaxPoolTo, check_size, sketch
@@ -143,7 +143,7 @@ def test_an_option_that_does_not_shape_the_network_is_refused(option: str) -> No
 
 
 def test_no_network_of_timm_has_an_option_that_loads_something() -> None:
-    one_of_each = {timm.model_entrypoint(name).__module__: name for name in timm_models()}
+    one_of_each = {timm.model_entrypoint(name).__module__: name for name in models_of(TIMM)}
     for name in one_of_each.values():
         options = network_options(name)
         assert len(options) > 3, name

@@ -9,7 +9,7 @@ import torch
 from torchvision import models
 
 from helpers import FAKE, refusal, resolved, train_here
-from lockstep.config.options import model_of, tagged_names, torchvision_models
+from lockstep.config.options import TORCHVISION, model_of, models_of, tagged_names
 from lockstep.core.errors import InputError
 from lockstep.models import Torchvision
 from lockstep.models.nets import sketch
@@ -17,8 +17,8 @@ from lockstep.training.resolved_job import named
 
 
 def test_the_names_are_those_of_torchvision() -> None:
-    assert list(torchvision_models()) == sorted(models.list_models(module=models))
-    for name in torchvision_models():
+    assert list(models_of(TORCHVISION)) == sorted(models.list_models(module=models))
+    for name in models_of(TORCHVISION):
         weights = [entry.name for entry in models.get_model_weights(name)]
         assert [tagged.rpartition(".")[2] for tagged in tagged_names(f"torchvision.{name}")] == sorted(weights)
     assert model_of("torchvision.resnet50.IMAGENET1K_V1") == ("torchvision", "resnet50.IMAGENET1K_V1")
@@ -38,7 +38,7 @@ def test_the_network_is_torchvisions_to_the_bit(name: str) -> None:
 
 
 def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() -> None:
-    families = {models.get_model_builder(name).__module__: name for name in reversed(torchvision_models())}
+    families = {models.get_model_builder(name).__module__: name for name in reversed(models_of(TORCHVISION))}
     assert len(families) > 12
     for name in families.values():
         option = Torchvision(name=name)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config import extensions, options
 from lockstep.config.hydra_policy import EXTENSION, is_own
-from lockstep.config.options import TORCHVISION, model_of, timm_models, torchvision_models
+from lockstep.config.options import TIMM, TORCHVISION, model_of, models_of
 from lockstep.config.schema import GROUPS, MANY
 
 
@@ -38,7 +38,7 @@ class NamedOptions(ConfigSource):
             return [] if results_filter == ObjectType.CONFIG else [*GROUPS]
         if group not in GROUPS or results_filter == ObjectType.GROUP:
             return []
-        models = (*timm_models(), *(f"{TORCHVISION}.{name}" for name in torchvision_models()))
+        models = (*models_of(TIMM), *(f"{TORCHVISION}.{name}" for name in models_of(TORCHVISION)))
         return [*_declared(group), *(models if group == "model" else ())]
 
     def load_config(self, config_path: str) -> ConfigResult:

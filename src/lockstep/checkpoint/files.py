@@ -38,10 +38,7 @@ def sha256(path: Path) -> str:
 
 
 def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
-    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder.
-
-    `known` are hashes that have been computed.
-    """
+    """The text of `manifest.json`: sizes and hashes of the other files in a checkpoint's folder, some `known`."""
     names = {path.name for path in folder.iterdir()} - {MANIFEST}
     sizes = {name: (folder / name).stat().st_size for name in sorted(names)}
     digests = {name: known[name] if name in known else sha256(folder / name) for name in sizes}
@@ -138,13 +135,9 @@ def header(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 
 @dataclass(frozen=True)
 class Removable:
-    """The checkpoints of a run.
+    """The checkpoints of a run that stay, the paths that can go, and the bytes of these.
 
-    Fields:
-        stay: the checkpoints that stay.
-        go: the paths that can be removed.
-        size: the total size of `go` in bytes.
-        more: the total size of `stay`, if the run is completed and its best weights are exported; else 0.
+    `more` is the bytes of `stay` if the run is completed and its best weights are exported; else 0.
     """
 
     stay: tuple[Path, ...]

@@ -20,10 +20,7 @@ STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 
 
 def host_copies(tree: Any) -> Any:
-    """`tree` (dicts and lists) with each tensor replaced by a contiguous copy in host memory.
-
-    Tensors of a GPU are copied to pinned memory, which torch reuses, and the host waits once for all copies.
-    """
+    """`tree` with each tensor replaced by a contiguous copy in host memory; from a GPU by way of pinned memory."""
 
     def copied(tensor: Tensor) -> Tensor:
         if not tensor.is_cuda:
@@ -131,7 +128,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """The names of an optimizer's parameters, in its own order."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [names[id(parameter)] for parameter in _parameters(optimizer)]
 

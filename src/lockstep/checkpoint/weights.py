@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.files import MODEL, header
 from lockstep.config.suggest import WEIGHTS
-from lockstep.core.errors import InputError, shown
+from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters, load_whole
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
@@ -54,10 +54,7 @@ def find_card(file: Path) -> ModelCard | None:
 
 
 def weights_file(path: Path, key: str = START) -> Path:
-    """The weights file at `path`: a safetensors file, a checkpoint or a run folder. `key` begins errors.
-
-    `init_from` also takes a file that another program has written with `torch.save`.
-    """
+    """The weights file at `path`: safetensors, of a checkpoint or a run folder; torch's for `init_from`."""
     foreign = not set(WEIGHTS).isdisjoint(path.suffixes)
     places = [path, path / MODEL] if path.suffix == SAFETENSORS or (foreign and key == START) else [path / MODEL]
     file = next((place for place in places if place.is_file()), None)
@@ -85,19 +82,15 @@ def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping
 
 
 def _unpickled(file: Path) -> Mapping[str, Tensor]:
-    """The tensors that `torch.save` has written; they are in memory only when they are used.
-
-    Raises InputError: the file is damaged, or has objects that could run code.
-    """
+    """The tensors that `torch.save` has written. Raises InputError: damaged, or with objects that run code."""
     try:
         with torch.serialization.safe_globals(PLAIN), opened(file, links=True):
             saved = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         saved = next((saved[name] for name in NESTED if name in saved), saved)
         return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     except Exception as error:  # torch raises all kinds of errors for a damaged file
-        reason = (str(error).strip() or type(error).__name__).partition("\n")[0]
         raise InputError(
-            f"init_from: {file} has no weights that can be read safely ({reason}); save the tensors alone, "
+            f"init_from: {file} has no weights that can be read safely ({reason_of(error)}); save the tensors alone, "
             "with torch.save(model.state_dict(), FILE)"
         ) from error
 
@@ -172,10 +165,7 @@ def load_exported(model: nn.Module, file: Path) -> None:
 
 
 def check_tensors(model: nn.Module, file: Path, key: str) -> None:
-    """Raise InputError if the names or shapes of a file's tensors do not match `model`, which can be on meta.
-
-    Done before tensors are read, because they may not fit into memory.
-    """
+    """Raise InputError if the names or shapes of a file's tensors are not the model's, before they are read."""
     _check_shapes(model, _read_header(file, key)[0], file, key)
 
 

@@ -22,7 +22,6 @@ from torch.optim.swa_utils import AveragedModel
 from lockstep.checkpoint import files
 from lockstep.checkpoint.files import Facts
 from lockstep.checkpoint.state import gathered, host_copies, optimizer_state
-from lockstep.checkpoint.weights import load_exported
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
@@ -45,8 +44,6 @@ def _reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of a weights file, and its metadata."""
-
     tensors: dict[str, Tensor]
     metadata: dict[str, str] | None
 
@@ -117,10 +114,7 @@ class Checkpointer:
         scaler: torch.amp.GradScaler,
         progress: Mapping[str, Any],
     ) -> None:
-        """Copy the state to host memory, then write it in the background. Waits for the previous write.
-
-        Collective if the state is cut over the ranks.
-        """
+        """Copy the state to host memory, after the previous write, and write it in the background. Collective."""
         tensors = {files.MODEL: model.state_dict()}
         state: dict[str, Any] = {"optimizer": optimizer_state(optimizer, model), "scaler": scaler.state_dict()}
         if ema is not None:
@@ -168,10 +162,6 @@ class Checkpointer:
             self.failure = ""
             self.on_saved(step, folder)
 
-    def load_best(self, model: nn.Module) -> None:
-        """Fill `model` on each rank with the best weights, after `wait` on main."""
-        load_exported(model, self.run_dir.weights)
-
     def close(self) -> None:
         """Finish the last write. Raises StorageError: the last checkpoint of the run could not be written."""
         self.wait()
@@ -180,7 +170,6 @@ class Checkpointer:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
     def _write(self, weights: Mapping[str, Weights], state: dict[str, Any], facts: Facts) -> tuple[int, Path]:
-        """Write a checkpoint; returns its step and its folder."""
         folder, progress = self.run_dir.checkpoints, facts["progress"]
         make_folder(folder)
         for leftover in folder.glob(".*.tmp"):  # left by a writer that was killed

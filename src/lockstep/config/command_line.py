@@ -31,7 +31,6 @@ class Parser(argparse.ArgumentParser):
     """A parser with Lockstep's own error messages."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise InputError with what to type instead."""
         for pattern, template in MESSAGES:
             if match := re.match(pattern, message):
                 flag, *values = (group.replace("', '", " or ").strip("'") for group in match.groups())
@@ -113,5 +112,4 @@ def answered(words: Sequence[str]) -> bool:
 
 
 def write(completions: Sequence[str], shell: str) -> None:
-    """Print completions as a shell reads them."""
     sys.stdout.write(("\n" if shell == "fish" else " ").join(completions) + "\n")

@@ -44,7 +44,6 @@ class ConfigFiles:
 
     @classmethod
     def current(cls) -> ConfigFiles:
-        """The files of the job that Hydra is running."""
         hydra = HydraConfig.get()
         added = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
         return cls(
@@ -64,8 +63,6 @@ class ConfigFiles:
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    """The command line of a job."""
-
     overrides: tuple[str, ...]  # of the job's keys
     command: str  # all of it, quoted for a shell
     sweep: bool

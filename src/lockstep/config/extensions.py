@@ -37,7 +37,6 @@ class Extension:
 
     @property
     def conf(self) -> Path | None:
-        """The folder of its configs; None if it has no such folder."""
         folder = self.folder / "conf"
         return folder if folder.is_dir() else None
 
@@ -108,7 +107,6 @@ def load(module: str) -> bool:
 
 
 def shown() -> str:
-    """The active extensions for use in a sentence."""
     return ", ".join(f"{extension.package} ({extension.origin})" for extension in active()) or "none"
 
 
@@ -142,7 +140,6 @@ def _locate(package: str, origin: str) -> Extension:
 
 
 def _configs(extension: Extension) -> list[tuple[str, Path]]:
-    """The options in the `conf` folder of an extension, as GROUP=NAME, each with its file."""
     configs = []
     groups = [*GROUPS, "experiment"]
     for file in sorted(extension.conf.rglob("*.yaml")) if extension.conf else ():

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 # The names of models are read from the sources of their library in 0.05 s. Importing timm takes seconds.
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
-TORCHVISION = "torchvision"
+TIMM, TORCHVISION = "timm", "torchvision"
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
 _read: Any = functools.cache(safe_read.read_yaml)
 
@@ -66,15 +66,9 @@ def is_own(group: str, name: str) -> bool:
 
 
 @functools.cache
-def timm_models() -> tuple[str, ...]:
-    """Every model that timm registers, sorted; empty if timm is not installed."""
-    return tuple(sorted(_in_sources(_REGISTERED, "timm")))
-
-
-@functools.cache
-def torchvision_models() -> tuple[str, ...]:
-    """Every classifier that torchvision registers, sorted."""
-    return tuple(sorted(_in_sources(_REGISTERED, TORCHVISION)))
+def models_of(library: str) -> tuple[str, ...]:
+    """Every model that timm registers, or classifier that torchvision does, sorted; empty if it is not installed."""
+    return tuple(sorted(_in_sources(_REGISTERED, library)))
 
 
 def tagged_names(name: str) -> list[str]:
@@ -90,7 +84,7 @@ def tagged_names(name: str) -> list[str]:
 def _library(name: str) -> tuple[str, str]:
     """The library of a model, and its name there without a tag."""
     first, _, rest = name.partition(".")
-    return (TORCHVISION, rest.partition(".")[0]) if first == TORCHVISION else ("timm", first)
+    return (TORCHVISION, rest.partition(".")[0]) if first == TORCHVISION else (TIMM, first)
 
 
 def _in_sources(pattern: re.Pattern[str], library: str) -> list[str]:
@@ -108,8 +102,7 @@ def model_of(name: str) -> tuple[str, str] | None:
     `resnet50d.ra2_in1k` is timm's, `torchvision.resnet50` and `torchvision.resnet50.IMAGENET1K_V2` are torchvision's.
     """
     library, architecture = _library(name)
-    models = torchvision_models() if library == TORCHVISION else timm_models()
-    return (library, name.removeprefix(f"{TORCHVISION}.")) if architecture in models else None
+    return (library, name.removeprefix(f"{TORCHVISION}.")) if architecture in models_of(library) else None
 
 
 def options_with(group: str, key: str) -> list[str]:
@@ -152,7 +145,6 @@ def default_node(cls: type[Any]) -> dict[str, Any]:
 
 
 def _check(cls: type[Any], group: str, name: str) -> None:
-    """Check a class that a user declares as the option `name` of a group."""
     from omegaconf import OmegaConf  # imported late, as above
     from omegaconf.errors import OmegaConfBaseException
 
@@ -186,7 +178,6 @@ def _check(cls: type[Any], group: str, name: str) -> None:
 
 
 def _place(cls: type[Any]) -> str:
-    """The file and line of a class."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):

@@ -90,7 +90,6 @@ class TrainBlock:
 
     @property
     def averages(self) -> bool:
-        """Whether an average of the weights is evaluated too."""
         return self.ema is not None or self.swa_from is not None
 
     @property

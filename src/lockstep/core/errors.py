@@ -150,10 +150,7 @@ def masked(text: str) -> str:
 
 
 def escaped(text: str, keep: str = "\n\t") -> str:
-    """`text` as it may be shown: without secrets, and with control characters (ESC, CR, C1) as `\\x1b` and so on.
-
-    Names of files, classes and models, and the errors of libraries about them, can hold any character.
-    """
+    """`text` as it may be shown: without secrets, and with control characters (ESC, CR, C1) as `\\x1b` and so on."""
     text = masked(text)
     if text.isprintable():
         return text

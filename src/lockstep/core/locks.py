@@ -13,22 +13,14 @@ from lockstep.core.safe_write import open_locked
 
 
 class Lock:
-    """The lock on one run folder, from `take` to `close`: one job at a time runs in it.
-
-    The process that the user started holds the lock. Its ranks do not, because they end with that process.
-    """
+    """The lock on one run folder, of the process that the user started, from `take` to `close`."""
 
     def __init__(self) -> None:
         self.path = Path()
         self.file: int | None = None
 
     def take(self, path: Path, *, user: str = "job", remedy: str = "hydra.run.dir=FOLDER") -> None:
-        """Lock the file at `path`, and write into it who holds the lock. No effect if this object already holds it.
-
-        Raises:
-            InputError: another job holds the lock, or the file cannot be written.
-            StorageError: the disk is full.
-        """
+        """Lock the file at `path`, once, and write into it who does. Raises InputError, or StorageError (full)."""
         if self.file is not None:
             assert path == self.path
             return

@@ -36,8 +36,6 @@ class Terminal(Console):
 
 
 class LineFormatter(logging.Formatter):
-    """Log lines that are safe to show on a terminal."""
-
     def format(self, record: logging.LogRecord) -> str:
         return escaped(super().format(record))
 
@@ -131,7 +129,6 @@ def wrapped(text: str, indent: int = 2, stream: str = "stdout") -> Text:
 
 
 def say_command(label: str, command: str) -> None:
-    """Say a command to type after a label."""
     say(f"   {label:<12} {command}")
 
 

@@ -221,10 +221,7 @@ def part_like(example: Tensor, tensor: Tensor) -> Tensor:
 
 
 class UpdateScope(enum.IntEnum):
-    """The update of a number depends on the gradient of that number, of its parameter, or of the whole model.
-
-    This decides how the state of an optimizer may be cut over the ranks.
-    """
+    """What the update of a number depends on: the gradient of that number, of its parameter, or of the model."""
 
     element = 0
     parameter = 1

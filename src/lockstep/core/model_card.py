@@ -137,7 +137,6 @@ class ModelCard:
 
     @property
     def data_name(self) -> str:
-        """The name of the class of the data set."""
         return _class_of(self.trained_on)
 
     @property
@@ -152,7 +151,6 @@ class ModelCard:
         return tuple(map(class_name, self.class_names or map(str, range(self.classes))))
 
     def metadata(self) -> dict[str, str]:
-        """The metadata of a safetensors file."""
         return {METADATA_KEY: json.dumps({"format": FORMAT, **vars(self)}, allow_nan=False)}
 
     @classmethod

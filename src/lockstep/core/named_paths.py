@@ -11,10 +11,7 @@ from lockstep.core.safe_read import UnreadableFile, read_name, read_text
 
 
 def latest(root: Path, key: str) -> RunDir:
-    """The run that was started last under `root`. `key` begins the error.
-
-    Raises InputError if there is none, or it is not below `root` and has another `output_root`.
-    """
+    """The run that was started last under `root`. Raises InputError, which `key` begins, if there is none."""
     folder = (root / _content(read_text, root / LATEST, key).replace("\0", "")).resolve()
     if root.resolve() not in folder.parents and not _is_output_root(root, RunDir(folder)):
         raise InputError(f"{key}: {root / LATEST} names {folder}, expected a folder below {root}; name a run folder")
@@ -22,7 +19,6 @@ def latest(root: Path, key: str) -> RunDir:
 
 
 def _content(read: Callable[[Path], str], pointer: Path, key: str) -> str:
-    """What the file `latest` or `best` says."""
     try:
         return read(pointer).strip()
     except UnreadableFile as error:
@@ -49,19 +45,15 @@ def near_paths(path: Path) -> list[Path]:
 
 
 def near_path(path: Path, words: Iterable[str] = ()) -> str:
-    """` Did you mean PATH?` for a path that does not exist, with `near_paths`; empty if there are none.
-
-    `words` have a meaning in the place of a path, such as `latest`.
-    """
+    """` Did you mean PATH?` for a path that does not exist; `words` have a meaning in its place, such as `latest`."""
     near = [] if path.exists() else [*close_to(str(path), words), *map(str, near_paths(path))]
     return f" Did you mean {' or '.join(near)}?" if near else ""
 
 
 def pointed(path: Path, root: Path, key: str) -> Path:
-    """The folder that a user's path names: the newest run for `latest`, the best job for `best` of a sweep.
+    """The folder that a user's path names: the newest run for `latest`, the best job for `best`, job 3 for `SWEEP/3`.
 
-    `SWEEP/3` is job 3 of a sweep, and `latest` without a folder the newest run of `root`. `key` begins the error: an
-    InputError if the path does not exist and another has a similar name; see also `latest`.
+    `latest` alone is the newest run of `root`. `key` begins the error: InputError for a path that is a misspelt one.
     """
     if path.name.isdecimal() and (path.parent / SWEEP).is_file() and not path.exists():
         return next(path.parent.glob(f"{int(path.name):03}-*"), path)

@@ -15,7 +15,6 @@ _MASK = (1 << 64) - 1
 
 
 def _signed(word: int) -> int:
-    """A 64-bit word read as a signed integer."""
     word &= _MASK
     return word - (1 << 64) if word >> 63 else word
 
@@ -34,10 +33,7 @@ def _shifted(z: Tensor, bits: int) -> Tensor:
 
 
 def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
-    """The number at position `n` (from 0) of the stream `key`: int64, all 64 bits random.
-
-    `key`, `n` or both are tensors.
-    """
+    """The number at position `n` (from 0) of the stream `key`, either or both tensors: int64, all 64 bits random."""
     z = key + ((n + 1) * _GOLDEN if isinstance(n, Tensor) else _signed((n + 1) * _GOLDEN))
     assert isinstance(z, Tensor)
     z = (z ^ _shifted(z, 30)) * _FIRST
@@ -46,10 +42,7 @@ def draw(key: Tensor | int, n: Tensor | int) -> Tensor:
 
 
 def key(seed: int, *words: int) -> int:
-    """The key of the stream (seed, *words), as a signed 64-bit integer.
-
-    Computed with Python integers, which take a tenth of the time of tensors for a single word.
-    """
+    """The key of the stream (seed, *words), as a signed 64-bit integer; with tensors it takes ten times as long."""
     state = seed & _MASK
     for word in words:
         z = state + (word + 1) * _GOLDEN & _MASK
@@ -83,10 +76,7 @@ def generator_seed(seed: int, step: int, micro_batch: int) -> int:
 
 
 def reseed(device: torch.device, seed: int) -> None:
-    """Seed the generators that a forward pass on `device` draws from.
-
-    Like `torch.manual_seed`, but without a look at every other kind of device: 1 us instead of 97.
-    """
+    """Seed the generators that a forward pass draws from: 1 us instead of 97 of `torch.manual_seed`."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed_all(seed)
@@ -94,10 +84,7 @@ def reseed(device: torch.device, seed: int) -> None:
 
 @dataclass(frozen=True)
 class SampleRNG:
-    """The random numbers of a batch, for each example a pure function of (seed, epoch, index).
-
-    `epoch` is counted from 0, `indices` is int64 (b,).
-    """
+    """The random numbers of a batch, functions of (seed, epoch from 0, index); `indices` is int64 (b,)."""
 
     seed: int
     epoch: int

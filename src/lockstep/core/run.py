@@ -140,7 +140,6 @@ class Run:
 
     @property
     def monitor(self) -> Monitor:
-        """The figure that decides."""
         return Monitor.parse(named) if (named := self.summary.get("monitor")) else self.unnamed
 
     @property
@@ -185,7 +184,6 @@ class Run:
 
     @cached_property
     def typed_values(self) -> dict[str, str]:
-        """The values of the keys that the user typed."""
         return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides)
 
     @cached_property
@@ -216,7 +214,6 @@ class Run:
 
     @cached_property
     def gpu(self) -> Figures:
-        """The steps of `gpu.jsonl`."""
         return self.read(self.run_dir.gpu, lambda path: [*read_samples(path)], [])
 
     def series(self, *tags: str) -> list[tuple[int, float]]:
@@ -264,7 +261,6 @@ def candidates(folder: Path) -> list[Path]:
 
 
 def step_of(path: Path) -> int:
-    """The step of a checkpoint, from the name of its folder."""
     return int(path.name[5:])
 
 
@@ -278,10 +274,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def born(pid: object) -> str:
-    """The start time of a process of this machine, which tells it from a later one with its number; empty if gone.
-
-    `pid` may come from a file that somebody else wrote, and be anything.
-    """
+    """The start time of a process, which tells it from a later one with its number; empty if gone, or no number."""
     if not isinstance(pid, int):
         return ""
     with suppress(OSError):  # it has ended, or this is not Linux

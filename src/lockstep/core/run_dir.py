@@ -95,10 +95,8 @@ class RunDir:
     def at(cls, path: Path, *, new: bool = False) -> RunDir:
         """The run folder at exactly `path`. The folder and its subfolders are created if they are missing.
 
-        Raises:
-            InputError: the folder cannot be written.
-            StorageError: the disk is full.
-            FileExistsError: `new` is set and the folder exists.
+        Raises InputError, StorageError if the disk is full, and FileExistsError if `new` is set and the folder
+        exists.
         """
         run = cls(path)
         try:
@@ -172,7 +170,6 @@ class RunDir:
 
     @property
     def began(self) -> bool:
-        """Whether training started in this folder."""
         return self.metrics.exists()
 
     def prepared_files(self) -> set[Path]:
@@ -200,7 +197,6 @@ class RunDir:
 
 
 def _is_summary(facts: Mapping[str, Any]) -> bool:
-    """Whether the values of a parsed `summary.json` have their types."""
     tables = [facts.get(key) or {} for key in TABLES]
     findings = [facts.get(key) or {} for key in ("verdict", "learning")]
     numbers = [facts.get(key) for key in NUMBERS]

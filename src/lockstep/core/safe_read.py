@@ -175,8 +175,7 @@ def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
 def read_lines(path: Path) -> Iterator[str | None]:
     """The lines of a plain file with their ends; None for a line that is not UTF-8 or was cut short.
 
-    A last line without a line end is cut, because it may look like a shorter whole one. Reading stops at a line of
-    more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
+    Reading stops at a line of more than `LINE_LIMIT` bytes, because Lockstep writes no such line.
     """
     with opened(path) as file:
         while line := file.readline(LINE_LIMIT):

@@ -118,16 +118,15 @@ def fail_if_full(path: Path, error: OSError) -> None:
             raise error
 
 
-def open_locked(path: Path, flags: int = os.O_RDONLY) -> int:
+def open_locked(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) -> int:
     """Open and lock a file or folder; closing the descriptor releases the lock.
 
-    Works between machines if their file system has `flock`. Not filelock, which locks no folder and never removes its
-    file; before its version 4, a refused attempt empties the holder's file, and a child keeps a dead process's lock.
-    Raises OSError, and BlockingIOError if another process holds the lock.
+    Works between machines if their file system has `flock`. Raises OSError, and BlockingIOError if another process
+    holds the lock and this call does not wait for it.
     """
     descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # opening a pipe would block
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BaseException:
         os.close(descriptor)
         raise
@@ -136,7 +135,8 @@ def open_locked(path: Path, flags: int = os.O_RDONLY) -> int:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    descriptor = open_locked(folder)
+    """Hold the lock of a folder, after other processes have released it."""
+    descriptor = open_locked(folder, waits=True)
     try:
         yield
     finally:

@@ -40,12 +40,7 @@ class Setting(str):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table for people.
-
-    Fields:
-        may_move: whether it may go to a second line below each row, where the terminal is too narrow.
-        best: the row that is set in bold.
-    """
+    """A column of a table for people; with `may_move` it may go below each row, `best` is the row in bold."""
 
     head: str
     cells: Sequence[str]
@@ -146,8 +141,6 @@ def lines_of(columns: Sequence[Column], width: int | None, *, second_lines: bool
 
 
 def _latex(columns: Sequence[Column]) -> Iterator[str]:
-    """A table for LaTeX's package `booktabs`."""
-
     def text(cell: str) -> str:
         return "".join(_LATEX.get(sign, sign) for sign in escaped(cell, keep=""))
 
@@ -174,10 +167,7 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
 
 
 def csv_row(values: Sequence[object]) -> str:
-    """One line, without its end: quoted as usual, with control characters as `\\n` and so on.
-
-    A text that a spreadsheet would compute begins with an apostrophe; numbers stay numbers.
-    """
+    """One line without its end, as usual; a text that a spreadsheet would compute begins with an apostrophe."""
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(map(_cell, map(str, values)))
     return text.getvalue()

@@ -66,11 +66,7 @@ def fill(text: str, width: int, indent: int) -> str:
 
 
 class SafeStream:
-    """A stream that does not raise its errors. The first one is kept, for a program whose output is its result.
-
-    Args:
-        current: returns the stream to write to, or None if there is none.
-    """
+    """A stream, of which `current` returns the present one, that raises no errors. The first error is kept."""
 
     def __init__(self, current: Callable[[], TextIO | None]) -> None:
         self.current = current

@@ -81,7 +81,6 @@ class World(Place):
         return values
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         if self.size > 1:
             dist.barrier()
 

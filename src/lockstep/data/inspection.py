@@ -133,7 +133,6 @@ def _failure(split: Split, index: int) -> str:
 
 
 def _repeated(images: Sequence[Image], seconds: float) -> Iterator[Finding]:
-    """Compare images by their bytes."""
     digests, extent = _look(images, _digest, seconds)
     first: dict[bytes, Image] = {}
     pairs = [(first.setdefault(digest, image), image) for image, digest in digests if digest]

@@ -40,7 +40,7 @@ def with_choices(job: Job, resumed: Path | None, images: int | None) -> Job:
     `resumed` is the checkpoint that it continues. While `images` is not known (None), they are chosen as for many.
     """
     job = _with_start(job, resumed)
-    row = _row(images)
+    row = ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
     epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
     train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
     train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
@@ -75,10 +75,6 @@ def is_open(job: Job) -> bool:
     train, pretrained = job.train, getattr(job.model, "pretrained", False)
     values = (job.epochs, train.ema, train.mixup, train.patience, train.freeze_until, *train.freeze, pretrained)
     return AUTO in values
-
-
-def _row(images: int | None) -> Row:
-    return ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:

@@ -91,10 +91,7 @@ def job_of(overrides: Sequence[str]) -> ResolvedJob:
 
 
 def job_here(overrides: Sequence[str], who: str, unused: Collection[str] = ()) -> ResolvedJob:
-    """The job of a command that takes one, on one device in this process: `who` says what the command does with it.
-
-    It ignores what only a run uses, and the keys in `unused`.
-    """
+    """The job of a command, which `who` describes, on one device in this process, without what only a run uses."""
     words = composition.without_keys(overrides, {"strategy", "strategy.", *OF_RUN, *unused}, who)
     return job_of([*words, "launcher=inline", "launcher.ranks=1"])
 

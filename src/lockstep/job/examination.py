@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.errors import reason_of
 from lockstep.core.world import World
 from lockstep.data.inspection import Finding, Level
 from lockstep.data.loading import Streaming
@@ -96,8 +97,8 @@ def _between_gpus(number: int, *, with_nccl: bool) -> Iterator[Finding]:
         else:
             yield Finding("nccl", f"adds wrong over {number} of the GPUs: {WITHOUT_P2P}", Level.error)
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        yield Finding("nccl", f"does not work here ({reason}); launcher.backend=gloo works without", Level.error)
+        text = f"does not work here ({reason_of(error)}); launcher.backend=gloo works without"
+        yield Finding("nccl", text, Level.error)
 
 
 def _copies(source: int, target: int, values: Tensor) -> bool:

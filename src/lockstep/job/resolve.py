@@ -111,7 +111,6 @@ def with_targets(dataset: Source, targets: str) -> Source:
 
 
 def _metrics(job: Job) -> dict[str, Metric]:
-    """The metrics of the job, and before them those that every job of its task has."""
     usual = {
         name: components.build_many("metric", components.load(CONF / "metric" / f"{name}.yaml"))[name]
         for name in job.task.metrics

@@ -46,11 +46,7 @@ def lock_run_folder(folder: Path, lock: Lock) -> None:
 
 
 def _check_kinds(run_dir: RunDir) -> None:
-    """Check that a run folder has only plain files and folders, each where it belongs.
-
-    Somebody else may have written the folder: writing to a link would write outside it, and opening a pipe would
-    block.
-    """
+    """Refuse links, pipes and devices in a run folder, which somebody else may have written, and misplaced files."""
     checkpoints = run_dir.checkpoints.glob("step-*")
     folders = {run_dir.hydra, run_dir.logs, run_dir.checkpoints, run_dir.incident, *checkpoints}
     known = {run_dir.path / path.name for path in vars(RunDir).values() if isinstance(path, PathBelow)}

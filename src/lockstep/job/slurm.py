@@ -68,10 +68,7 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
 
 
 def _check_setup(setup: list[str]) -> None:
-    """Refuse lines of shell that the present command does not have.
-
-    Somebody else may have written a config file, or the overrides of a run folder.
-    """
+    """Refuse lines of shell of a config file or of a run folder, which somebody else may have written."""
     words = [word for word in sys.argv[1:] if key_of(word) == "launcher.setup"]
     typed = [list(map(str, value)) for value in map(parsed, words) if isinstance(value, list)]
     if setup and setup not in typed:

@@ -25,11 +25,7 @@ CANCELLED = ("CANCELLED", "COMPLETING")
 
 
 class Task:
-    """The command on one machine. It is stopped and queued again when the time limit or a preemption is near.
-
-    Args:
-        folder: the run folder. The command's output goes to a log there.
-    """
+    """The command on one machine, stopped and queued again when the time limit or a preemption is near."""
 
     def __init__(self, folder: str, command: Sequence[str]) -> None:
         self.folder, self.command = folder, command

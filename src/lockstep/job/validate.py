@@ -14,7 +14,7 @@ import torch
 from lockstep.config.options import declared
 from lockstep.config.schema import TrainBlock
 from lockstep.core.data_protocols import Source
-from lockstep.core.errors import InputError, check_installed, collecting
+from lockstep.core.errors import InputError, check_installed, collecting, reason_of
 from lockstep.core.fields import as_pixels
 from lockstep.core.figures import check_figures
 from lockstep.core.launch_env import is_launched, local_size
@@ -58,11 +58,6 @@ def check_effects(job: ResolvedJob) -> None:
     for sentence, applies in doubled.items():
         if applies:
             raise InputError(f"{sentence}; remove one of them")
-    if job.train.freeze_until is not None and not job.train.freeze:
-        raise InputError(
-            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
-            "train.freeze=[backbone], or set train.freeze_until=null"
-        )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
         raise InputError(
@@ -71,6 +66,7 @@ def check_effects(job: ResolvedJob) -> None:
         )
     mixes = [alpha for alpha in (job.train.mixup, job.train.cutmix) if alpha]
     unused = {
+        "train.freeze is empty, so nothing is frozen": ("freeze_until",) * (not job.train.freeze),
         "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
         "train.swa_from is null, so nothing is averaged": (
             ("swa_every", "swa_images") * (job.train.swa_from is None)
@@ -280,9 +276,8 @@ def _check_model_takes(job: ResolvedJob, shape: tuple[int, int, int], key: str) 
     try:
         forward_on_meta(model, shape)
     except Exception as error:  # networks raise all kinds of errors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise InputError(
-            f"{key} is {size}, but this model takes images of {height}x{width} alone ({reason}); use "
+            f"{key} is {size}, but this model takes images of {height}x{width} alone ({reason_of(error)}); use "
             f"dataset.input_size={size} for both, or a network of convolutions, such as model=resnet50"
         ) from error
 

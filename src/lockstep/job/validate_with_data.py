@@ -8,7 +8,6 @@ from lockstep.core.launch_env import local_size
 from lockstep.core.model_card import CLASSES, LABELS
 from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
-from lockstep.core.protocols import Schedule
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.training.averages import check_average
@@ -32,7 +31,8 @@ def check_plan(job: ResolvedJob) -> Plan:
         )
     plan = plan_of(job, len(job.dataset.train()))
     check_memory(job, plan)
-    check_schedule(job.schedule, plan)
+    for step in (1, plan.total_steps):  # raises if the schedule does not fit the plan
+        job.schedule.factor(step, plan, ())
     check_monitor(job)
     check_average(job.train, plan)
     Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
@@ -64,12 +64,6 @@ def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
         ahead = min(int(job.loader.workers) * job.loader.prefetch, plan.total_steps) * plan.batch
         bytes_ahead = ahead * math.prod(job.dataset.image_shape)
         yield f"{ahead} images that are read ahead", bytes_ahead, "loader.prefetch=2"
-
-
-def check_schedule(schedule: Schedule, plan: Plan) -> None:
-    """Reject a schedule that does not fit the plan."""
-    for step in (1, plan.total_steps):
-        schedule.factor(step, plan, ())
 
 
 def check_monitor(job: ResolvedJob) -> None:

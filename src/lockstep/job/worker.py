@@ -166,12 +166,7 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     _init_process_group(backend, timedelta(seconds=timeout), on_device, place)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
     try:
-        yield World(
-            **vars(place),
-            device=on_device,
-            control=control,
-            local_peer_pids=_local_peer_pids(control),
-        )
+        yield World(**vars(place), device=on_device, control=control, local_peer_pids=_local_peer_pids(control))
     except Stopped:
         dist.destroy_process_group()
         raise

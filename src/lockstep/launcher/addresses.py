@@ -16,11 +16,7 @@ LOOPBACK = "127.0.0.1"  # other machines cannot reach it
 
 
 def machine() -> str:
-    """A text that identifies this machine, even among machines with the same host name.
-
-    It has the host name, the number of the boot and the network namespace. Containers on one machine have separate
-    namespaces, and cannot reach one another over the loopback interface.
-    """
+    """What identifies this machine, or a container on it: the host name, the boot and the network namespace."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     words = [socket.gethostname()]
     with suppress(safe_read.UnreadableFile):

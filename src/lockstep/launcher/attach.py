@@ -101,7 +101,6 @@ def _lead(store: TCPStore, attempt: str, make: Make) -> Iterator[RunDir]:
 
 @contextmanager
 def _follow(store: TCPStore, attempt: str) -> Iterator[RunDir]:
-    """The run folder on another rank than main."""
     find_local_ranks(store, attempt)
     key = ANSWER.format(attempt)
     answer = _wait_for_value(partial(_value, store, key), "main has not created the run folder")
@@ -231,7 +230,6 @@ def in_thread(call: Callable[[], T]) -> futures.Future[T]:
 
 
 def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
-    """Whether anybody listens at a port, and answers within so many seconds."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError:
@@ -251,7 +249,6 @@ def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:
 
 
 def _value(store: TCPStore, key: str) -> str:
-    """The value of a key; empty if it is not set."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

@@ -100,7 +100,6 @@ class Elastic(Spawn):
 
     @property
     def is_host(self) -> bool:
-        """Whether this machine is main's, among several."""
         return self.node_rank == 0 or (self.node_rank == "auto" and addresses.is_own(*self._meeting()))
 
     def run_agent(self, command: Sequence[str]) -> None:
@@ -180,7 +179,6 @@ class Elastic(Spawn):
             )
 
     def _meeting(self) -> tuple[str, int]:
-        """The host and port where the machines meet."""
         if self.rendezvous is None:
             raise InputError(
                 f"launcher.nodes is {self.nodes}, but nothing says where the machines meet; name main's machine and "

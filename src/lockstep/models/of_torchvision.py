@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lockstep.config.options import TORCHVISION, option, tagged_names, torchvision_models
+from lockstep.config.options import TORCHVISION, models_of, option, tagged_names
 from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import TEXT, choice, mapping, ruled
 from lockstep.core.model import Convolution, head_layers
@@ -44,7 +44,7 @@ class Torchvision(Network):
         return weights[tag] if tag else weights.DEFAULT
 
     def check(self) -> None:
-        names = torchvision_models()
+        names = models_of(TORCHVISION)
         if self.architecture not in names:
             hint = did_you_mean(self.architecture, names)
             raise InputError(f"model.name is {self.name!r}, which torchvision does not have.{hint}")

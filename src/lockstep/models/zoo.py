@@ -14,7 +14,7 @@ from urllib.request import Request, urlopen
 import torch
 from torch import nn
 
-from lockstep.config.options import model_of, option, timm_models
+from lockstep.config.options import TIMM, model_of, models_of, option
 from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
@@ -49,7 +49,7 @@ class Timm(Network):
         architecture, _, tag = self.name.partition(".")
         if model_of(self.name) is None:
             raise InputError(
-                f"model.name is {self.name!r}, which timm does not have.{did_you_mean(architecture, timm_models())}"
+                f"model.name is {self.name!r}, which timm does not have.{did_you_mean(architecture, models_of(TIMM))}"
             )
         if tag:
             import timm

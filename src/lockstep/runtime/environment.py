@@ -16,16 +16,8 @@ from lockstep.runtime.gpus import driver_version
 
 UNKNOWN = "unknown"
 PACKAGES = (
-    "lockstep",
-    "torch",
-    "torchvision",
-    "timm",
-    "hydra-core",
-    "omegaconf",
-    "tensorboard",
-    "nvidia-ml-py",
-    "numpy",
-    "safetensors",
+    *("lockstep", "torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard", "nvidia-ml-py"),
+    *("numpy", "safetensors"),
 )
 
 

@@ -164,11 +164,10 @@ def reports_stops() -> bool:
 
 
 def begin(parent: int | None = None, *, says: str = "") -> None:
-    """Prepare a process of ours: its streams, garbage, its end with its parent, its reaction to stops.
+    """Prepare a process of ours, before imports that take seconds: its streams, its end, its reaction to stops.
 
-    Called first, before imports that take seconds. It must not outlive `parent`, by default the process that the
-    environment names, or the launcher of this rank (torchrun). `says` is the sentence for the user if a stop ends the
-    process before it has set its own handlers.
+    It must not outlive `parent`, by default the process that the environment names, or the launcher of this rank
+    (torchrun). `says` is the sentence for the user if a stop ends the process before it has set its own handlers.
     """
     guard_streams()
     own_process()
@@ -214,7 +213,6 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def _follow(parent: int) -> None:
-    """End this process as soon as it has another parent."""
     while os.getppid() == parent:
         time.sleep(FOLLOW_S)
     os.kill(os.getpid(), signal.SIGKILL)

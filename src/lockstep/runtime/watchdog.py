@@ -168,7 +168,6 @@ def _main_frame() -> FrameType:
 
 
 def _is_suspended(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
     with suppress(psutil.Error):  # it has ended
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     return False

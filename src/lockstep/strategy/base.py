@@ -69,11 +69,7 @@ class Single(Strategy):
 
 
 class ThreadedReplica(nn.DataParallel[nn.Module]):
-    """`torch.nn.DataParallel` whose threads use the autocast dtype of the calling thread.
-
-    Autocast is set per thread, and torch enables it in the other threads without the caller's dtype: always float16
-    on CUDA.
-    """
+    """`torch.nn.DataParallel` whose threads use the caller's autocast dtype; torch's use float16 on CUDA."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Autocasting(model))
@@ -131,11 +127,7 @@ class DataParallel(Single):
 
 @dataclass(frozen=True, kw_only=True)
 class Distributed(Single):
-    """Several ranks, one process and one device each.
-
-    `sync_batchnorm` makes batch norm count over the micro-batches of all ranks. Without it, a model with batch norm
-    has different runs on different world sizes.
-    """
+    """Several ranks, each with a process and a device. `sync_batchnorm`: batch norm counts over all ranks."""
 
     sync_batchnorm: bool = True
     recordable: ClassVar[bool] = False

@@ -25,13 +25,9 @@ SHOWN = 12  # the most places for a cut that an error names
 
 @dataclass(frozen=True)
 class Stages:
-    """How a model is cut.
+    """How a model is cut: before the modules `entries`, whose inputs have the dtypes `formats`.
 
-    Fields:
-        entries: the names of the first modules of all stages but the first.
-        formats: the dtype of the input of each of these modules.
-        homes: the stage of each parameter and buffer, by name.
-        classes: the number of logits.
+    `homes` is the stage of each parameter and buffer, by name, `classes` the number of logits.
     """
 
     entries: tuple[str, ...]
@@ -42,12 +38,10 @@ class Stages:
 
 @dataclass
 class Place:
-    """A module as a place for a cut.
+    """A module as a place for a cut, with the dtype and the number of elements of its input.
 
-    Fields:
-        dtype, size: the dtype and the number of elements of the module's input.
-        argument: the `id` of the input while the module runs.
-        obstacle: why the model cannot be cut before the module, or "".
+    `argument` is the `id` of the input while the module runs, `obstacle` why the model cannot be cut before it, or
+    "".
     """
 
     name: str

@@ -157,11 +157,7 @@ def accelerator(device: torch.device, **ddp: bool) -> Any:
 
 @option("strategy", "allreduce")
 class AllReduce(Distributed):
-    """Blocking all-reduces after backward: one for each large gradient, and one for all the small ones together.
-
-    A call costs as much as about 100 kB on the wire. With one call for each of a hundred small gradients, a step
-    would take several times as long.
-    """
+    """Blocking all-reduces after backward: a call costs as much as 100 kB, so all small gradients share one."""
 
     def grad_divisor(self, world: World) -> int:
         return 1

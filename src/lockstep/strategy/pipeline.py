@@ -168,10 +168,7 @@ class Neighbours:
 
 
 class _Receive(torch.autograd.Function):
-    """Receives activations from the previous stage; backward sends their gradient there.
-
-    `anchor` needs a gradient, so that autograd calls this backward.
-    """
+    """Receives activations; backward, which autograd calls for `anchor`, sends their gradient to their stage."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, neighbours: Neighbours, shape: torch.Size, dtype: torch.dtype) -> Tensor:

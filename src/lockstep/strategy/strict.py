@@ -57,8 +57,11 @@ class TreeReplica(nn.Module):
             total = flattened(gradients)
             distance = 1
             while distance < dist.get_world_size():
-                # Both ranks add the same two numbers, and a + b equals b + a to the bit.
-                total += _exchange(total, dist.get_rank() ^ distance)
+                received, peer = torch.empty_like(total), dist.get_rank() ^ distance
+                operations = [dist.P2POp(dist.isend, total, peer), dist.P2POp(dist.irecv, received, peer)]
+                for work in dist.batch_isend_irecv(operations):
+                    work.wait()
+                total += received  # both ranks add the same two numbers, and a + b equals b + a to the bit
                 distance *= 2
             copy_back(total, gradients)
         for parameter, gradient in zip(self._trained(), gradients, strict=True):
@@ -70,15 +73,6 @@ class TreeReplica(nn.Module):
 
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-
-
-def _exchange(tensor: Tensor, peer: int) -> Tensor:
-    """Send our tensor to `peer`, and return the one of `peer`."""
-    received = torch.empty_like(tensor)
-    operations = [dist.P2POp(dist.isend, tensor, peer), dist.P2POp(dist.irecv, received, peer)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return received
 
 
 @option("strategy")

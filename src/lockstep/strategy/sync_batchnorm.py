@@ -137,17 +137,13 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.to(_statistics_dtype(x))
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    """float32, or float64 for float64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    """`x` in the format of statistics: float32, or float64 for float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _zeros(x: Tensor) -> Tensor:
     """Both sums over no examples, (2, channels)."""
-    return torch.zeros((2, x.shape[1]), dtype=_statistics_dtype(x), device=x.device)
+    return _wide(x.new_zeros((2, x.shape[1])))
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -100,7 +100,6 @@ class ZeROOptimizer(OwnedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Step this rank's parameters, and give every rank all of them. Collective."""
         super().step(closure)
         for rank in range(self.world.size):
             by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)

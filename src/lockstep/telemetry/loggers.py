@@ -19,7 +19,7 @@ from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import storing
+from lockstep.core.safe_write import locked, storing
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
 
@@ -153,7 +153,6 @@ class MLflowRun(Observer):
     """The run at MLflow. Every figure is written once, however often the run is killed and resumed."""
 
     def __init__(self, logger: MLflow, run: RunInfo) -> None:
-        from filelock import FileLock
         from mlflow import MlflowClient
 
         experiment = logger.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
@@ -163,7 +162,7 @@ class MLflowRun(Observer):
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".mlflow.lock"):  # two jobs must not both make the tables
+        with locked(folder):  # two jobs must not both make the tables
             self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
             self.client = MlflowClient(tracking_uri=self.store)
             known = self.client.get_experiment_by_name(experiment)

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.weights import load_exported
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
@@ -219,7 +220,7 @@ class Trainer:
         if self.world.any(bool(self.checkpointer.failure)):  # closing will raise it
             return
         model = self.state.model if self.state.ema is None else self.state.ema.module
-        self.checkpointer.load_best(model)
+        load_exported(model, self.checkpointer.run_dir.weights)
         try:
             with self.telemetry.pause("evaluation"):
                 figures = self._evaluate(model, self.test_loader, (self.scores,))

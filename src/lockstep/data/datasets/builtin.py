@@ -23,6 +23,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
+from lockstep.core.safe_write import locked
 from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import check_labels
@@ -30,10 +31,7 @@ from lockstep.data.datasets.targets import check_labels
 
 @dataclass(frozen=True, kw_only=True)
 class ArraySource(CutSource):
-    """A data set that fits in memory.
-
-    If the evaluation split is cut from the published training split, the published evaluation split is for the test.
-    """
+    """A data set in memory. With a cut training split, the published evaluation split is for the test."""
 
     input_size: Any = pixels(AUTO, AUTO, None)
 
@@ -116,10 +114,7 @@ def _digits() -> Tensor:
 
 @option("dataset")
 class Digits(ArraySource):
-    """The 1,797 handwritten digits that come with scikit-learn: 8x8 pixels, 17 levels of grey.
-
-    Every fifth example of each class (355 in all) is the evaluation split.
-    """
+    """The 1,797 digits of scikit-learn, 8x8, 17 levels of grey. Every fifth of a class (355 in all) is evaluated."""
 
     image_shape = (1, 8, 8)
     mean = (0.3049,)
@@ -229,13 +224,10 @@ class Published(ArraySource):
             self.torchvision(train, download=True)
 
     def _download(self, missing: InputError) -> None:
-        from filelock import FileLock
-
         root = Path(self.root)
-        lock = root / f".{self.factory}.lock"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with FileLock(lock):
+            with locked(root):
                 self.fetch()
         except Exception as error:  # torchvision passes on any error of the download
             if not isinstance(missing.__cause__, FileNotFoundError):
@@ -246,7 +238,6 @@ class Published(ArraySource):
                 f"downloaded ({reason}); {self.remedy}, or name another folder with data_root=FOLDER"
             ) from error
         finally:
-            lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
             for folder in (f"{self.factory}/raw", self.factory, "."):
                 with contextlib.suppress(OSError):  # not empty, or not there
                     (root / folder).rmdir()

@@ -65,10 +65,7 @@ class ImageFile(NamedTuple):
 
     @classmethod
     def read(cls, place: Path | Member, channels: int = RGB) -> ImageFile:
-        """Read the file at `place`, without decoding it.
-
-        Raises OSError, or ValueError for a format that is not supported, or a size or channels that do not fit.
-        """
+        """Read the file at `place`, without decoding it. Raises OSError, or ValueError if it is not supported."""
         return cls.of(contents(place), channels)
 
     @classmethod
@@ -173,7 +170,6 @@ def contents(place: Path | Member) -> bytes:
 
 
 def check_length(length: int) -> None:
-    """Raise ValueError if a file has too many bytes to be an image."""
     if length > LENGTH:
         raise ValueError(f"it has {length:,} bytes, expected at most {LENGTH:,}")
 
@@ -200,7 +196,6 @@ def _pillow_header(data: bytes) -> Header:
 
 
 def _by_pillow(data: bytes) -> Pixels:
-    """Decode the first frame."""
     with photos.opened_by_pillow(data) as image:
         image.load()
         return photos.to_rgb(image)

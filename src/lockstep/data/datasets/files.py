@@ -151,17 +151,12 @@ def colour_of(mean: Sequence[float]) -> tuple[int, ...]:
 
 
 def keeps_whole(source: Source) -> bool:
-    """Whether stored images show all of their files."""
     return source.fit in (PAD, SQUASH)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoSource(Source):
-    """A data set of photographs, stored at one shape.
-
-    In the fields, `auto` is the value of the weights that a model starts from, or else the usual value for
-    photographs.
-    """
+    """Photographs, stored at one shape. `auto` is the value of the initial weights, or else the usual one."""
 
     input_size: Any = pixels(AUTO, AUTO, None)
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
@@ -189,11 +184,10 @@ class PhotoSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class FileSource(PhotoSource, CutSource):
-    """A data set of image files.
+    """Image files, stored with `decode_size` (see `ImageFile.fitted`).
 
-    An image is stored (in memory or on its way to the device) with `decode_size`, see `ImageFile.fitted`. With
-    `crop_from=file` this holds for evaluation only; in training the boxes of the augmentation are cut from the whole
-    images while they are read.
+    With `crop_from=file` this holds for evaluation only: in training boxes are cut from the whole images while they
+    are read.
     """
 
     channels: int = ranged(RGB, least=1, most=MOST_CHANNELS)
@@ -221,10 +215,7 @@ class FileSource(PhotoSource, CutSource):
         """The files of the splits that `wanted` names, by its keys. Raises InputError."""
 
     def wanted(self, places: Callable[[str], Set[str]]) -> dict[str, str]:
-        """The splits to list, as the names by their fields; `places` has the folders or parts that a name stands for.
-
-        Raises InputError if there is an evaluation split although it is cut, or the test split is another one too.
-        """
+        """The splits to list, by their fields; `places` has the folders or parts of a name. Raises InputError."""
         train, val, test = keys = [f"{split}_{self.part}" for split in SPLIT_NAMES]
         names = {key: name for key in keys if (name := getattr(self, key)) is not None}
         others = {key: places(name) for key, name in names.items()}
@@ -340,10 +331,7 @@ def crops_files(source: object) -> bool:
 
 
 def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
-    """A data set with a number (or null, for the stored size) in place of each `auto`.
-
-    `trained` describes the images of the weights that the model starts from: its sizes replace the usual ones.
-    """
+    """A data set with a size (null: the stored one) in place of each `auto`, if need be of the weights' training."""
     autos = [name for name in SIZES if getattr(source, name, None) == AUTO]
     sized: Any = source
     if "fit" in autos:

@@ -108,10 +108,7 @@ def suffixes_of(channels: int) -> frozenset[str]:
 
 
 def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -> Files:
-    """The files with these suffixes of the split in `folder`, with the classes of the split in `train`.
-
-    Raises InputError if `folder` is not a split, or has a class that `train` does not have.
-    """
+    """The files of the split in `folder`, with the classes of the one in `train`. Raises InputError."""
     class_folders, other_kinds = scan_split(folder)
     names = dict.fromkeys(scan_split(train)[0], as_names([]))
     left_out = Counter(other_kinds)
@@ -136,10 +133,7 @@ def list_split(folder: Path, train: Path, suffixes: frozenset[str] = SUFFIXES) -
 
 @functools.cache
 def scan_split(folder: Path) -> tuple[dict[str, list[str]], Counter[str]]:
-    """The classes of a split with their folders, in their order, and the number of all other entries by kind.
-
-    Read once per process. Raises InputError if there is no such folder, or it has no class folders.
-    """
+    """The classes of a split with their folders, and the number of other entries by kind. Raises InputError."""
     if not folder.is_dir():
         near = [override("dataset.path", path) for path in near_paths(folder) if path.is_dir()]
         remedy = f"did you mean {shell_command(near[:1])}?" if near else "name another with dataset.path=FOLDER"
@@ -217,13 +211,11 @@ def image_files(folder: Path, left_out: Counter[str], suffixes: frozenset[str] =
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Names a folder, also through links."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    """The entries of a folder, sorted by name."""
     try:
         with os.scandir(folder) as entries:
             return sorted(entries, key=lambda entry: entry.name)

@@ -126,7 +126,6 @@ def as_names(names: Iterable[str]) -> NDArray[np.bytes_]:
 
 
 def check_groups(splits: Mapping[str, Files]) -> None:
-    """Raise InputError if a group is in two splits."""
     groups = {name: set(files.groups.tolist()) for name, files in splits.items() if files.groups is not None}
     for one, other in itertools.combinations(groups, 2):
         if both := sorted(groups[one] & groups[other]):
@@ -149,13 +148,8 @@ def in_order(names: Iterable[str]) -> tuple[str, ...]:
 def classes_of(labels: Sequence[str], place: Callable[[int], str], *, gaps: bool) -> tuple[str, ...]:
     """The names of the classes, by label: sorted, as numbers if all of them are.
 
-    Args:
-        labels: the label of each training example.
-        place: says where the label of an example is, by its position.
-        gaps: whether numbers may be missing, as in a part of a larger data set.
-
-    Raises:
-        InputError: a label is a number that numbers no class, such as -1, 1.0, or 7 among 0 and 1.
+    `place` says where the label of a training example is, by its position; with `gaps` numbers may be missing, as in
+    a part of a data set. Raises InputError for a number that numbers no class, such as -1, 1.0, or 7 among 0 and 1.
     """
     classes = in_order(sorted(set(map(class_name, labels))))
     wrong = next((name for name in labels if NO_CLASS.fullmatch(name)), None)

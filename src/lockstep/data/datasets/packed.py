@@ -183,10 +183,7 @@ def map_split(folder: Path, name: str) -> MappedSplit:
 
 
 def check(folder: Path, advanced: Callable[[int], None]) -> None:
-    """Compare all files of a packed data set with their sha256. Raises InputError.
-
-    `advanced` is called with the number of bytes after each read.
-    """
+    """Compare all files with their sha256. Raises InputError. `advanced` gets the number of bytes of each read."""
     manifest = read_manifest(folder)
     for split in manifest.splits:
         for kind in KINDS:
@@ -201,7 +198,6 @@ def check(folder: Path, advanced: Callable[[int], None]) -> None:
 
 
 def splits_of(source: Source) -> dict[str, Split]:
-    """The splits of a data set, by name."""
     splits = zip(SPLITS, (source.train(), source.eval(), source.test()), strict=True)
     return {name: split for name, split in splits if split is not None}
 
@@ -209,12 +205,8 @@ def splits_of(source: Source) -> dict[str, Split]:
 def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int], None]) -> list[BrokenImage]:
     """Decode all images of `source` to a new folder. Returns the broken ones, which are skipped.
 
-    Only a few images per thread are in memory at a time. `advanced` is called with the number of images after each
-    chunk.
-
-    Raises:
-        InputError: `target` exists, or more than `Split.skip` images are broken.
-        StorageError: it cannot be written.
+    Only a few images per thread are in memory at a time. `advanced` gets the number of images of each chunk. Raises
+    InputError if `target` exists or more than `Split.skip` images are broken, and StorageError.
     """
     if target.exists() or target.is_symlink():
         raise InputError(f"{target} exists, and nothing is overwritten; remove it or name another folder to pack to")

@@ -32,10 +32,7 @@ TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astyp
 
 
 def opened_by_pillow(data: bytes) -> Any:
-    """The image opened by Pillow, which reads only its header.
-
-    Raises ValueError if its format is not supported, or InputError if it needs a package that is not installed.
-    """
+    """The image opened by Pillow, which reads only its header. Raises ValueError for any other format."""
     from PIL import Image, UnidentifiedImageError
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
@@ -97,10 +94,7 @@ def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def to_rgb(image: Any) -> NDArray[np.uint8]:
-    """The current frame of an image that Pillow has opened: (height, width, 3).
-
-    Raises ValueError for numbers of which no format says what is white.
-    """
+    """The current frame of an image as (height, width, 3). Raises ValueError where no format says what is white."""
     from PIL import Image
 
     if image.mode == "F" or image.mode.startswith("I"):

@@ -116,7 +116,6 @@ class Examples:
         return Units(of, np.argsort(order) - first, end - first)
 
     def strata(self) -> NDArray[np.int64]:
-        """The stratum of each example, (N,)."""
         example, label = self._labels()
         counts = np.bincount(label)
         rarest = _first_of(example, counts[label])

@@ -27,8 +27,6 @@ SPLITS_SHOWN = 5
 
 
 class Row(NamedTuple):
-    """A line of the table."""
-
     line: int
     name: str
     label: tuple[str, ...]
@@ -91,7 +89,6 @@ class CSV(FileSource):
         return self.label_columns or [self.label_column]
 
     def _classes(self, train: list[Row]) -> tuple[str, ...]:
-        """The names of the classes, labels or values, by the lines of the training split."""
         if self.targets == VALUES or (self.targets == LABELS and self.label_columns):
             return tuple(self._columns_of_labels)
         if self.label_columns:
@@ -103,7 +100,6 @@ class CSV(FileSource):
         return names_of(examples, self.targets, lambda index: self._line(train[index]), "label", gaps=False)
 
     def _target(self, row: Row) -> Any:
-        """The label of a line as `as_targets` takes it."""
         if self.targets == LABELS and not self.label_columns:
             return split_text(row.label[0], self.label_separator)
         return row.label if self.targets in (LABELS, VALUES) else row.label[0]
@@ -235,7 +231,6 @@ class HF(FileSource):
         return {key: self._members(table, names[key], labels[key], classes) for key, table in tables.items()}
 
     def _classes(self, table: Any, examples: list[Any]) -> tuple[str, ...]:
-        """The names of the classes, labels or values, by the rows of the training split."""
         feature = table.features[self.label_column]
         if self.targets != VALUES and (names := getattr(getattr(feature, "feature", feature), "names", None)):
             return in_order(names)
@@ -278,7 +273,6 @@ class HF(FileSource):
         return hashlib.sha256(sizes.tobytes()).hexdigest()[:16]
 
     def _labels(self, table: Any) -> list[Any]:
-        """The label of each row as `as_targets` takes it."""
         values = table.with_format(None).select_columns([self.label_column])[self.label_column][:]
         feature = table.features[self.label_column]
         cell = getattr(feature, "feature", feature)

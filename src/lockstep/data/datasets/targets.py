@@ -27,11 +27,8 @@ SEPARATOR = Check(
 def target_of(value: Any, targets: str, place: str, name: Callable[[Any], str] = str) -> Any:
     """A stored value as `as_targets` takes it: a name; a list of names, or of a 0 or 1 for each label; or of numbers.
 
-    Args:
-        value: a plain value, also from JSON.
-        targets: one of `model_card.TARGETS`; otherwise it is a class.
-        place: says where it is, for errors.
-        name: turns the number of a class into its name.
+    `targets` is one of `model_card.TARGETS`, otherwise it is a class; `place` says where it is, for errors; `name`
+    turns the number of a class into its name.
     """
     if targets == VALUES:
         return value if isinstance(value, list) else [value]
@@ -89,10 +86,7 @@ def names_of(
 
 
 def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], place: Callable[[int], str]) -> Tensor:
-    """The labels of examples, see `Split.labels`, from what `target_of` returns and the names of the training split.
-
-    Raises InputError if an example has none of these classes or labels, or not a number for each of them.
-    """
+    """The labels of examples, see `Split.labels`, from what `target_of` returns. Raises InputError."""
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         return as_numbers(examples, names, place, binary=targets == LABELS)
     cells, owners = _flattened(examples) if targets == LABELS else (examples, range(len(examples)))
@@ -113,7 +107,6 @@ def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], plac
 
 
 def _flattened(examples: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequence[int]]:
-    """The names of all examples, and the example that each is of."""
     pairs = [(name, example) for example, own in enumerate(examples) for name in own]
     return [name for name, _ in pairs], [example for _, example in pairs]
 
@@ -121,10 +114,7 @@ def _flattened(examples: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequen
 def as_numbers(
     cells: Sequence[Sequence[Any]], names: Sequence[str], place: Callable[[int], str], *, binary: bool
 ) -> Tensor:
-    """The numbers of examples, float32 (N, K), one for each of `names`; with `binary` 0 and 1 only.
-
-    Raises InputError for a cell that is not a finite number, and for an example with more or fewer.
-    """
+    """The numbers of examples, float32 (N, K), one for each of `names`; `binary`: 0 and 1. Raises InputError."""
     expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
     words = {"true": 1.0, "false": 0.0} if binary else {}
     numbers = torch.empty(len(cells), len(names))

@@ -143,7 +143,6 @@ class WebDataset(FileSource):
         return {sample[first[key]]: labels[key] for key, sample in images.items()}
 
     def _target(self, content: bytes, place: str) -> Any:
-        """The label in a file, as `as_targets` takes it."""
         try:
             if self._kind == "npy":
                 array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
@@ -161,7 +160,6 @@ class WebDataset(FileSource):
         return split_text(text, self.label_separator) if self.targets in (LABELS, VALUES) else text
 
     def _field(self, value: Any, place: str) -> Any:
-        """The part of a value of JSON that the `label_keys` name."""
         for key in self.label_keys:
             if not isinstance(value, dict) or key not in value:
                 raise InputError(
@@ -189,10 +187,7 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 
 
 def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
-    """The name, the offset and the size of each file in an archive.
-
-    Raises ValueError if it is not a complete tar archive, or a member is neither a plain file nor a folder.
-    """
+    """The name, the offset and the size of each file. Raises ValueError for a damaged archive, links or devices."""
     try:
         with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8") as tar:
             while member := tar.next():

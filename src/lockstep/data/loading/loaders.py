@@ -77,11 +77,10 @@ class Resident(ImageLoader):
 
 @option("loader")
 class Streaming(ImageLoader):
-    """Batches are read by threads while the device works on earlier batches.
+    """Batches are read by threads while the device works on earlier ones: the decoders release Python's lock.
 
-    The decoders release Python's lock, so threads can read in parallel. Processes are faster for tiny files
-    (docs/evidence/benchmarks.md compares both), but such data can be resident or packed, and processes take time to
-    start and can die.
+    Processes are faster for tiny files (docs/evidence/benchmarks.md compares both), but take time to start and can
+    die.
     """
 
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
@@ -171,10 +170,7 @@ def read_once(split: Split, world: World) -> ImageReader:
 
 
 def _on_device(results: Iterator[ReadResult], device: torch.device) -> Iterator[ReadResult]:
-    """Move the images of `results` to `device`.
-
-    A GPU copies them on a separate stream and one batch ahead: the next batch while the step works on this one.
-    """
+    """Move images to a GPU on a separate stream, one batch ahead: the next while the step works on this one."""
     if device.type != "cuda":
         yield from results
         return

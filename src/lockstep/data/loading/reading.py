@@ -37,10 +37,7 @@ ResultT = TypeVar("ResultT")
 
 
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
-    """The images uint8 (len(indices), C, H, W) of a split, and the errors of broken examples, which are blank.
-
-    Raises InputError if an image is broken and the split allows none.
-    """
+    """Images uint8 (len(indices), C, H, W), blank ones for the broken, and their errors; InputError above `skip`."""
     try:
         return split.fetch(indices, epoch), {}
     except BrokenImage as error:
@@ -82,13 +79,9 @@ def in_order(
 
 
 def workers_needed(model: float, reader: float, most: int, *, own_cores: bool) -> int:
-    """The number of workers that keep up with a model, at most `most`.
+    """The workers, at most `most`, that keep up with a model; `model` and `reader` are images per second.
 
-    Args:
-        model: images per second that the model trains on.
-        reader: images per second that one worker reads.
-        own_cores: whether training leaves the cores to the workers. Otherwise reading slows training down: the
-            seconds that an image needs in both add up, spread over all cores.
+    Without `own_cores` reading slows training down: the seconds of an image in both add up, spread over all cores.
     """
     need = model if own_cores else 1 / (1 / model + 1 / (reader * most))
     return min(most, max(1, math.ceil(HEADROOM * need / reader)))

@@ -56,10 +56,7 @@ def shard_indices(
 
 
 def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[ShardIndices]]:
-    """Group shards of up to `steps` consecutive steps of one epoch.
-
-    The first group has one shard, so that a run does not wait for many before its first step.
-    """
+    """Group shards of up to `steps` consecutive steps of an epoch. The first has one: a run waits for no more."""
     size = 1
     for _, of_epoch in itertools.groupby(shards, key=operator.attrgetter("epoch")):
         while group := list(itertools.islice(of_epoch, size)):
@@ -68,10 +65,7 @@ def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[Sh
 
 
 def blocks(n: int, size: int, *, rank: int, ranks: int) -> list[range]:
-    """The blocks of up to `size` of the `n` examples that a rank evaluates.
-
-    The blocks do not depend on the number of ranks, so no logit depends on it either.
-    """
+    """The blocks of `size` or less of `n` examples that a rank evaluates; they do not depend on the ranks."""
     return [range(start, min(start + size, n)) for start in range(rank * size, n, ranks * size)]
 
 

@@ -108,10 +108,7 @@ class EvalLoader:
                 log.warn(f"{error.failure}: skipped, {len(self.broken_seen)} of at most {self.skip}")
 
     def count_skipped(self) -> int:
-        """The number of different broken images that all ranks together have read so far. Collective.
-
-        Raises InputError if there are more than `skip`.
-        """
+        """The broken images that all ranks have read. Collective. Raises InputError above `skip`."""
         if not self.skip:
             return 0
         number = len(set().union(*self.world.gather(self.broken_seen)))
@@ -160,7 +157,6 @@ class Loader(EvalLoader):
             yield from self._train(feed, max(after, start), min(end, self.plan.total_steps))
 
     def _train(self, feed: ImageReader, after: int, end: int) -> Iterator[BatchGroup]:
-        """The shards for the steps after `after`, up to `end`, from one reader."""
         requested: deque[list[ShardIndices]] = deque()
 
         def requests() -> Iterator[ReadRequest]:
@@ -202,10 +198,7 @@ class Loader(EvalLoader):
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
     def blocks_of_epoch(self, epoch: int, number: int) -> Iterator[BatchGroup]:
-        """This rank's share of the first `number` blocks of `eval_batch` examples of an epoch, without mix partners.
-
-        Each rank has as many. So the last ones may be blocks from the beginning again.
-        """
+        """This rank's share of the first `number` blocks of an epoch; the last may repeat, as each has as many."""
         as_one = replace(self.plan, batch=self.plan.examples, total_steps=epoch + 1)
         order = next(self._steps(epoch, World.solo(), plan=as_one)).indices
         rounds = -(-number // self.world.size)
@@ -219,7 +212,6 @@ class Loader(EvalLoader):
             yield self._group([step], images, rank=0, ranks=1, mix_partners=False)
 
     def _steps(self, after: int, world: World, plan: Plan | None = None, **options: Any) -> Iterator[ShardIndices]:
-        """The shards of a rank of `world` for every step after step `after`."""
         options |= {"rank": world.rank, "ranks": world.size, "order_of": self.order_of}
         return shard_indices(plan or self.plan, self.seed, after=after, **options)
 

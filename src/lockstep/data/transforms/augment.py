@@ -41,10 +41,7 @@ class Auto(NoAugment):
 
 @option("augment")
 class CropFlip:
-    """Pad the image, crop its own size out of it, then mirror it.
-
-    The usual augmentation of small images (He et al. 2016, section 4.2).
-    """
+    """Pad the image, crop its own size out of it, then mirror it (He et al. 2016, section 4.2)."""
 
     pad: int = ranged(4, least=0, most=1024)
     reflect: bool = False
@@ -218,10 +215,7 @@ def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpol
 
 
 def crops_together(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Like `resized_crops`, with the same number of kernels for any batch, and without waiting for the device.
-
-    It has no products of matrices and no sums over an axis, because their rounding may depend on the batch size.
-    """
+    """Like `resized_crops`, without waiting; no sums over an axis, whose rounding may depend on the batch size."""
     top, left, height, width = boxes.unbind(1)
     rows = _resized_rows(images.float(), left, width, size[1], interpolation)
     columns = _resized_rows(rows.mT, top, height, size[0], interpolation)

@@ -70,10 +70,7 @@ class DeviceTransforms:
         interpolation: str = INTERPOLATION,
         **options: Any,
     ) -> DeviceTransforms:
-        """The steps for a data set or for a model's card, with its own mean and deviation by default.
-
-        `mean` and `std` are per channel, for pixels from 0 to 1; `options` are other fields.
-        """
+        """The steps for a data set or a card; `mean` and `std` are per channel, `options` are other fields."""
         means, stds = (
             torch.tensor(values, device=device, dtype=precision.sums).view(1, -1, 1, 1)
             for values in (mean or source.mean, std or source.std)
@@ -101,11 +98,7 @@ class DeviceTransforms:
             yield from group.shards(self.augmented(group.images, group.epoch, group.indices, group.steps[0].step))
 
     def mixed(self, micro: Shard) -> tuple[Tensor, Tensor]:
-        """The images (b, C, H, W) and targets of a micro-batch of `train`.
-
-        With `mix`, the images are mixed and the targets are class probabilities (b, classes); without, the targets
-        are int64 labels (b,).
-        """
+        """The images (b, C, H, W) and targets of a micro-batch: int64 (b,), with `mix` shares (b, classes)."""
         if self.mix is None:
             return micro.images, micro.labels
         if self.mix.by == "batch":
@@ -183,19 +176,11 @@ class Mix:
         return self.mixup > 0 or self.cutmix > 0
 
     def apply(self, images: Tensor, labels: Tensor, keys: Tensor, probability: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Mix samples with their partners.
+        """Mix samples with their partners: images (b, C, H, W) and targets (b, classes), in the images' dtype.
 
-        For broken images see `is_broken`. A sample whose partner is broken stays as it is. The target of a broken
-        sample means nothing, because its loss does not count.
-
-        Args:
-            images: float (b + 1, C, H, W), each the partner of the one before it; or no images at all.
-            labels: int64 (b + 1,), or floats (b + 1, classes), of the images.
-            keys: int64 (b + 1,).
-            probability: of mixing.
-
-        Returns:
-            Images (b, C, H, W) and the mixed targets (b, classes), both of the images' dtype.
+        `images` are floats (b + 1, C, H, W), each the partner of the one before it, or none; `labels` int64 (b + 1,)
+        or floats (b + 1, classes), and `keys` int64 (b + 1,). A sample whose partner is broken (see `is_broken`)
+        stays as it is; the loss of a broken one does not count.
         """
         own, partners, broken, keys = images[:-1], images[1:], is_broken(labels), keys[:-1]
         cut = uniform(keys, 1) < (self.switch if self.mixup and self.cutmix else float(self.cutmix > 0))
@@ -223,10 +208,9 @@ class Mix:
 
 
 def beta(uniforms: Tensor, alpha: float) -> Tensor:
-    """Turn uniform numbers into numbers of Beta(alpha, alpha), float32; all are 1 for an alpha of 0.
+    """Uniform numbers as numbers of Beta(alpha, alpha), float32; all are 1 for an alpha of 0.
 
-    This interpolates linearly in a table of quantiles. The distribution function is exact at the table's 4,097
-    points and off by less than 1/4096 between them.
+    Interpolated in a table of quantiles: the distribution function is off by less than 1/4096.
     """
     table = _quantiles(alpha, uniforms.device)
     place = uniforms * CELLS
@@ -255,9 +239,6 @@ def box(share: Tensor, keys: Tensor, height: int, width: int) -> Tensor:
 
 
 def interval(keys: Tensor, n: int, length: int, before: Tensor | int, after: Tensor | int) -> Tensor:
-    """The positions from centre - before up to, but not including, centre + after: bool (b, length).
-
-    The centre is uniform: number `n` of each key's stream.
-    """
+    """The positions from centre - before to centre + after: bool (b, length). The centre is number `n` of a key."""
     centre = (uniform(keys, n) * length).long()
     return span(centre - before, centre + after, length)

@@ -14,7 +14,6 @@ Amounts = Callable[[int], Tensor]  # of an operation, (B, 1, 1), and 0 for sampl
 
 
 def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...]) -> Tensor:
-    """Shear, translation, rotation, by the nearest pixel."""
     height, width = images.shape[2:]
     amount = torch.where(op == ROTATE, amount.deg2rad(), amount).float()
     row, column = _torchvisions(lambda kind: torch.where(op == kind, amount, 0.0)[:, None, None], images)
@@ -29,7 +28,6 @@ def moved(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...]) -> 
 
 
 def _centres(images: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The y (H, 1) and x (W) of the pixels' centres."""
     height, width = images.shape[2:]
     y = torch.arange(height, dtype=dtype, device=images.device)[:, None] + 0.5
     return y, torch.arange(width, dtype=dtype, device=images.device) + 0.5

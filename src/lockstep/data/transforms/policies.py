@@ -26,10 +26,7 @@ TIMM_STRONGEST = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(RandomResizedCrop):
-    """A padded or a resized crop and a mirror, then the operations of a policy, then changes of colour.
-
-    The data set decides what `crop=auto` is.
-    """
+    """A padded or a resized crop (`crop=auto`: by the data set), a mirror, a policy's operations, then colours."""
 
     crop: str = choice("auto", "auto", "pad", "resized", "none")
     pad: int = ranged(4, least=0, most=1024)
@@ -61,8 +58,6 @@ class Policy(RandomResizedCrop):
 
 @dataclass(frozen=True, kw_only=True)
 class _Moving(Policy):
-    """A policy with operations that move pixels."""
-
     resample: str = choice("nearest", "nearest", "bilinear", "bicubic")
     fill: list[int] = ranged([0], least=0, most=255)
 

@@ -62,10 +62,7 @@ def table(policy: str, size: Size, device: torch.device) -> Table:
 
 
 def colours(draws: SampleRNG, *, jitter: float, grey: float, blur: float, solarize: float) -> Iterator[Step]:
-    """Colour jitter by up to a share, then grey, blur and solarize with their probabilities.
-
-    Jitter changes brightness, contrast and colour in random order, as torchvision's ColorJitter.
-    """
+    """Jitter (brightness, contrast and colour in random order, as torchvision), then grey, blur and solarize."""
     if not (jitter or grey or blur or solarize):
         return
     uniform = draws.uniform(torch.arange(COLOUR_DRAW, COLOUR_DRAW + 10, device=draws.indices.device)).double()
@@ -82,7 +79,6 @@ def colours(draws: SampleRNG, *, jitter: float, grey: float, blur: float, solari
 
 
 def whole(uniform: Tensor, number: int) -> Tensor:
-    """Uniform numbers as whole ones from 0 to number - 1."""
     return (uniform * number).long()
 
 
