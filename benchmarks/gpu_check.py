@@ -18,7 +18,7 @@ and requirements-dev.txt. 3.12 stands for the machine's Python:
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 \\
         --platform manylinux_2_17_x86_64 --dest wheels "hydra-core==1.4.0rc3" "omegaconf==2.4.1rc1" "simplejpeg<2" \\
         "timm<1.1" "tensorboard<2.22" "nvidia-ml-py<14" "scikit-learn<1.10" "safetensors<0.9" "rich<16" \\
-        "filelock<5" "psutil<8" "pyyaml<7" "jinja2<4" markupsafe \\
+        "psutil<8" "pyyaml<7" "jinja2<4" markupsafe \\
         "matplotlib<4" contourpy cycler fonttools kiwisolver pyparsing python-dateutil six \\
         pytest pytest-timeout pytest-xdist execnet iniconfig pluggy pygments
 
