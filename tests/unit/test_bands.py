@@ -104,6 +104,15 @@ def test_what_is_no_image_of_so_many_channels_is_one_sentence(kind: str) -> None
         stored_image(make(), (CHANNELS, 8, 8))
 
 
+def test_only_what_tifffile_logs_of_our_files_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    damaged = bands(IMAGE, software="ours").replace(b"\x31\x01\x02\0", b"\x31\x01\x63\0")  # the type of the tag
+    tifffile = pytest.importorskip("tifffile")
+    ImageFile.of(damaged, CHANNELS).fitted((22, 22))
+    assert not caplog.records
+    tifffile.TiffFile(io.BytesIO(damaged)).pages.first.asarray()
+    assert caplog.records
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two classes of arrays, each with a photo beside them that is no image of five channels."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import os
 import struct
 import tarfile
 import zlib
@@ -18,7 +20,7 @@ from torchvision.transforms.v2.functional import to_dtype
 
 from helpers import ROOT, decoded
 from lockstep.core.errors import InputError
-from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.decode import ImageFile, contents
 from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.images import stored_image
 
@@ -289,6 +291,25 @@ def test_a_photo_is_turned_upright(tmp_path: Path, name: str, orientation: int) 
     assert np.abs(difference).max() <= 4
     by_path, *by_others = ways(tmp_path / name).values()
     assert all((pixels.int() - by_path.int()).abs().max() <= 4 for pixels in by_others)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 9), (9, 1)])
+def test_a_photo_of_one_row_or_column_is_turned_upright(size: tuple[int, int]) -> None:
+    for orientation in range(1, 9):
+        (exif := Image.Exif())[ORIENTATION] = orientation
+        COLOURS.resize(size).save(data := io.BytesIO(), "PNG", exif=exif)
+        file = ImageFile.of(data.getvalue())
+        expected = np.asarray(ImageOps.exif_transpose(Image.open(data))).transpose(2, 0, 1)
+        assert np.array_equal(file.box((0, 0, file.height, file.width), expected.shape[1:]), expected)
+
+
+def test_a_file_is_read_whole_from_a_file_system_that_returns_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(content := bytes(range(256)))
+    read = os.read
+    monkeypatch.setattr(os, "read", lambda descriptor, size: read(descriptor, min(size, 100)))
+    assert contents(tmp_path / "a") == content
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))

@@ -14,7 +14,9 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +49,7 @@ PIXELS = 2**27
 LENGTH = 8 * PIXELS  # the most bytes of a file; no format needs more for a pixel
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
+QUIET = ContextVar("QUIET", default=False)  # whether this thread reads a TIFF
 
 
 class ImageFile(NamedTuple):
@@ -164,7 +167,10 @@ def contents(place: Path | Member) -> bytes:
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
         check_length(status.st_size)
-        return os.read(descriptor, status.st_size)
+        data = os.read(descriptor, status.st_size)
+        while len(data) < status.st_size and (rest := os.read(descriptor, status.st_size - len(data))):
+            data += rest  # a network file system may return less than is asked for
+        return data
     finally:
         os.close(descriptor)
 
@@ -216,8 +222,8 @@ def _tiff(data: bytes, channels: int) -> Header:
     check_installed("tifffile", "a TIFF of several bands", extra="bands")
     import tifffile
 
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # of damaged tags in each of thousands of files
-    page: Any = tifffile.TiffFile(BytesIO(data)).pages.first
+    with _quiet():
+        page: Any = tifffile.TiffFile(BytesIO(data)).pages.first
     if page.axes not in ("YXS", "SYX"):
         raise ValueError(f"its first page has the shape {page.shape} and one sample per pixel, expected {channels}")
     rows, columns, samples = (page.shape[page.axes.index(axis)] for axis in "YXS")
@@ -227,10 +233,26 @@ def _tiff(data: bytes, channels: int) -> Header:
         ends = (offset + count for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True))
         if max(ends) > len(data):
             raise ValueError("it is cut short")
-        pixels: Pixels = page.asarray(maxworkers=1)
+        with _quiet():
+            pixels: Pixels = page.asarray(maxworkers=1)
         return np.ascontiguousarray(np.moveaxis(pixels, page.axes.index("S"), 2))
 
     return rows, columns, decode, page.tags.valueof(photos.ORIENTATION, photos.UPRIGHT)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Drop what tifffile logs in this thread: damaged tags in each of thousands of files."""
+    logging.getLogger("tifffile").addFilter(_is_heard)
+    token = QUIET.set(True)
+    try:
+        yield
+    finally:
+        QUIET.reset(token)
+
+
+def _is_heard(record: logging.LogRecord) -> bool:
+    return not QUIET.get()
 
 
 def _check_bands(shape: tuple[int, ...], dtype: np.dtype[Any], channels: int) -> None:

@@ -83,7 +83,7 @@ def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
         pixels = pixels[:, ::-1]
     if orientation in ROWS_BACK:
         pixels = pixels[::-1]
-    return np.ascontiguousarray(pixels)
+    return pixels.copy()  # for NumPy, a single reversed row is contiguous
 
 
 def grey(pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
