@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lockstep.config.options import option
 from lockstep.core.fields import choice, ranged
+from lockstep.core.model import best_classes
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.protocols import Score
 
@@ -47,17 +48,19 @@ class Collected:
         self.batches.append((targets, probabilities if self.decide is None else self.decide(probabilities)))
 
     def compute(self) -> Tensor:
-        targets, predictions = (torch.cat(parts).numpy() for parts in zip(*self.batches, strict=True))
+        targets, predictions = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of scores without a value
-            return torch.as_tensor(self.function(targets, predictions), dtype=torch.float64)
+            score = self.function(targets.numpy(), predictions.nan_to_num().numpy())
+        # scikit-learn rejects predictions that are not finite: the model overflows on an image.
+        return torch.as_tensor(score, dtype=torch.float64) * (1 if predictions.isfinite().all() else math.nan)
 
     def reset(self) -> None:
         self.batches: list[tuple[Tensor, Tensor]] = []
 
 
 def predicted_classes(probabilities: Tensor) -> Tensor:
-    return probabilities.argmax(1)
+    return best_classes(probabilities, 1)[:, 0]
 
 
 def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> float | NDArray[Any]:
@@ -89,7 +92,7 @@ class Accuracy:
             examples = np.bincount(labels, minlength=classes)
             return averaged(np.bincount(labels, hits, minlength=classes) / examples, examples, self.average)
 
-        return Collected(score, lambda probabilities: probabilities.topk(min(self.top_k, classes)).indices)
+        return Collected(score, lambda probabilities: best_classes(probabilities, self.top_k))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,8 +242,8 @@ class Calibration:
 
     def build(self, classes: int) -> Score:
         def best(probabilities: Tensor) -> Tensor:
-            confidences, predicted = probabilities.max(1)
-            return torch.stack([confidences, predicted.to(confidences)], 1)
+            confidences = probabilities.amax(1)
+            return torch.stack([confidences, predicted_classes(probabilities).to(confidences)], 1)
 
         def score(labels: NDArray[Any], best: NDArray[Any]) -> float:
             confidences, hits = best[:, 0], best[:, 1] == labels

@@ -153,6 +153,25 @@ def test_the_top_k_accuracy_of_classes_is_their_share_of_hits_among_those_that_a
     assert scores.compute() == {"it": pytest.approx(np.mean(shares), rel=1e-6)}
 
 
+@pytest.mark.parametrize("name", ["auroc", "average_precision", "f1", "calibration"])
+def test_a_score_of_logits_that_are_not_numbers_has_no_value(name: str) -> None:
+    logits = LOGITS.clone()
+    logits[7] = math.nan
+    (metric,) = built(f"metric={name}").metric.values()
+    scores = Scores({"it": metric}, CLASSES, (), World.solo())
+    scores.update(block(logits, LABELS))
+    assert math.isnan(scores.compute()["it"]) == (name != "f1")  # a predicted class is one, whatever the logits are
+
+
+def test_of_equal_logits_every_metric_takes_the_predicted_class() -> None:
+    logits = LOGITS.round()
+    hits = (best_classes(logits)[:, 0] == LABELS).double().mean()
+    micro = [metric_of(name, "micro") for name in ("accuracy", "precision", "recall", "f1")]
+    scores = Scores(dict(enumerate(micro)), CLASSES, (), World.solo())  # type: ignore[arg-type]
+    scores.update(block(logits, LABELS))
+    assert [*scores.compute().values()] == pytest.approx([float(hits)] * 4)
+
+
 def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[str, float]:
     """The scores of an evaluation in blocks of these sizes, after one of other logits with the same object."""
     scores = Scores({"it": metric}, CLASSES, names, World.solo())

@@ -150,12 +150,12 @@ def is_broken(labels: Tensor) -> Tensor:
     return labels < 0 if labels.ndim == 1 else labels.isnan().any(1)
 
 
-def best_classes(logits: Tensor) -> Tensor:
-    """The five classes with the highest logits (or all, if there are fewer), int64 (B, 5), the prediction first.
+def best_classes(logits: Tensor, number: int = 5) -> Tensor:
+    """The classes with the highest logits (all, if there are fewer), int64 (B, number), the prediction first.
 
-    Logits may be equal, often in 16-bit formats; of these `argmax` may choose another class.
+    Logits may be equal, often in 16-bit formats; of these `argmax`, or `topk` of another number, may choose others.
     """
-    return logits.topk(min(5, logits.shape[1])).indices
+    return logits.topk(min(max(5, number), logits.shape[1])).indices[:, :number]
 
 
 def is_sharded(tensor: Tensor) -> bool:
