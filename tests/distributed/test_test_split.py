@@ -37,7 +37,7 @@ def summary(run: Path) -> dict[str, Any]:
 def evaluated(run: Path, split: str = "test") -> dict[str, float]:
     """The figures of `lockstep evaluate`, without those that the run does not have."""
     evaluate(str(run), (), split=split, device="cpu", out=None)
-    facts = json.loads((run / "evaluation.json").read_text())
+    facts = json.loads((run / ("evaluation.json" if split == "val" else f"evaluation-{split}.json")).read_text())
     return {name: facts[name] for name in summary(run)["test"] if name in facts}
 
 
@@ -56,7 +56,7 @@ def test_a_run_ends_with_the_figures_of_evaluate_and_its_best_weights_alone_see_
     assert logged(run) == [(4, figures)]
     assert set(figures) == {"loss", "top1", "top5", "f1"}
     assert figures != summary(run)["scores"]
-    facts = json.loads((run / "evaluation.json").read_text())
+    facts = json.loads((run / "evaluation-test.json").read_text())
     assert facts["images"] == len(Digits().eval()) == 355
 
 
@@ -173,7 +173,7 @@ def test_labels_and_numbers_are_tested_as_evaluate_does(tmp_path: Path, task: st
     figures = summary(run)["test"]
     assert len(figures) == 4
     assert evaluated(run) == figures
-    assert json.loads((run / "evaluation.json").read_text())["images"] == 30
+    assert json.loads((run / "evaluation-test.json").read_text())["images"] == 30
 
 
 def test_broken_images_of_the_test_split_are_left_out_as_elsewhere(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_broken_images_of_the_test_split_are_left_out_as_elsewhere(tmp_path: Pat
         train_here(tmp_path / "run", *job)
     run = train_here(tmp_path / "run", *job, "dataset.skip=1").path
     assert evaluated(run) == summary(run)["test"]
-    assert summary(run)["skipped"] == json.loads((run / "evaluation.json").read_text())["skipped"] == 1
+    assert summary(run)["skipped"] == json.loads((run / "evaluation-test.json").read_text())["skipped"] == 1
 
 
 def test_a_resume_with_another_test_split_or_none_is_refused(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def _of_models(commands: Any) -> None:
         "evaluate",
         help="evaluate a trained model on a split, or a cross-validation on its folds",
         description="Evaluate a run on its own or other data, or a sweep on its folds: loss, scores, each class, "
-        "calibration. Writes evaluation.json and predictions.csv.",
+        "calibration. Writes evaluation.json and predictions.csv (evaluation-test.json, ... with --split test).",
     )
     _run(evaluate)
     _rest(evaluate, "overrides", "OVERRIDE", "other data, such as dataset.path=FOLDER")

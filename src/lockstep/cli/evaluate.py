@@ -168,13 +168,15 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) ->
 
 
 def write(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
-    write_atomic(folder / "evaluation.json", json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    write_atomic(folder / "predictions.csv", csv_lines(evaluations))
+    of_split = "" if (split := facts.get("split", "val")) == "val" else f"-{split}"
+    results, predictions = folder / f"evaluation{of_split}.json", folder / f"predictions{of_split}.csv"
+    write_atomic(results, json.dumps(facts, indent=1, allow_nan=False) + "\n")
+    write_atomic(predictions, csv_lines(evaluations))
     if form == "json":
         show_json(facts)
         return
-    for name in ("evaluation.json", "predictions.csv"):
-        log.show(f"wrote {folder / name}")
+    for path in (results, predictions):
+        log.show(f"wrote {path}")
 
 
 def split_for(
