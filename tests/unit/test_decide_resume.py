@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -101,6 +102,23 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
     with pytest.raises(InputError, match=r"no longer composes to its config \(seed was 5 and is 0\)"):
         decided(f"resume={run.path}", "epochs=7")
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
+
+
+def test_a_run_of_before_is_continued_and_a_default_that_has_changed_is_named_with_its_override(
+    tmp_path: Path,
+) -> None:
+    run = run_dir(tmp_path / "run", "epochs=3")
+    values = components.load(run.composed)
+    del values["train"]["repeats"]
+    run.composed.write_text(components.dump(values))
+    assert decided(f"resume={run.path}").values["train"]["repeats"] == 1
+    values["train"]["freeze"], values["steps"] = ["head", "stem"], 7
+    run.composed.write_text(components.dump(values))
+    with pytest.raises(InputError, match=r"or add what had another default then: ") as caught:
+        decided(f"resume={run.path}")
+    words = shlex.split(str(caught.value).partition("then: ")[2])
+    decided_values = decided(f"resume={run.path}", *words).values
+    assert (decided_values["train"]["freeze"], decided_values["steps"]) == (["head", "stem"], 7)
 
 
 def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:

@@ -1,5 +1,6 @@
 """The words of the user's command, and commands in messages, quoted so that the user can paste them into a shell."""
 
+import json
 import re
 import shlex
 import sys
@@ -35,7 +36,12 @@ def shell_command(words: Iterable[object]) -> str:
 
 
 def override(key: str, value: object) -> str:
-    """The override that sets `key` to a text, quoted for Hydra if its grammar requires it, but not for a shell."""
+    """The override that sets `key` to a text, quoted for Hydra if its grammar requires it, but not for a shell.
+
+    Of another value it is JSON, which Hydra reads.
+    """
+    if not isinstance(value, str | Path):
+        return f"{key}={json.dumps(value)}"
     text = str(value)
     plain = f"{key}={text}"
     if not SPECIAL.intersection(text) and parsed(plain) == text:  # to parse it takes 10 ms in a new process

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, composition, extensions
-from lockstep.config.commands import key_of
+from lockstep.config.commands import key_of, override, shell_command
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
@@ -194,16 +194,21 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         return
     composed_values, current_values = dict(leaves(own)), dict(leaves(values))
     different = [
-        f"{key} was {stored_values.get(key)!r} and is {composed_values.get(key)!r}"
-        for key in stored_values | composed_values
-        if stored_values.get(key) != composed_values.get(key)
+        key
+        for key in stored_values  # without the keys that are newer than the run, which have their defaults
+        if stored_values[key] != composed_values.get(key)
         and current_values.get(key) == composed_values.get(key)
         and key not in NOT_KEPT
         and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:
+        changes = [
+            f"{key} was {stored_values[key]!r} and is {composed_values.get(key)!r}" for key in different[:SHOWN]
+        ]
         more = f", and {len(different) - SHOWN} more" if len(different) > SHOWN else ""
+        settable = [key for key in different if key in composed_values and not key.endswith("_target_")]
+        words = shell_command(override(key, stored_values[key]) for key in settable)
         raise InputError(
-            f"resume: {run_dir.overrides} no longer composes to its config ({', '.join(different[:SHOWN])}{more}); "
-            "restore the lines that it lost, or set these keys on the command line"
+            f"resume: {run_dir.overrides} no longer composes to its config ({', '.join(changes)}{more}); restore the "
+            f"lines that it lost{', or add what had another default then: ' * bool(words)}{words}"
         )
