@@ -17,13 +17,14 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from helpers import built
+from helpers import built, refusal
 from lockstep.checkpoint.reading import difference
 from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
 from lockstep.data.datasets.packed import Packed
 from lockstep.inference.images import files_in
+from lockstep.job import validate_with_data
 from lockstep.training import banner
 
 NFC, NFD = "caf\u00e9", "cafe\u0301"
@@ -279,3 +280,15 @@ def test_the_banner_names_what_a_job_predicts(targets: str, names: tuple[str, ..
     job: Any = SimpleNamespace(dataset=dataset, task=task)
     data: Any = SimpleNamespace(train=train, val=val)
     assert banner._classes(job, data) == shown
+
+
+def test_names_that_weights_cannot_keep_are_refused_before_there_is_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in ("train/ants/0.png", "train/bees/0.png", "val/ants/0.png"):
+        (tmp_path / place).parent.mkdir(parents=True)
+        (tmp_path / place).touch()
+    monkeypatch.setattr(validate_with_data, "NAMES_LIMIT", 15)
+    says = "dataset: the names of its 2 classes take 16 characters, expected at most 15, because weights keep them; "
+    data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8")
+    assert says in refusal(tmp_path / "runs", *data)

@@ -20,6 +20,7 @@ from lockstep.core.safe_read import MB, checked
 METADATA_KEY = "lockstep"
 FORMAT = 1
 LIMIT = 16 * MB  # characters of the text, nearly all of which are names of classes
+NAMES_LIMIT = 15 * MB  # characters of these names, as JSON
 # How images can be resized, always with antialiasing; the first is the default.
 INTERPOLATIONS = ("bilinear", "bicubic")
 INTERPOLATION = INTERPOLATIONS[0]

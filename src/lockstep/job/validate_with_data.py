@@ -1,11 +1,12 @@
 """Checks of a job with its data present: of the data, the plan, the memory and the figure that decides."""
 
+import json
 import math
 from collections.abc import Iterator
 
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import local_size
-from lockstep.core.model_card import CLASSES, LABELS
+from lockstep.core.model_card import CLASSES, LABELS, NAMES_LIMIT
 from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
 from lockstep.models.nets import check_size, sketch
@@ -24,6 +25,11 @@ def check_plan(job: ResolvedJob) -> Plan:
     if job.task.targets == CLASSES and job.dataset.classes < 2:
         named = "".join(f", {name}," for name in job.dataset.class_names)
         raise InputError(f"dataset: it has one class{named} so there is nothing to tell apart, expected two or more")
+    if (length := len(json.dumps(job.dataset.class_names))) > NAMES_LIMIT:
+        raise InputError(
+            f"dataset: the names of its {job.dataset.classes:,} classes take {length:,} characters, expected at most "
+            f"{NAMES_LIMIT:,}, because weights keep them; shorten them, or name the column or key of the labels"
+        )
     if job.task.targets == LABELS and not job.dataset.train().labels.any():
         raise InputError(
             "dataset: no image to train on has a label, so there is nothing to learn; correct the labels, or use "
