@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from helpers import composed
+from lockstep.cli import callbacks
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.locks import Lock
@@ -20,6 +22,7 @@ from lockstep.job.resume import Resume
 from lockstep.job.slurm import Submission, preview, submission, submit
 from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
+from lockstep.sweep.ledger import Ledger
 
 Programs = Callable[..., None]
 
@@ -191,3 +194,23 @@ def test_the_command_of_a_task_is_no_rank_and_writes_into_the_run_folder(
 ) -> None:
     assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
     assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
+
+
+def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submitted: list[Path | None] = []
+    monkeypatch.setattr(callbacks, "submit_all", submitted.append)
+    monkeypatch.setattr(callbacks, "WAITING", [job(tmp_path)])
+    monkeypatch.setattr(callbacks, "choose_folder", lambda config: Ledger(tmp_path))
+    config, sweep = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}), callbacks.SweepCallbacks()
+    try:
+        raise FileNotFoundError
+    except FileNotFoundError:
+        sweep.on_multirun_start(config)
+        sweep.on_multirun_end(config)
+        try:
+            raise KeyError
+        except KeyError:  # an error of the sweep itself
+            sweep.on_multirun_end(config)
+    assert submitted == [tmp_path]

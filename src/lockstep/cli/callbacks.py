@@ -79,7 +79,7 @@ def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
 
 class SweepCallbacks(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        self.began = time.monotonic()
+        self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
             _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
@@ -89,7 +89,7 @@ class SweepCallbacks(Callback):
         atexit.register(_remove_sweep, ledger, new_folders)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if sys.exc_info()[1] is not None:  # the sweep ends with an error, which decides the exit code
+        if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
             return
         folder = Path(config.hydra.sweep.dir)
         if WAITING:
