@@ -20,6 +20,7 @@ from helpers import NARROW, Case, Done, forked, gang, records, train_here, weigh
 from lockstep.cli import data
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
+from lockstep.core.safe_write import locked
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import FileSplit
@@ -223,6 +224,17 @@ def test_broken_images_are_left_out_up_to_the_allowed_number(tmp_path: Path) -> 
     whole = [index for index in range(150) if index != 3]
     assert torch.equal(ours.images, theirs.fetch(whole))
     assert torch.equal(ours.labels, theirs.labels[whole])
+
+
+def test_what_a_killed_pack_has_left_is_removed_but_nothing_of_a_pack_that_runs(
+    folder: Folder, tmp_path: Path
+) -> None:
+    for name in (".target.killed.partial", ".target.running.partial", ".target.mine", ".other.killed.partial"):
+        (tmp_path / name / "packed").mkdir(parents=True)
+    with locked(tmp_path / ".target.running.partial"):
+        pack(folder, tmp_path / "target")
+    left = {".target.running.partial", ".target.mine", ".other.killed.partial", "target"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

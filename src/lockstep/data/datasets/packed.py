@@ -14,6 +14,7 @@ of the files and every label. Only `lockstep pack --check` also reads and hashes
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -21,6 +22,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from lockstep.core.fields import pathname
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
-from lockstep.core.safe_write import sync
+from lockstep.core.safe_write import locked, sync
 from lockstep.data.datasets.files import MappedSplit, PhotoSource, keeps_whole
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
@@ -43,6 +45,7 @@ from lockstep.data.loading.reading import in_order, read_images
 SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
 CHUNK = 64  # images that a thread decodes at a time
+PARTIAL = ".partial"  # the suffix of a folder that a pack fills
 
 
 @option("dataset")
@@ -219,7 +222,11 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
             raise StorageError(
                 f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk space there"
             )
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL}"):
+            with suppress(BlockingIOError), locked(leftover):  # otherwise another pack is filling it
+                shutil.rmtree(leftover)
+        temporary_folder = tempfile.TemporaryDirectory(PARTIAL, f".{target.name}.", target.parent)
+        with temporary_folder as temporary, locked(Path(temporary)):
             (folder := Path(temporary, "packed")).mkdir()
             facts = {}
             for name, split in splits.items():
