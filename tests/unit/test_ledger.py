@@ -714,8 +714,10 @@ def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
 
 
 def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now)  # a busy disk takes seconds to write the records
     ledger = begun(tmp_path)
     records = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
     with SweepView(ledger, records) as view:
