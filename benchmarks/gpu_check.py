@@ -43,7 +43,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import timm
 import torch
@@ -225,11 +224,7 @@ def host(setting: Setting) -> Rows:
 
 
 def host_figures(setting: Setting, *job: str) -> Figures:
-    """Host time and launches per step of one job.
-
-    Raises:
-        RuntimeError: torch's, if a step waits for the device.
-    """
+    """Host time and launches per step of one job. Raises RuntimeError, torch's, if a step waits for the device."""
     steps = WARM + TIMED + PROFILED + 1
     profiler = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * setting.cuda])
     ends: list[float] = []
@@ -257,20 +252,12 @@ def host_figures(setting: Setting, *job: str) -> Figures:
     window = ends[WARM - 1 : WARM + TIMED]
     figures = {"host us a step": 1e6 * statistics.median(b - a for a, b in itertools.pairwise(window))}
     if setting.cuda:
-        figures["launches a step"] = launches(profiler) / PROFILED
+        launches = sum(event.count for event in profiler.key_averages() if event.key.startswith(LAUNCHES))
+        figures["launches a step"] = launches / PROFILED
     return figures
 
 
-def launches(profiler: Any) -> int:
-    """The number of launches in a profile."""
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith(LAUNCHES))
-
-
-MEASURES: dict[str, Callable[[Setting], Rows]] = {
-    "model": model,
-    "speedrun": speedrun,
-    "host": host,
-}
+MEASURES: dict[str, Callable[[Setting], Rows]] = {"model": model, "speedrun": speedrun, "host": host}
 
 
 def names(text: str) -> list[str]:

@@ -170,12 +170,8 @@ def small(root: Path, workers: int) -> Cases:
     """32x32 files, padded, cropped and mirrored."""
     folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=32)
     split, places = spread(folder, 4096)
-    recipe = [
-        T.RandomCrop(32, padding=4),
-        T.RandomHorizontalFlip(),
-        T.ToTensor(),
-        T.Normalize(folder.mean, folder.std),
-    ]
+    crop = T.RandomCrop(32, padding=4)
+    recipe = [crop, T.RandomHorizontalFlip(), T.ToTensor(), T.Normalize(folder.mean, folder.std)]
     files: Dataset[Any] = Subset(ImageFolder(str(root), T.Compose(recipe)), places)
     cases = {
         "torchvision": theirs(files, 128, workers),
@@ -285,9 +281,8 @@ def upsampled() -> Cases:
     images = torch.randint(0, 256, (256, 3, 32, 32), dtype=torch.uint8)
     source = CIFAR10(input_size=336)
     transform = T.Compose([T.ToTensor(), T.Resize(336), T.Normalize(source.mean, source.std)])
-    files: Dataset[Any] = _Transformed(
-        [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images], transform
-    )
+    pillow = [Image.fromarray(image.permute(1, 2, 0).numpy()) for image in images]
+    files: Dataset[Any] = _Transformed(pillow, transform)
     split = ArraySplit(images, torch.zeros(256, dtype=torch.int64))
     return {"torchvision": theirs(files, 64, 0), "resident": ours(source, split, Resident(), CropFlip(), 64)}
 
@@ -331,9 +326,8 @@ def decoders(root: Path, number: int) -> Cases:
 
 def handed_over(root: Path, number: int, size: int, batch: int) -> Cases:
     """Batches decoded by this project, in two processes of a DataLoader and in threads."""
-    split, _ = spread(
-        Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size), number
-    )
+    folder = Folder(path=str(root.parent), train_folder=root.name, val_folder=root.name, decode_size=size)
+    split, _ = spread(folder, number)
     index_lists = [list(range(at, min(at + batch, len(split)))) for at in range(0, len(split), batch)]
     loader: DataLoader[Any] = DataLoader(
         _Batches(split), batch_sampler=index_lists, collate_fn=_Batches.as_is, num_workers=2, persistent_workers=True

@@ -18,10 +18,11 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from itertools import islice
+from multiprocessing.context import ForkProcess
 
 import torch
 import torch.distributed as dist
@@ -147,10 +148,10 @@ def serve(clients: int) -> Figures:
     port = free_port()
     began = time.perf_counter()
     firsts = range(0, clients, CLIENTS_OF_A_PROCESS)
-    pids = [forked(partial(join_store, port, clients, first)) for first in firsts]
+    processes = forked(partial(join_store, port, clients, first) for first in firsts)
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # its threads must not be forked
     server.set("run_dir", "outputs/run")
-    ended(pids)
+    ended(processes)
     joined = time.perf_counter() - began
     seconds = timed(lambda: [server.check(["run_dir"]) for _ in range(REQUESTS)])
     return {
@@ -182,9 +183,9 @@ def join_all(ranks: int) -> Figures:
     """The figures of a group of `ranks` ranks. The store is in this process, as in torchrun's: it outlives them."""
     port = free_port()
     read, write = os.pipe()
-    pids = [forked(partial(join_mesh, rank, ranks, port, write)) for rank in range(ranks)]
+    processes = forked(partial(join_mesh, rank, ranks, port, write) for rank in range(ranks))
     server = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # its threads must not be forked
-    ended(pids)
+    ended(processes)
     del server
     figures: Figures = json.loads(os.read(read, 4096))
     os.close(read)
@@ -211,23 +212,20 @@ def free_port() -> int:
         return port
 
 
-def forked(call: Callable[[], None]) -> int:
-    """Fork a process that makes one call; returns its process number."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            call()
-            code = 0
-        finally:
-            os._exit(code)
-    return pid
+def forked(calls: Iterable[Callable[[], None]]) -> list[ForkProcess]:
+    """Fork a process for each call."""
+    processes = [ForkProcess(target=call) for call in calls]
+    for process in processes:
+        process.start()
+    return processes
 
 
-def ended(pids: list[int]) -> None:
+def ended(processes: list[ForkProcess]) -> None:
     """Wait for forked processes; all of them must succeed."""
-    codes = [os.waitpid(pid, 0)[1] for pid in pids]
-    assert not any(codes), f"{len(codes) - codes.count(0)} of {len(codes)} processes failed"
+    for process in processes:
+        process.join()
+    failed = sum(process.exitcode != 0 for process in processes)
+    assert not failed, f"{failed} of {len(processes)} processes failed"
 
 
 def main() -> None:

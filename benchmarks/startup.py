@@ -155,13 +155,17 @@ def between(starts: Iterable[float]) -> float:
     return 1000 * statistics.median(after - before for before, after in itertools.pairwise(sorted(starts)))
 
 
-def each_job(*words: str) -> float:
-    """Milliseconds that one more job of a sweep takes, whose jobs run one after another."""
+def of_sweep(files: str, figure: str, *words: str) -> list[float]:
+    """A figure in these files of a sweep, whose jobs run one after another."""
     with tempfile.TemporaryDirectory() as folder:
         words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
         command(sys.executable, "train.py", *words)
-        records = (json.loads(path.read_text()) for path in Path(folder).glob("sweeps/*/jobs/*.json"))
-        return between(record["started"] for record in records)
+        return [json.loads(path.read_text())[figure] for path in Path(folder).glob(f"sweeps/*/{files}.json")]
+
+
+def each_job(*words: str) -> float:
+    """Milliseconds that one more job of a sweep takes."""
+    return between(of_sweep("jobs/*", "started", *words))
 
 
 def each_job_of_hydra() -> float:
@@ -172,13 +176,9 @@ def each_job_of_hydra() -> float:
     return between(float(line) for line in out.splitlines() if line[:1].isdigit())
 
 
-def the_job(*words: str) -> float:
+def the_job() -> float:
     """Milliseconds that a job of a sweep says it took itself."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = ("-m", *JOB, "steps=1", f"output_root={folder}", f"seed=range({JOBS + 1})", *words)
-        command(sys.executable, "train.py", *words)
-        durations = [json.loads(path.read_text())["seconds"] for path in Path(folder).glob("sweeps/*/*/summary.json")]
-    return 1000 * statistics.median(durations)
+    return 1000 * statistics.median(of_sweep("*/summary", "seconds"))
 
 
 def main() -> None:

@@ -11,17 +11,16 @@ results: the same score and the same bits in every weight as the job alone, each
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import random
 import shutil
-import signal
+import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -29,6 +28,7 @@ from safetensors.torch import load_file
 from lockstep.core.run import State
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Record
+from measure import parser, timed
 
 ROOT = Path(__file__).parent.parent
 RATES = (*(f"{number / 1000:g}" for number in range(1, 12)), "1e6")  # the loss overflows at the last
@@ -52,9 +52,7 @@ def line(folder: Path) -> list[str]:
 
 def run(words: list[str]) -> float:
     """Run a command to its end; returns the seconds that it took."""
-    began = time.perf_counter()
-    subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False)
-    return time.perf_counter() - began
+    return timed(lambda: subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False))
 
 
 def ledger_in(folder: Path) -> Ledger:
@@ -82,9 +80,7 @@ def results(ledger: Ledger) -> Results:
     return {varied(record): (record.objective, digest(ledger.folder / record.folder)) for record in done}
 
 
-def faults_of(
-    ledger: Ledger, expected: dict[tuple[str, ...], tuple[float | None, str]], before: dict[Path, int]
-) -> list[str]:
+def faults_of(ledger: Ledger, expected: Results, before: dict[Path, int]) -> list[str]:
     """What is wrong with a sweep that was killed and went on. `before`: files of jobs that were done at the kill."""
     faults = [] if results(ledger) == expected else ["other results"]
     records = ledger.records()
@@ -103,11 +99,10 @@ def faults_of(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--kills", type=int, default=20)
+    arguments.add_argument("--seed", type=int, default=0, help="of the moments")
+    options = arguments.parse_args()
     root, random_moments = Path(tempfile.mkdtemp(prefix="sweep-kills-")), random.Random(options.seed)
     whole = run(line(root / "whole"))
     expected = results(ledger_in(root / "whole"))
@@ -126,10 +121,10 @@ def main() -> None:
     for number in range(options.kills):
         folder = root / str(number)
         moment = random_moments.uniform(0, whole)
-        process = subprocess.Popen(line(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moment)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        with suppress(subprocess.TimeoutExpired):  # then it is killed
+            subprocess.run(
+                line(folder), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=moment, check=False
+            )
         swept = ledger_in(folder) if list((folder / "sweeps").glob("*/sweep.json")) else None
         done = [record for record in swept.records() if record.state is State.done] if swept else []
         before = {
@@ -148,8 +143,7 @@ def main() -> None:
             flush=True,
         )
         shutil.rmtree(folder)
-    extra.sort()
-    median = extra[len(extra) // 2]
+    median = statistics.median(extra)
     print(f"{options.kills} kills, {len(faults)} faults; a kill and its resume cost {median:.1f} s (median)")
     if options.json:
         facts = {"kills": options.kills, "whole_s": whole, "extra_s": extra, "equal": equal, "faults": faults}

@@ -180,9 +180,8 @@ def main() -> None:
             rows.append(row := done.result())
             out.write(json.dumps(row) + "\n")
             out.flush()
-            console.print(
-                f"{row['family']:<28}{row.get('model', ''):<40}{row.get('failed') or 'works'}", soft_wrap=True
-            )
+            result = row.get("failed") or "works"
+            console.print(f"{row['family']:<28}{row.get('model', ''):<40}{result}", soft_wrap=True)
     failed = [row for row in rows if row.get("failed")]
     console.print(f"{len(rows) - len(failed)} of {len(rows)} families work with timm {timm.__version__}")
     for row in failed:

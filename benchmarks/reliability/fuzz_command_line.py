@@ -27,6 +27,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,8 @@ WORDS += tokens("${hydra:job.num} ${train} ${model.width} file square nccl gloo 
 PATHS = ["/dev/null", "/dev/null/x", "/proc/nowhere", "/proc/self/mem", "/etc/passwd", ".", "..", "/", "a/b", "fifo"]
 PATHS += ["file", "file/x", "~", "~nobody-here/x", "a" * 255, "a" * 256, "a/" * 3000, "b" * 5000, "photos", "loop"]
 NESTED = tokens("[] {} [1,2] [a,b] [[1],[2]] {a:1} {a:{b:[1]}} [0.1,0.9] [0.9,0.1] [nan,inf] [1,a]")
-NESTED += [
-    "[" * 25 + "]" * 25,
-    "[" * 1000,
-    "[" * 300 + "]" * 300,
-    "{a:" * 200 + "1" + "}" * 200,
-    "[" + "1," * 300 + "1]",
-]
+NESTED += ["[" * 25 + "]" * 25, "[" * 1000, "[" * 300 + "]" * 300, "{a:" * 200 + "1" + "}" * 200]
+NESTED += ["[" + "1," * 300 + "1]"]
 NESTED += tokens("(1) 1,2 choice(1,2) range(1,3) int(3.9) float(1) str(1) sort(2,1) glob(*) shuffle(1)")
 NESTED += ["[null]", "{}{}", "]", "[1", "'a", "a'", '"a', "a=b", "="]
 NESTED += ["a b", "a\tb", "a\nb", "é", "😀", "\u202e", "\udc80", "'\udc80'", "'\x1b[2J'"]
@@ -237,27 +233,17 @@ def child(folder: Path, overrides: int, seed: int) -> None:
 
 def watched(folder: Path, overrides: int, seed: int) -> str:
     """Run `child` in a new process and wait for it; returns what ended it, or an empty text if it finished."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            child(folder, overrides, seed)
-            code = 0
-        finally:
-            os._exit(code)
+    process = ForkProcess(target=child, args=(folder, overrides, seed))
+    process.start()
     size, since = -1, time.monotonic()
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            code = os.waitstatus_to_exitcode(status)
-            return "" if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    while (code := process.exitcode) is None:
+        process.join(0.05)
         grown = (folder / RESULTS).stat().st_size
         size, since = grown, since if grown == size else time.monotonic()
         if time.monotonic() - since > (limit := HANGS_S if grown else STARTS_S):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            process.kill()
             return f"no end within {limit:g} s"
-        time.sleep(0.05)
+    return "" if code == 0 else f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def main() -> None:

@@ -70,6 +70,10 @@ FOREIGN = (
 )
 
 
+# Its kind, the file or folder that it changes, and how.
+Mutation = tuple[str, Path, Callable[[Path], object]]
+
+
 @dataclass
 class Tally:
     """Counts of the results of one kind of mutation."""
@@ -249,9 +253,7 @@ def replace_files(step: Path, donor: Path, dice: random.Random) -> None:
         shutil.copyfile(donor / name, step / name)
 
 
-def of_another_run(
-    folder: Path, donors: dict[str, Path], dice: random.Random
-) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
+def of_another_run(folder: Path, donors: dict[str, Path], dice: random.Random) -> Iterator[Mutation]:
     """Every kind of mutation with files of other runs and steps, each for a random checkpoint."""
 
     def replaced(path: Path, donor: Path) -> None:
@@ -273,7 +275,7 @@ def of_another_run(
         yield f"any file of {name}", dice.choice(shared), partial(from_donor, donor=donor)
 
 
-def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Callable[[Path], object]]]:
+def of_a_file(folder: Path, dice: random.Random) -> Iterator[Mutation]:
     """Every kind of mutation within a run, each for a random file."""
     steps = sorted(folder.glob("checkpoints/step-*"))
 
@@ -283,10 +285,8 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
     def twin(path: Path) -> None:
         """Swap the file with the same file of another checkpoint, or with any other file."""
         candidates = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
-        swapped(
-            path,
-            dice.choice(candidates if path.parent in steps else [file for file in files(folder) if file != path]),
-        )
+        others = [file for file in files(folder) if file != path]
+        swapped(path, dice.choice(candidates if path.parent in steps else others))
 
     yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
     yield "bits flipped", any_file(), lambda path: flip(path, dice, dice.randrange(2, 100))
@@ -320,9 +320,7 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path, Ca
     yield "folders swapped", steps[0], lambda path: swapped(path, steps[-1])
 
 
-def every_mutation(
-    folder: Path, donors: dict[str, Path], dice: random.Random
-) -> list[tuple[str, Path, Callable[[Path], object]]]:
+def every_mutation(folder: Path, donors: dict[str, Path], dice: random.Random) -> list[Mutation]:
     return [*of_another_run(folder, donors, dice), *of_a_file(folder, dice)]
 
 
@@ -397,9 +395,8 @@ def main() -> None:
         name: {"same bits": tally.same, "refused, untouched": tally.refused, "faults": len(tally.faults)}
         for name, tally in tallies.items()
     }
-    rows["all"] = {
-        column: sum(row[column] for row in rows.values()) for column in ("same bits", "refused, untouched", "faults")
-    }
+    columns = ("same bits", "refused, untouched", "faults")
+    rows["all"] = {column: sum(row[column] for row in rows.values()) for column in columns}
     show("resumed after one change", rows, ratios=False)
     write(arguments.json, {"mutations": rows}, seed=arguments.seed)
     if rows["all"]["faults"]:

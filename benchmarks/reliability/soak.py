@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -125,6 +125,8 @@ class Record:
         """The differences of the files from those of `reference`, one sentence each."""
         if self.status != "completed":
             yield f"summary.json says {self.status}"
+        if self.fingerprint != reference.fingerprint:
+            yield "the newest checkpoint is another"
         if self.weights != reference.weights:
             yield "model.safetensors differs"
         for name, figures in self.figures.items():
@@ -228,18 +230,22 @@ def stop(process: subprocess.Popen[bytes], number: signal.Signals, *, group: boo
     return None if code == Stopped.exit_code else code
 
 
-def start(folder: Path, ranks: int, steps: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, *overrides: str, shell: Sequence[str] = ()) -> subprocess.Popen[bytes]:
     """Start the command as a user does; its output is appended to a file beside the folder."""
-    overrides = [*JOB, f"steps={steps}", f"launcher.ranks={ranks}", f"strategy={'ddp' if ranks > 1 else 'single'}"]
+    words = [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"]
     with folder.with_suffix(".out").open("ab") as out:
         return subprocess.Popen(
-            [sys.executable, "train.py", *overrides, f"hydra.run.dir={folder}", f"output_root={folder.parent}"],
+            [*shell, *words],
             cwd=ROOT,
             env={**os.environ, "OMP_WAIT_POLICY": "passive", MARK: str(folder)},
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+
+def overrides_of(ranks: int, steps: int) -> list[str]:
+    return [*JOB, f"steps={steps}", f"launcher.ranks={ranks}", f"strategy={'ddp' if ranks > 1 else 'single'}"]
 
 
 def moment(run: RunDir, started: float) -> str:
@@ -253,7 +259,7 @@ def soak(tally: Tally, root: Path, *, kills: int, steps: int, chance: random.Ran
     """Train on `tally.ranks` ranks once without kills, and then until there were `kills` kills."""
     reference = RunDir(root / f"{tally.ranks}-reference")
     began = time.monotonic()
-    if failed := start(reference.path, tally.ranks, steps).wait():
+    if failed := start(reference.path, *overrides_of(tally.ranks, steps)).wait():
         tally.faults.append(f"the run that nobody killed ended with exit code {failed}")
         return
     tally.seconds = time.monotonic() - began
@@ -286,7 +292,7 @@ def attempt(tally: Tally, run: RunDir, kills: int, steps: int, chance: random.Ra
         tally.faults += [f"{path}: {reason}" for path in checkpoints if (reason := find_corruption(path))]
     over = bool(checkpoints) and read_facts(checkpoints[0])["progress"]["step"] == steps
     started = time.time()
-    process = start(run.path, tally.ranks, steps)
+    process = start(run.path, *overrides_of(tally.ranks, steps))
     patience = chance.uniform(SOONEST_S, max(SOONEST_S, tally.seconds)) if tally.kills.total() < kills else None
     try:
         code: int | None = process.wait(patience)
@@ -315,8 +321,7 @@ def compare(tally: Tally, run: RunDir, expected: Record) -> None:
     different = list(record.differences(expected))
     tally.hash_equal += same_state
     tally.losses_equal += record.losses() == expected.losses()
-    tally.files_whole += not different
-    different += [] if same_state else ["the newest checkpoint is another"]
+    tally.files_whole += len(different) == (not same_state)
     tally.faults += [f"run {run.path.name}: {difference}" for difference in different]
 
 
@@ -362,12 +367,7 @@ def main() -> None:
     signals = sum((tally.signals for tally in tallies), Counter[str]())
     console.print(", ".join(f"{name} {count}" for name, count in signals.most_common()))
     facts = {"seed": arguments.seed, "steps": arguments.steps, "signals": signals}
-    write(
-        arguments.json,
-        {"runs": rows(tallies)},
-        **facts,
-        faults=[fault for tally in tallies for fault in tally.faults],
-    )
+    write(arguments.json, {"runs": rows(tallies)}, **facts, faults=[fault for t in tallies for fault in t.faults])
     if any(tally.faults for tally in tallies):
         console.print(f"not the same run: the folders are kept in {root}", soft_wrap=True)
         sys.exit(1)
