@@ -55,7 +55,7 @@ class CollectedPredictions(EvaluationObserver):
 
     def finish(self, step: int) -> None:
         # A rank may have no block.
-        gathered = self.world.gather_to_main((self._part() if self.blocks else None, self._examples()))
+        gathered = self.world.gather_to_main((self._whole() if self.blocks else None, self._examples()))
         if not gathered:
             return
         parts, examples = zip(*gathered, strict=True)
@@ -70,7 +70,7 @@ class CollectedPredictions(EvaluationObserver):
             }
             for loss, index, image, *answer in rows
         ]
-        fields = self._fields(*zip(*filter(None, parts), strict=True))
+        fields = self._fields(*map(torch.cat, zip(*filter(None, parts), strict=True)))
         self.observer.predicted(Predictions(step=step, names=self.names, worst=worst, **fields))
 
     def _kept(self, block: Block) -> tuple[Tensor, ...]:
@@ -94,18 +94,12 @@ class CollectedPredictions(EvaluationObserver):
         valid = ~is_broken(labels)
         return [part[valid] if len(part) else part for part in (labels, *others)]
 
-    def _part(self) -> tuple[Tensor, ...]:
-        """This rank's part of the figures."""
-        labels, predicted, shares = self._whole()
+    def _fields(self, labels: Tensor, predicted: Tensor, shares: Tensor) -> dict[str, Any]:
+        """The fields of `Predictions`, from what all ranks have kept."""
         size = len(self.names)
-        few = size <= CURVE_CLASSES
-        curves = counts_by_probability(labels[:, None] == torch.arange(size), shares) if few else torch.zeros(0)
-        return *counts_by_class(labels, predicted, size), curves
-
-    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
-        """The fields of `Predictions`, from the parts of all ranks: of each figure, a sequence of them."""
-        by_class, confusion, curves = (sum(part[1:], part[0]).tolist() for part in parts)
-        return {**_counts(by_class), "confusion": confusion, "curves": curves}
+        by_class, confusion = counts_by_class(labels, predicted, size)
+        curves = counts_by_probability(labels[:, None] == torch.arange(size), shares) if len(shares) else shares
+        return {**_counts(by_class.tolist()), "confusion": confusion.tolist(), "curves": curves.tolist()}
 
     def _examples(self) -> list[Any]:
         """This rank's examples with the highest losses: loss, number, image, label and what is predicted."""
@@ -133,15 +127,10 @@ class CollectedLabels(CollectedPredictions):
         true, chosen = ([at for at, value in enumerate(values) if value > 0.5] for values in (label, predicted))
         return super()._answer(true, chosen, share)
 
-    def _part(self) -> tuple[Tensor, ...]:
-        labels, predicted, shares = self._whole()
+    def _fields(self, labels: Tensor, predicted: Tensor, shares: Tensor) -> dict[str, Any]:
         true, predicted = labels > 0.5, predicted > 0.5
-        by_label = torch.stack([true.sum(0), predicted.sum(0), (true & predicted).sum(0)])
-        return by_label, true[: len(shares)], shares
-
-    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
-        by_label, true, shares = parts[0], torch.cat([*parts[1]]), torch.cat([*parts[2]])
-        fields = _counts(sum(by_label[1:], by_label[0]).tolist()) | {"targets": LABELS, "confusion": [], "curves": []}
+        by_label = [part.sum(0).tolist() for part in (true, predicted, true & predicted)]
+        fields = _counts(by_label) | {"targets": LABELS, "confusion": [], "curves": []}
         if len(shares):
             score = AveragePrecision(average="none").build_labels(len(self.names))
             score.update(shares, true)
@@ -165,15 +154,11 @@ class CollectedValues(CollectedPredictions):
     def _answer(self, label: Any, predicted: Any, share: float = math.nan) -> dict[str, Any]:
         return super()._answer([_number(value) for value in label], [_number(value) for value in predicted], share)
 
-    def _part(self) -> tuple[Tensor, ...]:
-        return tuple(self._whole())
-
-    def _fields(self, *parts: Sequence[Tensor]) -> dict[str, Any]:
-        true, predicted, numbers = (torch.cat([*part]) for part in parts)
-        pairs = (
-            torch.stack([true, predicted.to(true)])[:, numbers.argsort(), :CURVE_CLASSES].permute(2, 0, 1).tolist()
-        )
-        points = [[[_number(value) for value in values] for values in pair] for pair in pairs]
+    def _fields(self, labels: Tensor, predicted: Tensor, numbers: Tensor) -> dict[str, Any]:
+        pairs = torch.stack([labels, predicted.to(labels)])[:, numbers.argsort(), :CURVE_CLASSES]
+        points = [
+            [[_number(value) for value in values] for values in pair] for pair in pairs.permute(2, 0, 1).tolist()
+        ]
         return {**_counts([[], [], []]), "targets": VALUES, "confusion": [], "curves": [], "points": points}
 
 
