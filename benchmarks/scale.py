@@ -104,8 +104,6 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         display=Display(),
         times=TimeSpent(None, world.device, reduces=False, period=20),
         step=0,
-        flops=0,
-        peak=0,
     )
     step = 0
 

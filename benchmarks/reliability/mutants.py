@@ -214,7 +214,7 @@ training/trainer.py: a stop before the first step saves a state that never was [
 -                 raise  # there
 + if self.stop.force:
 +                 raise  # there
-training/freezing.py: a model without batch norm is never frozen [trainer]
+training/network.py: a model without batch norm is never frozen [trainer]
 - if not self.switched and not self.norms:
 + if not self.switched or not self.norms:
 data/loading/sampler.py: a balanced epoch comes class by class [sampler]

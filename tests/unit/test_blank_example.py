@@ -18,13 +18,13 @@ from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.strategy import DDP, FSDP, AllReduce, DataParallel, Pipeline, Single, Strict, ZeRO
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
-from lockstep.training.blank_example import (
+from lockstep.training.network import (
+    Freezing,
     batch_norm_counts,
     batches_without_single,
     check_single_examples,
     for_empty_micro_batches,
 )
-from lockstep.training.freezing import Freezing
 
 IMAGES = torch.rand(2, 3, 4, 4)
 

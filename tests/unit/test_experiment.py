@@ -30,6 +30,7 @@ from lockstep.models.nets import whitening_filters
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.meter import Telemetry
+from lockstep.telemetry.profile import training_flops
 from lockstep.training.build_data import build_data, build_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.experiment import build_parts
@@ -140,7 +141,8 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("lockstep.training.train_state.peak_flops", lambda *args, **options: 1e12)
     job, data = build_data(resolved("model=linear"), World.solo())
     ranks = replace(World.solo(), size=2)
-    assert build_state(job, ranks, data.plan, lambda number: data.normalised(number, ranks)).peak == 2e12
+    state = build_state(job, ranks, data.plan, lambda number: data.normalised(number, ranks))
+    assert state.peak_rate == 2e12 / training_flops(state.model, job.train_shape)
 
 
 def test_the_energy_of_a_job_on_several_machines_is_not_known(

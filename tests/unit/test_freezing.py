@@ -13,7 +13,7 @@ from helpers import FAKE, losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.core.model import head_parameters
 from lockstep.optim import SGD, AdamW
-from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
+from lockstep.training.network import Freezing, freeze_for_good, frozen_names
 
 RUN = (
     *FAKE,

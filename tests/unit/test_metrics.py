@@ -77,8 +77,7 @@ def recorder(
     *,
     step: int = 0,
     window: WindowState | None = None,
-    flops: float = 0.0,
-    peak: float = 0.0,
+    peak_rate: float = 0.0,
     world: World | None = None,
 ) -> Telemetry:
     return Telemetry(
@@ -89,8 +88,7 @@ def recorder(
         times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
         step=step,
         window=window,
-        flops=flops,
-        peak=peak,
+        peak_rate=peak_rate,
         hits=lambda outputs, labels: (outputs.argmax(1) == labels).sum(),
     )
 
@@ -332,14 +330,14 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
 
 
 def test_utilisation_is_shown_where_the_peak_is_known() -> None:
-    for peak, shown in ((0.0, False), (1e6, True)):
+    for peak_rate, shown in ((0.0, False), (1e4, True)):
         sink = Collector()
-        telemetry = recorder(sink, flops=100.0, peak=peak)
+        telemetry = recorder(sink, peak_rate=peak_rate)
         count(telemetry, [1.0], [True])
         window = ended(telemetry, 1)
         assert ("perf/mfu_pct" in sink.lines[0][1]) is shown
         if shown:
-            assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate * 100 / 1e6)
+            assert sink.lines[0][1]["perf/mfu_pct"] == pytest.approx(100 * window.rate / peak_rate)
 
 
 def test_an_evaluation_reaches_the_observers_and_closing_ends_them() -> None:

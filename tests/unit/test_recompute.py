@@ -16,7 +16,7 @@ from lockstep.core.model import BatchNorm
 from lockstep.job.validate import check_job
 from lockstep.models import Linear
 from lockstep.stochastic import key_draws
-from lockstep.training.recompute import recompute_blocks
+from lockstep.training.network import recompute_blocks
 
 # Families with batch norm, attention, depthwise convolutions and lists of features.
 FAMILIES = {

@@ -126,7 +126,7 @@ def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause(
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
     timed(times, *[{"forward": 1.0, "backward": 1.0}] * LEAST_TIMED)
     passes(8)
-    times.clock.add_load(7.0)  # workers may read for longer than anybody waits
+    times.clock.loaded += 7.0  # workers may read for longer than anybody waits
     times.clock.add_arrival(100.0, 106.0)
     with times.clock.pause("evaluation"):
         passes(10)

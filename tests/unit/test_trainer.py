@@ -33,7 +33,7 @@ from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
-from lockstep.training.freezing import Freezing
+from lockstep.training.network import Freezing
 from lockstep.training.train_state import EMA, Progress, TrainState
 from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer

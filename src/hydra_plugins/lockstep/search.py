@@ -211,7 +211,6 @@ class OptunaSweeper(GridSweeper):
 
 
 def distribution(word: Override) -> BaseDistribution:
-    """Optuna's distribution for a sweep of Hydra's."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     value = word.value()

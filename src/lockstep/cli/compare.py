@@ -5,11 +5,26 @@ from collections.abc import Sequence
 
 from lockstep.core import log
 from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
 from lockstep.core.monitor import figure_text
 from lockstep.core.run import Run, State
 from lockstep.core.table import Column, show_rows, show_table
-from lockstep.sweep.runs import Row, causes, check_columns, existing, groups, ordered, read_runs
+from lockstep.sweep.record import SEED
+from lockstep.sweep.runs import Row, check_columns, differing, existing, groups, is_below, ordered, read_runs
 from lockstep.sweep.tables import show_groups
+
+# What may differ between two runs, the likeliest cause of another score first.
+CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
+# What changes only the order in which numbers are added.
+ROUNDING = (
+    *("strategy", "launcher", "loader", "device", "repro", "train.micro_batches", "train.eval_batch"),
+    *("train.cuda_graph", "train.cudnn_benchmark"),
+    *("model.channels_last", "model.compile", "model.compile_mode"),
+)
+# The facts of a checkpoint that identify the data, and the facts of `env.json` that identify the code.
+DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
+CODE = ("git", "git_changes", "packages.lockstep", "extensions")
+VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
 
 
 def compare(
@@ -24,7 +39,7 @@ def compare(
     runs = [run for run in runs if "rung" not in run.typed_values] or runs  # rungs have their own table
     damaged = dict.fromkeys(run.error for run in runs if run.state == State.damaged)
     two = len(runs) == len(paths) == 2 and not (by or columns or damaged)
-    rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
+    rows = _causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
     check_columns("--columns", columns, rows)
     rows = rows if sort is None else ordered(rows, sort)
     if form in ("csv", "json"):
@@ -38,6 +53,36 @@ def compare(
             log.show(f"{count} {state}: {error}")
     if damaged:
         raise InputError(*damaged)
+
+
+def _causes(runs: Sequence[Run]) -> list[Row]:
+    """The differences between two runs, the likeliest cause of different scores first."""
+    keys = differing(runs, of_recipes=True)
+    first, second = (_facts(run, keys) for run in runs)
+    typed = {key for run in runs for key in run.typed_values}
+    rows = [
+        {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
+        for kind, key in dict.fromkeys([*first, *second])
+    ]
+    rows = [row for row in rows if row["A"] != row["B"]]
+    return sorted(rows, key=lambda row: (CAUSES.index(row["cause"]), row["key"] not in typed, row["key"]))
+
+
+def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
+    """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
+    facts = {}
+    for key in keys:
+        kind = SEED if key == SEED else "config, to rounding" if is_below(key, ROUNDING) else "config"
+        facts[kind, key] = run.settings.get(key, "none")
+    for key, value in leaves(run.environment):
+        kind = "code" if is_below(key, CODE) else "versions" if is_below(key, VERSIONS) else "machine"
+        facts[kind, key.removeprefix("packages.")] = str(value)
+    for key, value in leaves(run.identity):
+        if is_below(key, DATA):
+            facts["data", key] = str(value)
+    if run.damage:
+        raise InputError(*run.damage)
+    return facts
 
 
 def _show_causes(runs: Sequence[Run], rows: Sequence[Row], form: str) -> None:

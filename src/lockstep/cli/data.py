@@ -33,7 +33,6 @@ Cell = tuple[Tensor, Tensor]  # uint8 (C, H, W), and the share of each class, (c
 
 
 def show(overrides: Sequence[str], *, images: int, epochs: int, out: str | None) -> None:
-    """Write the picture to `out` or to the current folder."""
     for option, number in (("images", images), ("epochs", epochs)):
         if not 1 <= number <= MOST:
             raise InputError(f"--{option} is {number}, expected from 1 to {MOST}: --{option}=4")

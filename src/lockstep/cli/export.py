@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lockstep.cli.evaluate import check_data, data_of
 from lockstep.config.commands import shell_command
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError, check_installed
+from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
 from lockstep.core.model_card import CROP, PAD, SQUASH, ModelCard
 from lockstep.core.monitor import figure_text
 from lockstep.core.run import read_overrides
@@ -181,8 +181,7 @@ def write_export(predictor: Predictor, stored: Tensor, path: Path, *, kind: str,
             except OSError:
                 raise
             except Exception as error:  # the exporters raise all kinds of errors
-                reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-                raise InputError(f"--to {kind}: this model cannot be exported ({reason})") from error
+                raise InputError(f"--to {kind}: this model cannot be exported ({reason_of(error)})") from error
         difference, largest = float((results - expected).abs().max()), float(expected.abs().max())
         differs = f"the logits of the exported model differ by {difference:.1e} from the model's own"
         if not difference <= max(TOLERANCE, LARGEST_SHARE * largest) < math.inf:
@@ -241,8 +240,9 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
             with torch.no_grad():
                 equal = torch.equal(loaded(images), model(images))
         except RuntimeError as error:  # tensors do not fit
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"--to timm: timm cannot build this model ({reason}); use --to onnx") from error
+            raise InputError(
+                f"--to timm: timm cannot build this model ({reason_of(error)}); use --to onnx"
+            ) from error
         if not equal:
             raise LockstepError("--to timm: the model that timm builds has other logits; nothing was written")
         folder.rename(target)

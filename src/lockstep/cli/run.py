@@ -80,13 +80,14 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     launcher = job.launcher
     assert isinstance(launcher, Elastic)
     os.environ["HYDRA_FULL_ERROR"] = "0"  # `command_line` has set it, for this process
+    command = [sys.executable, *sys.orig_argv[1:]]
     if not launcher.is_host:
-        launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
+        launcher.run_agent(command)
         return None
     run_dir = RunDir(resume.folder) if resume.folder is not None else RunDir.create(Path(job.output_root), job.name)
     os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks continues in it
     try:
-        launcher.run_agent([sys.executable, *sys.orig_argv[1:]])
+        launcher.run_agent(command)
     finally:
         with suppress(OSError):  # it is not empty
             run_dir.path.rmdir()

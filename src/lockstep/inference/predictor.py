@@ -239,7 +239,6 @@ def _precision(card: ModelCard, device: torch.device) -> Precision:
 
 
 def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
-    """The model with its weights, on the CPU."""
     try:
         shapes = sketch(option, card.classes, card.input_shape)
     except InputError:

@@ -14,7 +14,7 @@ from lockstep.config.schema import Job
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.files import AUTO
-from lockstep.training.freezing import BACKBONE
+from lockstep.training.network import BACKBONE
 
 LONGER = 3  # times as many epochs from random weights
 FROZEN, PATIENCE = "10%", "50%"  # of the run: with frozen layers, and without a better score

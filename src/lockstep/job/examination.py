@@ -29,12 +29,11 @@ from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
-from lockstep.training.blank_example import batches_without_single, check_single_examples
 from lockstep.training.build_data import build_data
 from lockstep.training.dry_run import TURNS, micro_batches_that_fit, tried
 from lockstep.training.evaluate import logits_of
 from lockstep.training.experiment import Parts, build_parts, configure_torch
-from lockstep.training.freezing import Freezing, frozen_names
+from lockstep.training.network import Freezing, batches_without_single, check_single_examples, frozen_names
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
 from lockstep.training.train_state import without_start
 from lockstep.training.verdict import WORTH, takes_channels_last

@@ -127,7 +127,6 @@ class Torchvision(Network):
 
 
 def _replace_head(model: nn.Module, classes: int) -> None:
-    """Put a new layer for `classes` classes in the place of a model's last one."""
     name = head_layers(model)[-1]
     layer = model.get_submodule(name)
     if isinstance(layer, Convolution):

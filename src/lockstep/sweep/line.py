@@ -220,7 +220,6 @@ def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
 
 
 def _resumed(root: Path, named: str) -> Ledger:
-    """The sweep that `sweep.resume` names."""
     if named == "latest":
         newest = max((root / SWEEPS).glob("*/sweep.json"), default=None)
         if newest is None:

@@ -172,7 +172,6 @@ def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
 
 
 def _serve(ledger: Ledger, task: Task, share: Share) -> None:
-    """Be the process of a task."""
     with append(output_of(ledger, task.record)) as output:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(output.fileno(), stream.fileno())

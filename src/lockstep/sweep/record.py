@@ -39,7 +39,6 @@ class Record:
 
     @property
     def values(self) -> dict[str, str]:
-        """The overrides, by their keys."""
         return dict(word.partition("=")[::2] for word in self.overrides)
 
     @property

@@ -13,33 +13,19 @@ from typing import Any
 from lockstep.config.options import differences
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
-from lockstep.core.fields import leaves
 from lockstep.core.monitor import Direction, Monitor, chosen_monitor
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, columns_of, evaluation_figure, figure_of
+from lockstep.sweep.record import SAMPLES, SCORE, Record, columns_of, evaluation_figure, figure_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
 
 # Keys of data sets that change how an image looks, and not which images there are.
 OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "fit", "size")
-
-# What may differ between two runs, the likeliest cause of another score first.
-CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
-# What changes only the order in which numbers are added.
-ROUNDING = (
-    *("strategy", "launcher", "loader", "device", "repro", "train.micro_batches", "train.eval_batch"),
-    *("train.cuda_graph", "train.cudnn_benchmark"),
-    *("model.channels_last", "model.compile", "model.compile_mode"),
-)
-# The facts of a checkpoint that identify the data, and the facts of `env.json` that identify the code.
-DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
-CODE = ("git", "git_changes", "packages.lockstep", "extensions")
-VERSIONS = ("packages", "python", "cuda", "cudnn", "nccl", "driver")
 
 
 class JobRun(Run):
@@ -93,7 +79,6 @@ def existing(path: str) -> Path:
 
 
 def read_runs(root: Path) -> list[Run]:
-    """The runs of a folder and of its sweeps."""
     runs: dict[Path, Run] = {}
     for folder in run_folders(root):
         ledger = Ledger(folder)
@@ -111,7 +96,6 @@ def read_runs(root: Path) -> list[Run]:
 
 
 def read_jobs(ledger: Ledger) -> list[Run]:
-    """All jobs of a sweep."""
     monitor = ledger.identity().monitor
     return [JobRun(ledger, record, monitor) for record in ledger.records()]
 
@@ -189,7 +173,7 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
 def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
     """What decides which images runs are evaluated on: the data set, and its keys that do not only change pixels."""
     pairs = {pair for run in runs for pair in run.settings.items()}
-    return frozenset((k, v) for k, v in pairs if _is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
+    return frozenset((k, v) for k, v in pairs if is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
 
 
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
@@ -281,35 +265,5 @@ def direction_of(name: str, score: Direction) -> Direction:
     return Direction.minimize if figure is None else chosen_monitor(figure).direction
 
 
-def causes(runs: Sequence[Run]) -> list[Row]:
-    """The differences between two runs, the likeliest cause of different scores first."""
-    keys = differing(runs, of_recipes=True)
-    first, second = (_facts(run, keys) for run in runs)
-    typed = {key for run in runs for key in run.typed_values}
-    rows = [
-        {"cause": kind, "key": key, "A": first.get((kind, key), "unknown"), "B": second.get((kind, key), "unknown")}
-        for kind, key in dict.fromkeys([*first, *second])
-    ]
-    rows = [row for row in rows if row["A"] != row["B"]]
-    return sorted(rows, key=lambda row: (CAUSES.index(row["cause"]), row["key"] not in typed, row["key"]))
-
-
-def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
-    """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
-    facts = {}
-    for key in keys:
-        kind = SEED if key == SEED else "config, to rounding" if _is_below(key, ROUNDING) else "config"
-        facts[kind, key] = run.settings.get(key, "none")
-    for key, value in leaves(run.environment):
-        kind = "code" if _is_below(key, CODE) else "versions" if _is_below(key, VERSIONS) else "machine"
-        facts[kind, key.removeprefix("packages.")] = str(value)
-    for key, value in leaves(run.identity):
-        if _is_below(key, DATA):
-            facts["data", key] = str(value)
-    if run.damage:
-        raise InputError(*run.damage)
-    return facts
-
-
-def _is_below(key: str, heads: Sequence[str]) -> bool:
+def is_below(key: str, heads: Sequence[str]) -> bool:
     return any(key == head or key.startswith(f"{head}.") for head in heads)

@@ -162,8 +162,8 @@ class SweepView:
             self.durations.append((record.ended - record.started) / self.portion)
         status = JobRun(self.ledger, record, self.monitor).status
         state = "paused" if record.state is State.waiting else status  # others may be better
-        is_done = record.state is State.done
-        ending = f"{state}: {record.error}" if record.error else f"{state} {self._score(record) * is_done}".rstrip()
+        is_done, score = record.state is State.done, score_text(record.objective, self.monitor.name)
+        ending = f"{state}: {record.error}" if record.error else f"{state} {score * is_done}".rstrip()
         total = str(len(self.records) + self.left)
         position = f"{len(self.records) - len(self.open):>{len(total)}} of {total}"
         duration = f"  in {format_duration(record.ended - record.started)}" if record.started else ""
@@ -185,7 +185,6 @@ class SweepView:
         self.live.update(Group(*table, self._summary(waiting)), refresh=True)
 
     def _columns(self) -> Iterator[Column]:
-        """The table of the running jobs."""
         records = [self.records[number] for number in self.running]
         yield Column("job", [str(record.number) for record in records])
         yield from (column_of_settings(key, [record.values.get(key, "") for record in records]) for key in self.swept)
@@ -203,7 +202,8 @@ class SweepView:
         states = [state for state in State if count[state] and state not in (State.done, State.waiting)]
         columns += [FigureColumn(state, f"{count[state]}", "", 5) for state in states]
         if best := best_of(self.records.values(), self.monitor.direction):
-            columns.append(FigureColumn("best", self._score(best), f" (job {best.number})", 6, "green"))
+            score = score_text(best.objective, self.monitor.name)
+            columns.append(FigureColumn("best", score, f" (job {best.number})", 6, "green"))
         if (seconds := self.seconds_left(waiting)) is not None:
             form = "%H:%M" if seconds < 12 * 3600 else "%a %H:%M"
             columns.append(FigureColumn("left", format_duration(seconds), "", ALWAYS))
@@ -224,9 +224,6 @@ class SweepView:
     def _name(self, record: Record) -> str:
         words = shortened(" ".join(varied(record.overrides, self.swept))) or "as configured"
         return f"job {record.number:>{len(str(len(self.records) - 1))}}  {words}"
-
-    def _score(self, record: Record) -> str:
-        return score_text(record.objective, self.monitor.name)
 
     def show(self, text: str) -> None:
         """Print a sentence above the live lines, which stay whole."""

@@ -132,4 +132,4 @@ def charts_of_predictions(predictions: Predictions) -> Iterator[tuple[str, str]]
         yield "Precision over recall", pictures.precision_over_recall(predictions)
     for value, name in enumerate(predictions.names[: min(SHOWN, len(predictions.points))]):
         title = "Predicted against true" + f": {name}" * (len(predictions.names) > 1)
-        yield title, pictures.drawn(pictures.against_true(predictions, value), 4.4, 4.4)
+        yield title, pictures.against_true(predictions, value)

@@ -115,12 +115,14 @@ class Screen(Display):
         """Show a line. The log gets all columns, a terminal only the columns that fit."""
         self.shown_at = time.monotonic()
         epochs = -(-self.plan.total_steps // self.plan.steps_per_epoch)
-        position = [
-            FigureColumn("epoch", f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}", f"/{epochs}", ALWAYS),
-            FigureColumn("step", f"{step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", 1),
-        ]
+        epoch = f"{self.plan.epoch(max(1, step)) + 1:>{len(str(epochs))}}"
+        position = [FigureColumn("epoch", epoch, f"/{epochs}", ALWAYS), self._position(step, 1)]
         line = [*position, *columns, FigureColumn("left", self._left(step), "", ALWAYS)]
         log.say(fitting(line, None).plain, shown=fitting(line, self._width()))
+
+    def _position(self, step: int, priority: int) -> FigureColumn:
+        total = str(self.plan.total_steps)
+        return FigureColumn("step", f"{step:>{len(total)}}", f"/{total}", priority)
 
     def _width(self) -> int | None:
         """The width of the terminal in characters; None if the output is not a terminal."""
@@ -183,14 +185,11 @@ class Bar(Screen):
 
     def status(self) -> Text:
         """The moving line. A narrow terminal drops figures first, and then the bar."""
-        step = FigureColumn(
-            "step", f"{self.step:>{len(str(self.plan.total_steps))}}", f"/{self.plan.total_steps}", ALWAYS
-        )
         left = FigureColumn("left", self._left(self.step), "", ALWAYS)
         share = self.evaluated_share if self.phase else self.step / self.plan.total_steps
         middle = [FigureColumn(self.phase, "", "", 8)] if self.phase else figures(self.last) if self.last else []
         width = self._width() - 1  # a full line would wrap on some terminals
-        line = fitting([step, *middle, left], width - SHORTEST_BAR)
+        line = fitting([self._position(self.step, ALWAYS), *middle, left], width - SHORTEST_BAR)
         moving = bar(share, width - line.cell_len, unicode=log.console.encoding.startswith("utf"))
         return Text.assemble(moving, line)
 

@@ -40,8 +40,7 @@ class Telemetry:
         times: adds up where the time goes.
         step: the last step that is already done.
         window: the window that was open at the checkpoint (`open_window`); None if there was none.
-        flops: floating-point operations of one example's forward and backward pass; 0 if there should be no figure.
-        peak: floating-point operations per second of all devices; 0 if unknown.
+        peak_rate: images per second at the peak rate of all devices; 0 if it is not known.
         loss_limit: a mean loss above it counts as diverged.
         hits: counts the examples that are right, of outputs and labels; None if the task has no such examples.
         names: the figures that the task logs.
@@ -62,8 +61,7 @@ class Telemetry:
         times: TimeSpent,
         step: int,
         window: WindowState | None = None,
-        flops: float,
-        peak: float,
+        peak_rate: float = 0.0,
         loss_limit: float = math.inf,
         comparable: bool = True,
         hits: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -73,7 +71,7 @@ class Telemetry:
         self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
         self.outcome: Outcome = "failed"  # until it is known
         self.step = self.resumed = step
-        self.flops, self.peak, self.loss_limit = flops, peak, loss_limit
+        self.peak_rate, self.loss_limit = peak_rate, loss_limit
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.unlogged: list[tuple[int, int, Tensor]] = []  # step, number of the figure, its sum
@@ -246,12 +244,12 @@ class Telemetry:
         """Give the figures of a window, and of the epoch so far, to the observers and the display. Collective."""
         self.examples += window.examples
         figures = window.figures(window.last - max(window.first - 1, self.resumed))
-        if self.peak:
+        if self.peak_rate:
             figures["perf/mfu_pct"] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
         self.display.window(window, epoch)
         if sentence := self.stragglers.find():
-            self.warn(sentence)
+            self.display.warn(sentence)
 
     def _begin_epoch(self, number: int) -> None:
         """Begin the sums of an epoch, at its first micro-batch. All steps of the one before are finished."""
@@ -298,7 +296,7 @@ class Telemetry:
 
     def mfu(self, rate: float) -> float:
         """Model FLOPs utilisation, in percent, at `rate` images per second; 0 if the peak rate is unknown."""
-        return 100 * rate * self.flops / self.peak if self.peak else 0.0
+        return 100 * rate / self.peak_rate if self.peak_rate else 0.0
 
     def time_shares(self) -> dict[str, float]:
         """The share of each part of the run in the time of this process since its first step."""
@@ -308,9 +306,6 @@ class Telemetry:
         """The images and seconds of this process up to its last log point, for `spending.rates`."""
         busy, waited = self.window.began
         return {"images": self.examples, "training_seconds": busy, "waiting_seconds": waited}
-
-    def warn(self, sentence: str) -> None:
-        self.display.warn(sentence)
 
     def close(self) -> None:
         """Tell the observers how the run ended, and close the samples and the display."""

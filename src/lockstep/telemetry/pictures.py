@@ -5,12 +5,11 @@ in a grid and a confusion matrix are PNG, drawn in milliseconds.
 """
 
 import base64
-import io
 import logging
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from io import BytesIO
+from io import BytesIO, StringIO
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,6 @@ def drawn(draw: Callable[[Any], None], width: float = 4.4, height: float = 2.6) 
 
 
 def svg(draw: Callable[[Any], None], width: float, height: float) -> bytes:
-    text = io.StringIO()
-    _save(draw, (width, height), text, format="svg", metadata={"Date": None})
-    return text.getvalue().encode(errors="backslashreplace")
-
-
-def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **options: Any) -> None:
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it tells of a home that cannot be written
     import matplotlib
     from matplotlib.figure import Figure
@@ -62,13 +55,14 @@ def _save(draw: Callable[[Any], None], size: tuple[float, float], file: Any, **o
 
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about letters that its font lacks; the browser's fonts have them
-        figure = Figure(figsize=size, layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         draw(axes := figure.subplots())
         for axis in (axes.xaxis, axes.yaxis):
             if axis.get_scale() == "log":  # the formatter of matplotlib writes TeX, which is not parsed here
                 axis.set_major_formatter(LogFormatter())
                 axis.set_minor_formatter(LogFormatter())
-        figure.savefig(file, **options)
+        figure.savefig(text := StringIO(), format="svg", metadata={"Date": None})
+    return text.getvalue().encode(errors="backslashreplace")
 
 
 def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_label: str, y_label: str) -> str:
@@ -83,8 +77,8 @@ def scatter(x: Sequence[float], y: Sequence[float], labels: Sequence[str], x_lab
     return drawn(draw)
 
 
-def against_true(predictions: Predictions, value: int) -> Callable[[Any], None]:
-    """What draws the predictions of one of the values over the true ones, with the line on which they are equal."""
+def against_true(predictions: Predictions, value: int) -> str:
+    """The predictions of one of the values over the true ones, with the line on which they are equal."""
 
     def draw(axes: Any) -> None:
         true, predicted = (np.array(values, float) for values in predictions.points[value])  # None becomes NaN
@@ -93,7 +87,7 @@ def against_true(predictions: Predictions, value: int) -> Callable[[Any], None]:
         axes.scatter(true, predicted, color=COLOURS[0], s=9, alpha=0.6, linewidths=0)
         axes.set(xlabel="true", ylabel="predicted")
 
-    return draw
+    return drawn(draw, 4.4, 4.4)
 
 
 def precision_recall(counts: Sequence[Sequence[int]]) -> tuple[np.ndarray, ...]:
@@ -234,12 +228,6 @@ def heat(predictions: Predictions) -> bytes:
             colour = "white" if shares[label, other] > 0.25 else "black"
             draw.text((margin + cell * (other + 0.5), at), str(counts[label, other]), fill=colour, anchor="mm")
     return _png(page)
-
-
-def scattered(predictions: Predictions, value: int) -> bytes:
-    """The chart `against_true` as PNG."""
-    _save(against_true(predictions, value), (4, 4), picture := BytesIO(), format="png")
-    return picture.getvalue()
 
 
 def in_base64(image: np.ndarray) -> str:

@@ -59,7 +59,6 @@ HARDWARE = {
 
 
 def write_report(run: Run) -> Path:
-    """Write `report.html` into a run folder."""
     write_atomic(run.run_dir.report, run_page(run))
     return run.run_dir.report
 
@@ -158,7 +157,6 @@ def figure(name: str, value: Any) -> str:
 
 
 def _scores(run: Run) -> dict[str, Any]:
-    """The figures of the best weights on the validation split, and on the test split if there is one."""
     scores, test = (telling(run.summary.get(key) or {}, run.classes) for key in ("scores", "test"))
     rows = [
         (figure_word(name), figure(name, scores.get(name)), figure(name, test.get(name)))

@@ -70,7 +70,6 @@ FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations with pictures, which take 20 ms to write
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
-SHOWN_VALUES = 4  # the most values with a plot of predictions against true values
 EVENTS = "events.out.tfevents.*"
 VAL, VAL_EMA = "val", "val_ema"  # folders
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
@@ -195,8 +194,6 @@ class TensorBoard(Observer):
                 add_picture(writer, "images/worst", pictures.worst(predictions), step)
             if predictions.confusion:
                 add_picture(writer, "images/confusion", pictures.heat(predictions), step)
-            for value, name in enumerate(predictions.names[: min(SHOWN_VALUES, len(predictions.points))]):
-                add_picture(writer, f"predicted_against_true/{name}", pictures.scattered(predictions, value), step)
             for name, counts in zip(predictions.names, predictions.curves, strict=False):
                 add_pr_curve(writer, f"precision_recall/{name}", counts, step)
             for name, weight in self.model.named_parameters() if self.model is not None else ():
@@ -256,7 +253,6 @@ def add(writer: SummaryWriter, summary: Any, step: int) -> None:
 
 
 def add_picture(writer: SummaryWriter, tag: str, png: bytes, step: int) -> None:
-    """Write a PNG as it is."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     image = Summary.Image(encoded_image_string=png, colorspace=3)

@@ -50,10 +50,6 @@ class TrainingClock:
         self.waited = self.waited_before = self.paused = 0.0
         self.loaded = self.prepared = 0.0
 
-    def add_load(self, seconds: float) -> None:
-        """Count the seconds in which the loader read the images of the next steps."""
-        self.loaded += seconds
-
     def add_arrival(self, requested: float, received: float) -> None:
         """Count the time in which a step's data were awaited and augmented."""
         self.requested, self.waited_before = requested, self.waited
@@ -131,7 +127,7 @@ class TimeSpent:
         """Pass the groups of batches of a loader on, and time the wait for each."""
         requested = time.perf_counter()
         for group in groups:
-            self.clock.add_load(time.perf_counter() - requested)
+            self.clock.loaded += time.perf_counter() - requested
             yield group
             requested = time.perf_counter()
 

@@ -124,7 +124,6 @@ class SWA(EMA):
 
 
 def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
-    """The average that `train.*` requests, kept in `copy`."""
     if train.ema is not None:
         return EMA(model, train.ema, copy, warmup=train.ema_warmup, every=train.ema_every)
     every = max(1, plan.in_steps("train.swa_every", train.swa_every))
@@ -132,7 +131,6 @@ def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy:
 
 
 def swa_start(train: TrainBlock, plan: Plan) -> int:
-    """The step at which `train.swa_from` begins to average."""
     assert train.swa_from is not None
     return max(1, plan.in_steps("train.swa_from", train.swa_from))
 

@@ -15,7 +15,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.monitor import figure_text, telling
-from lockstep.core.protocols import Optimizer, Precision
+from lockstep.core.protocols import Optimizer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text
@@ -68,14 +68,15 @@ def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 
 def _ranks(job: ResolvedJob, world: World) -> str:
-    """The processes, where they compute and in which precision."""
     words = [f"{world.size} process{'es' * (world.size != 1)} on {_device(world)}"]
     if world.size > 1:
         words[0] += f" by {type(job.strategy).__name__}"
     if world.device.type == "cpu":
         threads = torch.get_num_threads()
         words.append(f"{threads} thread{'s' * (threads != 1)}{' each' * (world.size > 1)}")
-    return ", ".join([*words, _number_format(job.precision)])
+    precision = job.precision
+    formats = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((precision.storage, precision.dtype))]
+    return ", ".join([*words, " and ".join(formats) + " with TF32" * (precision.matmul == "high")])
 
 
 def _device(world: World) -> str:
@@ -83,12 +84,6 @@ def _device(world: World) -> str:
         return "the CPU"
     gpus = f"{world.local_size} x " if world.local_size > 1 else ""
     return f"{gpus}{torch.cuda.get_device_name(world.device)}"
-
-
-def _number_format(precision: Precision) -> str:
-    """A precision in the field's words: `float32`, `float32 with TF32`, `float32 and bfloat16`."""
-    formats = [str(dtype).removeprefix("torch.") for dtype in dict.fromkeys((precision.storage, precision.dtype))]
-    return " and ".join(formats) + " with TF32" * (precision.matmul == "high")
 
 
 def _count(parameters: int) -> str:
@@ -99,7 +94,6 @@ def _count(parameters: int) -> str:
 
 
 def _rate_reason(job: ResolvedJob, composed: Mapping[str, Any]) -> str:
-    """The text behind a learning rate that was `auto`: that it is the usual one."""
     if _setting(composed, "optimizer", "lr") != AUTO:
         return ""
     return f" (usual at batch {job.batch}" + " for trained weights" * job.starts_trained + ")"

@@ -148,7 +148,6 @@ def _splits(job: ResolvedJob, world: World) -> tuple[Split, Split, Split | None]
 
 
 def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) -> LoaderContext:
-    """The facts of a run from which a loader chooses its `auto` values."""
     plan, own = plan_of(job, len(train)), job.strategy.data_world(world)
     evaluations = math.ceil(plan.total_steps / plan.eval_every)
     return LoaderContext(
@@ -161,15 +160,9 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
     )
 
 
-def _sizes(job: ResolvedJob, plan: Plan) -> dict[int, tuple[int, int]]:
-    """The (height, width) of the model's input in training, by the steps after which they begin, in their order."""
-    starts = [plan.in_steps("train.sizes", start) for start in job.train.sizes or (0,)]
-    sizes = dict(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))
-    return dict(sorted(sizes.items()))
-
-
 def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
     train = job.train
+    starts = (plan.in_steps("train.sizes", start) for start in train.sizes or (0,))
     mix = Mix(
         classes=job.dataset.classes,
         mixup=train.mixup,
@@ -192,5 +185,5 @@ def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:
         mean=job.input.mean,
         std=job.input.std,
         interpolation=job.input.interpolation,
-        train_sizes=_sizes(job, plan),
+        train_sizes=dict(sorted(zip(starts, (shape[1:] for shape in job.train_shapes), strict=True))),
     )

@@ -114,6 +114,9 @@ def build_observers(
     left = TimeLeft(plan, times.clock, progress.step)
     gpus = watched_gpus(state.replica, world)
     observer = _observer(job, run_dir, world, plan, state, progress) if world.is_main else Observers()
+    loss_limit = MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes))
+    if job.task.targets == VALUES:  # nothing is known of their size
+        loss_limit = sys.float_info.max
     telemetry = Telemetry(
         world=world,
         plan=plan,
@@ -123,9 +126,8 @@ def build_observers(
         times=times,
         step=progress.step,
         window=progress.window,
-        flops=state.flops,
-        peak=state.peak,
-        loss_limit=_loss_limit(job),
+        peak_rate=state.peak_rate,
+        loss_limit=loss_limit,
         hits=job.task.hits if TOP1 in job.task.counted else None,
         names=job.task.figures,
         comparable=not has_stages(state.model),
@@ -156,13 +158,6 @@ def build_observers(
     watch.sampled = spending.check
     observer.observers = (*observer.observers, spending)
     return telemetry, watch
-
-
-def _loss_limit(job: ResolvedJob) -> float:
-    """The mean loss above which a run counts as diverged. Nothing is known of the size of values."""
-    return (
-        sys.float_info.max if job.task.targets == VALUES else MAX_LOSS_RATIO * math.log(max(2, job.dataset.classes))
-    )
 
 
 def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progress: Progress) -> TimeSpent:

@@ -13,7 +13,6 @@ from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
-from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -24,7 +23,7 @@ from lockstep.scores import Scores
 from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training import train_state
 from lockstep.training.banner import resume_command
-from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
+from lockstep.training.build_data import build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
@@ -46,12 +45,8 @@ def run(
 ) -> None:
     """Train or resume a resolved job in its folder as one rank of `world`, to its end or until `stop` is requested.
 
-    `heartbeat` is called while the job advances.
-
-    Raises:
-        InputError: the data, the model or the checkpoint do not fit.
-        Stopped: the job was asked to stop, and is saved.
-        NumericalError: a loss is not finite.
+    `heartbeat` is called while the job advances. Raises InputError: the data, the model or the checkpoint do not fit;
+    Stopped: the job was asked to stop, and is saved; NumericalError: a loss is not finite.
     """
     stop = stop or StopRequest()
     record = RunRecord(run_dir, world)
@@ -64,7 +59,15 @@ def run(
     images = partial(data.normalised, world=world)
     state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
     train_state.compile_model(state.model, job, world, stop)
-    checkpointer = build_checkpointer(job, run_dir, world, data, card)
+    checkpointer = Checkpointer(
+        run_dir=run_dir,
+        fingerprint=data.fingerprint,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
+        writes=world.is_main,
+        every_s=data.plan.save_every_s,
+        card=card,
+    )
     progress, origin = train_state.restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
@@ -100,21 +103,6 @@ def run(
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
     """The step of a job: one that replays CUDA graphs, if the job requests it and the device has them."""
     return GraphStep if job.train.cuda_graph and world.device.type == "cuda" else TrainStep
-
-
-def build_checkpointer(
-    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, card: ModelCard
-) -> Checkpointer:
-    """The checkpointer, which saves the run on main and restores it on every rank."""
-    return Checkpointer(
-        run_dir=run_dir,
-        fingerprint=data.fingerprint,
-        keep=job.checkpoint.keep,
-        keep_best=job.checkpoint.keep_best,
-        writes=world.is_main,
-        every_s=data.plan.save_every_s,
-        card=card,
-    )
 
 
 def train(

@@ -80,7 +80,6 @@ class CollectedPredictions(EvaluationObserver):
         return block.labels, block.predicted[:, 0], shares
 
     def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
-        """What the model predicts for some examples of a block."""
         predicted = block.predicted[top, 0]
         return predicted, probabilities(block.logits[top], self.kind).gather(1, predicted[:, None])[:, 0]
 
@@ -166,7 +165,6 @@ COLLECTED = {CLASSES: CollectedPredictions, LABELS: CollectedLabels, VALUES: Col
 
 
 def collected(card: ModelCard, split: Split, world: World, observer: Observer) -> CollectedPredictions:
-    """Collects the predictions of a model with this card for a split."""
     return COLLECTED[card.targets](card, split, world, observer)
 
 

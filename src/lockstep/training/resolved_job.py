@@ -169,7 +169,6 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 
 
 def card_of(job: ResolvedJob) -> ModelCard:
-    """The card of a resolved job, before its first step."""
     data = job.dataset
     return ModelCard(
         model=_node(job.model, OF_TRAINING),

@@ -33,9 +33,14 @@ from lockstep.stochastic import ForwardDraws, key_draws
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
 from lockstep.training.averages import EMA, build_average
-from lockstep.training.blank_example import check_single_examples, for_empty_micro_batches
-from lockstep.training.freezing import Freezing, freeze_for_good, frozen_names
-from lockstep.training.recompute import recompute_blocks
+from lockstep.training.network import (
+    Freezing,
+    check_single_examples,
+    for_empty_micro_batches,
+    freeze_for_good,
+    frozen_names,
+    recompute_blocks,
+)
 from lockstep.training.resolved_job import ResolvedJob
 
 # A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
@@ -57,8 +62,7 @@ class TrainState:
         scaler: the scaler of the loss; disabled if the precision needs none.
         ema: the average of the weights, if the job keeps one; it may begin later.
         notes: sentences about random layers with numbers that depend on the ranks.
-        flops: floating-point operations of one example's forward and backward pass; 0 if no peak is known.
-        peak: operations per second of all devices of the job; 0 if it is not known.
+        peak_rate: images per second at the peak rate of all devices of the job; 0 if it is not known.
     """
 
     model: nn.Module
@@ -70,8 +74,7 @@ class TrainState:
     freezing: Freezing = field(default_factory=Freezing)
     ema: EMA | None = None
     notes: list[str] = field(default_factory=list)
-    flops: float = 0.0
-    peak: float = 0.0
+    peak_rate: float = 0.0
 
     @property
     def averaged(self) -> nn.Module | None:
@@ -105,7 +108,6 @@ class Progress:
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Self:
-        """The progress in a checkpoint."""
         return cls(**{**facts, "scores": [(step, score) for step, score in facts["scores"]]})
 
     def evaluated(self, score: float | None, figures: Mapping[str, float], *, better: bool) -> None:
@@ -117,7 +119,6 @@ class Progress:
 
     @property
     def is_evaluated(self) -> bool:
-        """Whether the present step was evaluated."""
         return bool(self.scores) and self.scores[-1][0] == self.step
 
     @property
@@ -187,8 +188,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
         scaler=precision.scaler(world.device),
         ema=ema,
         notes=[*([f"init_from: {start}"] if start else []), *draws.notes],
-        flops=flops,
-        peak=peak if flops else 0.0,
+        peak_rate=peak / flops if flops else 0.0,
     )
 
 

@@ -95,10 +95,8 @@ class Trainer:
                     self.save()
                 if ends:
                     break
-        except StopNow:
-            if self.stop.force or not self.stop.begun:
-                raise  # there is nothing to save, or no time to
-            self.save_and_leave()
+        except StopNow as request:
+            self.leave(request, saves=True)
         self.consensus.close()
         return self.progress
 
@@ -157,7 +155,7 @@ class Trainer:
         value, progress = figures.get(self.monitor.name), self.progress
         gain, best = self.monitor.gain(value), self.monitor.gain(progress.best)
         if gain is None and best is None and not any(score is not None for _, score in progress.scores):
-            self.telemetry.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
+            self.telemetry.display.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
         improved = gain is not None and (best is None or gain > best)
         if progress.best_step == 0 and progress.step == self.plan.total_steps:
             improved = True  # a run has weights, also if no evaluation had a score
@@ -225,11 +223,8 @@ class Trainer:
             with self.telemetry.pause("evaluation"):
                 figures = self._evaluate(model, self.test_loader, (self.scores,))
                 figures = {**figures, **self.world.broadcast(self.scores.compute())}
-        except StopNow:
-            if self.stop.force or not self.stop.begun:
-                raise
-            self.stop.leaving = True
-            self.leave()
+        except StopNow as request:
+            self.leave(request, saves=False)
         self.tested = finite(figures)
         self.telemetry.observer.write(self.progress.step, {TEST + name: value for name, value in figures.items()})
 
@@ -275,15 +270,17 @@ class Trainer:
             self.telemetry.forget(after=self.progress.step)
             raise
 
-    def save_and_leave(self) -> NoReturn:
-        """Save the state after the last finished step, and end on all ranks together."""
+    def leave(self, request: StopNow, *, saves: bool) -> NoReturn:
+        """End on all ranks together, with the state after the last finished step saved.
+
+        Raises `request` if there is nothing to save, or no time to; else Stopped.
+        """
+        if self.stop.force or not self.stop.begun:
+            raise request
         self.stop.leaving = True
         self.consensus.close()
-        self.save()
-        self.leave()
-
-    def leave(self) -> NoReturn:
-        """End on all ranks together, after the state was saved."""
+        if saves:
+            self.save()
         # The launcher ends the other ranks when one leaves, so all wait until main has written.
         self.checkpointer.wait()
         self.world.barrier()
