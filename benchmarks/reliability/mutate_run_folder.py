@@ -285,8 +285,8 @@ def of_a_file(folder: Path, dice: random.Random) -> Iterator[Mutation]:
     def twin(path: Path) -> None:
         """Swap the file with the same file of another checkpoint, or with any other file."""
         candidates = [step / path.name for step in steps if step != path.parent and (step / path.name).exists()]
-        others = [file for file in files(folder) if file != path]
-        swapped(path, dice.choice(candidates if path.parent in steps else others))
+        other_files = [file for file in files(folder) if file != path]
+        swapped(path, dice.choice(candidates if path.parent in steps else other_files))
 
     yield "bit flipped", any_file(), lambda path: flip(path, dice, 1)
     yield "bits flipped", any_file(), lambda path: flip(path, dice, dice.randrange(2, 100))

@@ -58,7 +58,6 @@ class Checkup:
     Fields:
         look_s: the most seconds for the images of a data set.
         free: returns the free bytes of the disk of a folder.
-        jobs: the overrides of each job.
         findings: the numbers of the jobs that have a finding.
         results: the findings of checks that several jobs share, by what they depend on.
     """

@@ -72,12 +72,7 @@ def lr_find(
 
 @dataclass(frozen=True, kw_only=True)
 class RangeTest:
-    """The loss of each step while the rate rises.
-
-    Fields:
-        rates: the learning rate of each step.
-        losses: the exponential average of the loss at each step, without the bias towards the start.
-    """
+    """The exponential average of the loss at each step, without the bias towards the start, while the rate rises."""
 
     rates: list[float]
     losses: list[float]

@@ -46,11 +46,7 @@ class Refused(Exception):
 
 
 class LocalServer(uvicorn.Server, ABC):
-    """The base class of the servers; a subclass answers in `respond`.
-
-    Args:
-        port: the port to listen on; 0 is any free port.
-    """
+    """The base class of the servers, at any free port for port 0; a subclass answers in `respond`."""
 
     def __init__(self, port: int) -> None:
         try:

@@ -125,7 +125,6 @@ class Spending(Observer):
         run_dir: the folder of the run; its summary has the cost of earlier sessions.
         gpus: the GPUs of the job, on all machines.
         batch: the images of a step, over all ranks.
-        usd_per_gpu_hour: the price of a GPU; None if it is not known.
         watch: counts the energy of this machine, which is the only one of the job, or else counts nothing.
         trained: what this session has trained so far, for `rates`.
     """

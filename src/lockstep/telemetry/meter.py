@@ -35,15 +35,12 @@ class Telemetry:
     Every rank has one, because the sums are collective. Only main's has observers and a visible display.
 
     Args:
-        display: shows progress to the user.
         samples: records the examples that this rank trained on, if requested.
-        times: adds up where the time goes.
         step: the last step that is already done.
         window: the window that was open at the checkpoint (`open_window`); None if there was none.
         peak_rate: images per second at the peak rate of all devices; 0 if it is not known.
         loss_limit: a mean loss above it counts as diverged.
         hits: counts the examples that are right, of outputs and labels; None if the task has no such examples.
-        names: the figures that the task logs.
         comparable: whether all ranks do the same work in a step, so that a slow one can be named.
 
     `reduced` notes that the gradients of a step are computed and reduced; `pause` is a context for what

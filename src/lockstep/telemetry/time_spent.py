@@ -97,7 +97,6 @@ class TimeSpent:
 
     Args:
         model: the module whose gradients mark the backward pass; None if steps are not to be divided.
-        device: the device of the rank.
         reduces: whether gradients are reduced after they are computed.
         period: steps from one log point to the next.
         first: the last step before this process's first one.

@@ -90,7 +90,6 @@ class Window:
     """The figures of some steps, over all ranks.
 
     Fields:
-        first, last: the first and the last step.
         loss: the mean over examples; NaN if all of them are broken images, which do not count.
         top1: the training accuracy in percent; NaN as `loss` is; None if the task has none.
         examples: the number of examples of this process; after a resume inside a window, only those since the resume.
@@ -141,10 +140,8 @@ class Span:
     Log points do not depend on where a run was stopped, so the sums have the same order however often it was stopped.
 
     Fields:
-        first: the first step.
-        began: the seconds of this process before that step.
+        began: the seconds of this process before step `first`.
         carried: the examples that an earlier process trained on.
-        has_hits: whether examples are right or wrong.
     """
 
     first: int

@@ -30,8 +30,7 @@ class Scores:
 
     Fields:
         score: the figure `SCORES` of the best weights; top-1 in percent of the validation images.
-        total: the number of validation images.
-        images: how many of them have each class, or each label; values have none of either.
+        images: how many of the `total` validation images have each class, or each label; values have none of either.
         trained: percent of the training images right in the last epoch, as they were augmented; None if not known.
         losses: the step and the validation loss of each evaluation that was logged.
     """

@@ -140,18 +140,12 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "seed": job.seed,
         "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
         "loss": type(job.loss).__name__,
-        "task": describe_task(job),
+        # With what identifies its files in the place of their paths.
+        "task": " ".join([describe(job.task, _paths(job.task)), *map(" ".join, job.task.identity().items())]),
         "monitor": job.monitor,
         "average": "mean" if job.train.swa_from is not None else job.train.ema is not None,
         "repro": describe(job.strategy) if job.strategy.fixed_order else "exact",
     }
-
-
-def describe_task(job: ResolvedJob) -> str:
-    """The task in one line, with what identifies its files in place of their paths."""
-    return describe(job.task, _paths(job.task)) + "".join(
-        f" {key} {value}" for key, value in job.task.identity().items()
-    )
 
 
 def check_same_data(facts: dict[str, Any], world: World) -> None:

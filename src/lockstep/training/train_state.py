@@ -58,8 +58,6 @@ class TrainState:
         replica: the wrapped module, which is called in training.
         infinite: the names of its buffers that are infinite by design.
         draws: the random numbers of its forward passes; their keys are inputs of the replica.
-        freezing: the layers that are frozen, and in which steps.
-        scaler: the scaler of the loss; disabled if the precision needs none.
         ema: the average of the weights, if the job keeps one; it may begin later.
         notes: sentences about random layers with numbers that depend on the ranks.
         peak_rate: images per second at the peak rate of all devices of the job; 0 if it is not known.
@@ -92,9 +90,7 @@ class Progress:
 
     Fields:
         scores: the step and the monitored figure of each evaluation so far; None if it had no value.
-        figures: the figures of the evaluation after that step, by name; empty if there was none.
-        best, best_step: the best score so far, and its step.
-        best_figures: the figures of the evaluation after that step.
+        figures: the figures of the evaluation after the present step, by name; empty if there was none.
         window: the counts since the last log point, of the step that was saved last.
     """
 

@@ -37,7 +37,6 @@ class Advice:
 
     Fields:
         sentence: what it is, and the advice.
-        evidence: the figures behind it.
         gain: how many times as fast the run should be; None if it cannot be said.
         override: what to type; None if no setting helps.
         another_run: whether the change makes the run another one, and not the same one faster.
@@ -62,7 +61,6 @@ class Evidence:
     """What is known of a run at its end.
 
     Fields:
-        steps: how many this process trained.
         shares: the shares of the parts in its time (`TimeSpent`).
         spread: how exact the shares of the parts of a step are.
         hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
