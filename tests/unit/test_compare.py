@@ -24,7 +24,7 @@ from scipy.stats import ttest_ind
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lockstep.cli.compare import compare
+from lockstep.cli.compare import causes, compare
 from lockstep.cli.runs import report, runs
 from lockstep.config import components
 from lockstep.core import log
@@ -37,7 +37,7 @@ from lockstep.core.run_dir import RunDir, slug
 from lockstep.inference.predictor import find_weights
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record, best_of
-from lockstep.sweep.runs import causes, differing, groups, interval, read_runs
+from lockstep.sweep.runs import differing, groups, interval, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 
 COMPOSED = {

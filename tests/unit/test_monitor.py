@@ -25,7 +25,7 @@ from lockstep.core.monitor import (
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.inference.predictor import load
-from lockstep.training.patience import Patience
+from lockstep.training.learning import Patience
 
 
 class Mine:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.files import Removable, removable, remove
-from lockstep.cli.details import show_run
+from lockstep.cli.compare import show_run
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError

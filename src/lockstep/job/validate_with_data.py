@@ -12,7 +12,7 @@ from lockstep.core.plan import Plan
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.training.averages import check_average
-from lockstep.training.patience import Patience
+from lockstep.training.learning import Patience
 from lockstep.training.resolved_job import ResolvedJob, plan_of
 
 FLOAT32 = 4  # bytes

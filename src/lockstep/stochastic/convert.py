@@ -28,14 +28,6 @@ from lockstep.stochastic.numbers import ForwardKeys, Site, forward_keys
 EXAMPLES = 11
 # More draws than any model has; the keys of the observed pass are made before the draws are counted.
 MOST_DRAWS = 4096
-# Layers of torch that never draw, by the Python module that defines them. A model that has only these and Lockstep's
-# own layers is not observed.
-SILENT = {
-    f"torch.nn.modules.{name}"
-    for name in ("batchnorm", "container", "conv", "flatten", "instancenorm", "linear", "normalization", "padding")
-} | {"torch.nn.modules.pooling", "torch.nn.modules.upsampling", "torch.nn.modules.pixelshuffle"}
-SILENT_TYPES = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Identity, nn.LeakyReLU, nn.Hardswish)
-
 # Layers with their own keyed forward. By name, so that timm is imported for timm's models only.
 OWN_FORWARD = {"timm.layers.drop.DropBlock2d": drop_block}
 
@@ -108,8 +100,6 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
     `image` is one blank input (1, C, H, W) on the model's device. The model is called once. Parameters, buffers and
     generators are left unchanged.
     """
-    if all(_silent(module) for module in model.modules()):
-        return ForwardDraws(seed, image.device)
     keys = ForwardKeys()
     observer = _Observer(keys, {module: name for name, module in model.named_modules()})
     with torch.no_grad(), untouched(model, image.device), observer.watch():
@@ -120,11 +110,6 @@ def key_draws(model: nn.Module, image: Tensor, seed: int) -> ForwardDraws:
     for module, sites in observer.sites.items():
         _draw_by_key(module, sites)
     return ForwardDraws(seed, image.device, keys, tuple(observer.unknown))
-
-
-def _silent(module: nn.Module) -> bool:
-    home = type(module).__module__
-    return home in SILENT or type(module) in SILENT_TYPES or home.startswith("lockstep.models.")
 
 
 def _draw_by_key(module: nn.Module, sites: list[Site]) -> None:
