@@ -18,9 +18,10 @@ from lockstep.config.options import declared
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
-from lockstep.core.fields import PATH, TEXT, TIME, Number, duration_rule, problems
+from lockstep.core.fields import PATH, TEXT, TIME, Number, problems
 from lockstep.core.plan import seconds, steps
 from lockstep.optim import AdamW
+from lockstep.optim.schedule import Constant
 from lockstep.training import evaluate
 
 BLOCKS = {"train.": TrainBlock, "checkpoint.": CheckpointBlock, "telemetry.": TelemetryBlock}
@@ -111,7 +112,9 @@ def test_the_first_and_the_last_number_of_a_range_are_in_it() -> None:
 
 
 def test_durations_and_times_are_read_as_they_are_checked() -> None:
-    for value in outside(duration_rule(zero=True)):
+    warmup = fields.rule_of(Constant, "warmup")
+    assert warmup is not None
+    for value in outside(warmup):
         with pytest.raises(InputError, match=r"^schedule\.warmup is .{1,80}, expected steps"):
             steps("schedule.warmup", value, steps_per_epoch=10**9, total_steps=10**18)
     for value in outside(TIME):

@@ -57,7 +57,8 @@ def newest_of_run(run_dir: RunDir, say: Say = log.warn) -> Path | None:
     """The newest undamaged checkpoint of a run; None for a run that has not saved any yet. Raises InputError."""
     warnings: list[str] = []
     newest = latest_valid(run_dir.checkpoints, warnings.append)
-    if newest is None and _has_saved(run_dir):
+    saved = (run_dir.weights, run_dir.last, run_dir.best, *run_dir.checkpoints.glob("step-*"))
+    if newest is None and any(path.exists() for path in saved):
         raise _all_damaged(run_dir)
     for sentence in warnings:
         say(sentence)
@@ -69,12 +70,6 @@ def load_newest(run_dir: RunDir, named: Path | None = None) -> LoadedCheckpoint 
     if (newest := newest_of_run(run_dir)) is not None:
         return _read(newest)
     return None if named is None else load(named)
-
-
-def _has_saved(run_dir: RunDir) -> bool:
-    """Whether the run has ever saved a checkpoint, judged by the files that still exist."""
-    saved = (run_dir.weights, run_dir.last, run_dir.best, *run_dir.checkpoints.glob("step-*"))
-    return any(path.exists() for path in saved)
 
 
 def _all_damaged(run_dir: RunDir) -> InputError:
@@ -162,13 +157,6 @@ def _flattened(facts: Facts) -> dict[str, Any]:
     return flat
 
 
-def _restore_scaler(scaler: torch.amp.GradScaler, saved: dict[str, Any]) -> None:
-    """Restore the scale of a loss scaler. If the saved run had no scaler, `scaler` keeps its initial scale."""
-    if saved and (own := scaler.state_dict()):
-        # The other entries are options of how the scale grows, not state.
-        scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
-
-
 def restore(
     loaded: LoadedCheckpoint,
     *,
@@ -183,7 +171,9 @@ def restore(
             raise ValueError("it has no averaged weights; use train.ema=null")
         restore_optimizer(optimizer, model, loaded.state["optimizer"])
         load_whole(model, loaded.model)
-        _restore_scaler(scaler, loaded.state["scaler"])
+        if (saved := loaded.state["scaler"]) and (own := scaler.state_dict()):
+            # The other entries are options of how the scale grows, not state.
+            scaler.load_state_dict({**own, "scale": saved["scale"], "_growth_tracker": saved["_growth_tracker"]})
         if ema is not None:
             ema.n_averaged.fill_(loaded.state["ema_updates"])
             if loaded.ema is not None:

@@ -181,10 +181,6 @@ def duration(
 
     `unit` is what a number alone counts; `words` are texts that are also allowed, such as `auto`.
     """
-    return ruled(default, duration_rule(zero=zero, timed=timed, unit=unit, words=words))
-
-
-def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps", words: tuple[str, ...] = ()) -> Check:
     low = "from 0 to" if zero else "above 0 and at most"
     time = ", a time (10min)" * timed
 
@@ -198,7 +194,8 @@ def duration_rule(*, zero: bool, timed: bool = False, unit: str = "steps", words
 
     number = 5 if unit == "evaluations" else 100
     expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
-    return Check(" or ".join([*words, expected]), fits, " or ".join(["a duration", *["a time"] * timed, *words]))
+    short = " or ".join(["a duration", *["a time"] * timed, *words])
+    return ruled(default, Check(" or ".join([*words, expected]), fits, short))
 
 
 def mapping(*, most: float) -> Any:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from lockstep.core.errors import InputError, shown
-from lockstep.core.fields import TIME, duration_rule, is_timed, parse_duration, parse_time
+from lockstep.core.fields import TIME, is_timed, parse_duration, parse_time
 
 Event = Literal["log", "eval", "save"]
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def steps(key: str, value: int | str, *, steps_per_epoch: int, total_steps: int)
     """A duration in steps: `100` (steps), `"2ep"` (epochs), `"5%"` (of the whole run). Raises InputError."""
     parsed = parse_duration(value)
     if parsed is None:
-        raise InputError(f"{key} is {shown(value)}, expected {duration_rule(zero=True).expected}")
+        raise InputError(f"{key} is {shown(value)}, expected steps (100), epochs (2ep) or a share of the run (5%)")
     amount, unit = parsed
     if unit == "ep":
         return round(amount * steps_per_epoch)

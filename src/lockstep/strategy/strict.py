@@ -101,7 +101,16 @@ class Strict(Single):
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         assert plan.micro_batches * world.size == self.shards
         torch.use_deterministic_algorithms(True)
-        _check_deterministic(model, example)
+        try:
+            rehearse(model, example, passes=1)
+        except RuntimeError as error:
+            operation, nondeterministic, _ = str(error).partition(" does not have a deterministic implementation")
+            if not nondeterministic:
+                raise
+            raise InputError(
+                f"repro=strict has the same bits every time, but {operation}, which the model uses, has no "
+                f"deterministic kernel on {example[0].device.type}; use repro=exact, or a model without it"
+            ) from error
         if world.size > 1:
             share_weights(model)
         return TreeReplica(model)
@@ -122,20 +131,6 @@ class Strict(Single):
         if has_batchnorm(model):
             return [f"repro=strict: batch norm counts per virtual shard, one of {self.shards} of the global batch"]
         return []
-
-
-def _check_deterministic(model: nn.Module, example: tuple[Any, ...]) -> None:
-    """Refuse a model with an operation that has no deterministic kernel on this device, by running it once."""
-    try:
-        rehearse(model, example, passes=1)
-    except RuntimeError as error:
-        operation, nondeterministic, _ = str(error).partition(" does not have a deterministic implementation")
-        if not nondeterministic:
-            raise
-        raise InputError(
-            f"repro=strict has the same bits every time, but {operation}, which the model uses, has no deterministic "
-            f"kernel on {example[0].device.type}; use repro=exact, or a model without it"
-        ) from error
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from lockstep.core.errors import BrokenImage, InputError, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
-from lockstep.data.datasets.decode import RGB, Box, ImageFile, contents
+from lockstep.data.datasets.decode import RGB, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import class_notes
@@ -39,12 +39,14 @@ ResultT = TypeVar("ResultT")
 class ArraySplit:
     """Examples that are in memory: uint8 images (N, C, H, W) and int64 labels (N,).
 
-    `numbers` are those in the split that they are cut from, int64 (N,); None for a whole split.
+    `numbers` are those in the split that they are cut from, int64 (N,); None for a whole split. Of `mapped` files
+    only the rows in use are read, once for all ranks.
     """
 
     images: Tensor
     labels: Tensor
     numbers: Tensor | None = None
+    mapped: bool = False
 
     skip: ClassVar[int] = 0
 
@@ -63,11 +65,6 @@ class ArraySplit:
 
 
 @dataclass(frozen=True)
-class MappedSplit(ArraySplit):
-    """A split whose tensors are memory-mapped files: only the rows in use are read, once for all ranks."""
-
-
-@dataclass(frozen=True)
 class Crop:
     """Chooses the boxes that are cut from whole images while they are read: other boxes in each epoch.
 
@@ -78,12 +75,6 @@ class Crop:
     boxes: Callable[[SampleRNG, Tensor], Tensor]
     seed: int
     size: tuple[int, int]
-
-    def boxes_for(self, files: list[ImageFile], indices: list[int], epoch: int) -> list[Box]:
-        """The boxes of the examples and repetitions `indices`; `files` are their images."""
-        sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
-        boxes = self.boxes(SampleRNG(self.seed, epoch, torch.tensor(indices, dtype=torch.int64)), sizes)
-        return [(top, left, height, width) for top, left, height, width in boxes.tolist()]
 
 
 @dataclass(frozen=True)
@@ -119,7 +110,9 @@ class FileSplit:
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
                 decoded[number] = self._attempt(index, file.fitted, size, self.interpolation, self.fit, self.fill)
         else:
-            boxes = self.crop.boxes_for(files, numbers, epoch)
+            sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
+            draws = SampleRNG(self.crop.seed, epoch, torch.tensor(numbers, dtype=torch.int64))
+            boxes = self.crop.boxes(draws, sizes).tolist()
             for number, (index, file, box) in enumerate(zip(indices, files, boxes, strict=True)):
                 decoded[number] = self._attempt(index, file.box, box, size, self.interpolation)
         return torch.from_numpy(decoded)

@@ -38,7 +38,7 @@ from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
 from lockstep.core.run_dir import MANIFEST
 from lockstep.core.safe_read import MB, UnreadableFile, opened, read_json
 from lockstep.core.safe_write import locked, sync
-from lockstep.data.datasets.files import MappedSplit, PhotoSource, keeps_whole
+from lockstep.data.datasets.files import ArraySplit, PhotoSource, keeps_whole
 from lockstep.data.datasets.targets import check_labels
 from lockstep.data.loading.reading import in_order, read_images
 
@@ -82,13 +82,13 @@ class Packed(PhotoSource):
     def std(self) -> tuple[float, ...]:
         return self.manifest.std
 
-    def train(self) -> MappedSplit:
+    def train(self) -> ArraySplit:
         return map_split(Path(self.path), "train")
 
-    def eval(self) -> MappedSplit:
+    def eval(self) -> ArraySplit:
         return map_split(Path(self.path), "val")
 
-    def test(self) -> MappedSplit | None:
+    def test(self) -> ArraySplit | None:
         return map_split(Path(self.path), "test") if "test" in self.manifest.splits else None
 
     def fingerprint(self) -> dict[str, dict[str, str]]:
@@ -168,7 +168,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 @functools.cache
-def map_split(folder: Path, name: str) -> MappedSplit:
+def map_split(folder: Path, name: str) -> ArraySplit:
     """The split `name`, mapped once per process. Raises InputError, also for a label that is not a class."""
     manifest = read_manifest(folder)
 
@@ -180,7 +180,7 @@ def map_split(folder: Path, name: str) -> MappedSplit:
         )
         return flat.view(shape)
 
-    split = MappedSplit(mapped("images"), mapped("labels"))
+    split = ArraySplit(mapped("images"), mapped("labels"), mapped=True)
     check_labels(split.labels, len(manifest.classes), str(folder / f"{name}.labels"), manifest.targets)
     return split
 

@@ -24,7 +24,6 @@ from lockstep.core.data_protocols import (
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.world import World
-from lockstep.data.datasets.files import MappedSplit
 from lockstep.data.loading import reading
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 
@@ -100,7 +99,7 @@ class Streaming(ImageLoader):
         """The loader to use, and why. `workers=auto` is decided by a measurement."""
         if self.workers != "auto":
             return self, "as configured"
-        if context.splits[0].images is not None and not isinstance(context.splits[0], MappedSplit):
+        if context.splits[0].images is not None and not getattr(context.splits[0], "mapped", False):
             # Only a worker can read ahead, so setting `prefetch` gets one.
             return replace(self, workers=int(self.prefetch != Streaming.prefetch)), "images in memory"
         reader, model = reading.reading_rate(context.splits[0]), context.training_rate()
