@@ -1,8 +1,6 @@
 """The folders of checkpoints: which there are, whether they are undamaged, and their removal. Damage is a ValueError.
 
-Somebody else may have written a checkpoint. So only plain files with our names are read, and their contents are
-parsed as numbers and texts only. A fault may have changed any bit. So nothing is trusted before its hash matches the
-one in the manifest, and a file whose hash matches is trusted.
+Only plain files with our names are read, as numbers and texts, and a file is trusted if its hash is the manifest's.
 """
 
 import hashlib

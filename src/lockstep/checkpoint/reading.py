@@ -1,9 +1,6 @@
 """The checkpoint that a run resumes from: which one it is, what is in it, or why there is none.
 
-A run that is killed before its first checkpoint starts again from step 0. A run that has lost its checkpoints, but
-not its best weights, must not: it would overwrite them.
-
-The sentences about a checkpoint that cannot be resumed from are all here; `lockstep.job.resume` has the others.
+A run that has lost its checkpoints, but not its best weights, must not start again: it would overwrite them.
 """
 
 from collections.abc import Callable, Mapping

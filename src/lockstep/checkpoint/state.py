@@ -1,8 +1,7 @@
 """The state of a run as a checkpoint has it: copied to host memory, and an optimizer's state by names.
 
-Names take the place of numbers, because a resumed run may group the parameters differently (another weight decay does
-that). A restored state is compared with the state that the optimizer of this run would have: a kernel that is fused
-over all parameters does not check shapes, and would read beyond the end of a smaller tensor.
+Numbers would not do, because a resumed run may group the parameters differently. A restored state is compared with
+the expected one, because a fused kernel would read beyond the end of a smaller tensor.
 """
 
 from collections.abc import Callable, Mapping

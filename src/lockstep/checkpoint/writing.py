@@ -55,13 +55,9 @@ class Weights:
 class Checkpointer:
     """Writes a run's checkpoints in a thread of main's process; other ranks only take part in collectives.
 
-    Args:
-        fingerprint: the values that a resumed run must also have.
-        keep: how many of the newest checkpoints stay.
-        keep_best: how many of the best checkpoints, by validation top-1, stay in addition.
-        every_s: seconds after which a checkpoint is overdue; None if steps decide.
-        on_saved: called with the step and the folder of a checkpoint after it is on the disk.
-        card: the description for the weights files; None leaves it out.
+    The newest `keep` stay, and the best `keep_best`. One is overdue after `every_s` seconds; None if steps decide.
+    `on_saved` is called with the step and the folder of one on the disk. `card` is the description in the weights
+    files.
     """
 
     run_dir: RunDir

@@ -35,7 +35,9 @@ class Parser(argparse.ArgumentParser):
             if match := re.match(pattern, message):
                 flag, *values = (group.replace("', '", " or ").strip("'") for group in match.groups())
                 flag = flag.partition("/")[0]  # Hydra's flags have short forms
-                raise InputError(template.format(flag, *values, usage=self._usage(), example=self._example(flag)))
+                needed = [str(item.metavar) for item in self._actions if not item.option_strings and item.required]
+                usage = " ".join([self.prog, *needed])
+                raise InputError(template.format(flag, *values, usage=usage, example=self._example(flag)))
         raise InputError(f"{self._name}{message}; `{self.prog} --help` shows the arguments")
 
     def unknown(self, words: list[str]) -> NoReturn:
@@ -53,10 +55,6 @@ class Parser(argparse.ArgumentParser):
     def _name(self) -> str:
         """The command in front of a sentence, which begins with the program."""
         return f"{self.prog.partition(' ')[2]}: ".lstrip(": ")
-
-    def _usage(self) -> str:
-        required = [str(action.metavar) for action in self._actions if not action.option_strings and action.required]
-        return " ".join([self.prog, *required])
 
     def _example(self, flag: str) -> str:
         """A value that a flag takes: its default, its first choice, or what the help calls it; empty for no flag."""

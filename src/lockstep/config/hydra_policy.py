@@ -2,15 +2,13 @@
 
 Hydra makes objects (callbacks, launchers, log handlers) only of installed plugins and of classes on its execution
 whitelist, which is `TRUSTED` here. This leaves open which files log handlers write, which variables are set or copied
-into the config, in which folders runs are, and which packages are imported to search them for configs. So each
-value below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys
-that name folders and texts.
+into the config, in which folders runs are, and which packages are imported to search them for configs. So each value
+below `hydra` must be the one that Hydra, its installed plugins or the command line give, except for a few keys that
+name folders and texts.
 
-While Lockstep composes, Hydra and OmegaConf have a separate state. Hydra keeps what it knows in singletons, and
-OmegaConf its resolvers in one dict. Their public functions can replace both, but not give back what was there before:
-`Singleton.get_state` copies all of it, so that references to the `ConfigStore` go stale, and forgets the plugins. So
-this module, and no other, uses the names of the two dicts (`Singleton._instances` of Hydra 1.4.0rc3,
-`BaseContainer._resolvers` of OmegaConf 2.4.1rc1).
+While Lockstep composes, Hydra and OmegaConf have a separate state. Their public functions cannot give back what was
+there before. So this module, and no other, uses the names of the two dicts that have it (`Singleton._instances` of
+Hydra 1.4.0rc3, `BaseContainer._resolvers` of OmegaConf 2.4.1rc1).
 """
 
 import copy

@@ -13,7 +13,7 @@ import yaml
 
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import leaves
 
 T = TypeVar("T")
@@ -170,10 +170,9 @@ def _check(cls: type[Any], group: str, name: str) -> None:
     try:
         OmegaConf.structured(cls)
     except OmegaConfBaseException as error:
-        reason = str(error).splitlines()[0]
         raise InputError(
-            f"{where}: a field of {cls.__name__} has a type that a config cannot hold ({reason}); use numbers, "
-            "texts, booleans, enums, lists or dictionaries of them"
+            f"{where}: a field of {cls.__name__} has a type that a config cannot hold ({reason_of(error)}); use "
+            "numbers, texts, booleans, enums, lists or dictionaries of them"
         ) from error
 
 

@@ -1,8 +1,4 @@
-"""The exceptions that a user can meet, the exit code of each, and what their sentences share.
-
-Each has one sentence for the user: what is wrong, where, what was found and expected, and the override that fixes it.
-A broken invariant of our own code is an `assert`, not one of these exceptions.
-"""
+"""The errors that a user can meet, each with an exit code and one sentence: what is wrong, where, what fixes it."""
 
 import importlib.util
 import re

@@ -1,9 +1,7 @@
-"""The rules for the values of a config. Each rule is written at the field of the class.
+"""The rules for the values of a config, written at the fields: `lr: float = ranged(1e-3, above=0, most=1e6)`.
 
-    lr: float = ranged(1e-3, above=0, most=1e6)
-
-`lockstep.config.components` checks all values of a component by these rules before it creates the component, so no
-class checks a range by hand. A subclass that only changes a default keeps the rule.
+`lockstep.config.components` checks them before it creates a component. A subclass that only changes a default keeps
+the rule.
 """
 
 import dataclasses

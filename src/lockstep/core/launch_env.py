@@ -1,8 +1,4 @@
-"""The variables of launchers (ours, torchrun, srun, a script): whether this process is a rank, and which one.
-
-`srun python train.py` starts a rank in each task. A job that `launcher=slurm` has submitted starts one command on
-each machine, and this command starts the ranks. Imports no torch.
-"""
+"""The variables of launchers (ours, torchrun, srun, a script): whether this process is a rank, and which one."""
 
 import enum
 import os

@@ -70,11 +70,10 @@ class LogFile(logging.FileHandler):
 
 @contextmanager
 def rank_logging(run_dir: RunDir, rank: int, *, separate: bool) -> Iterator[None]:
-    """Send this rank's log to its files while the context is open.
+    """Send this rank's log to its files while the context is open; main also writes `train.log`.
 
-    Main also writes `train.log`. If `separate` is set, because the job has several processes, everything that another
-    rank prints goes to its own file, so that only main writes to the terminal. Raises StorageError: there is no space
-    for a file.
+    If `separate` is set, everything that another rank prints goes to its own file, so that only main writes to the
+    terminal. Raises StorageError: there is no space for a file.
     """
     handlers: list[LogFile] = [LogFile(run_dir.rank_log(rank))]
     if rank == 0:
@@ -153,8 +152,8 @@ def show_warning(message: str) -> None:
 def close_all(*closes: Callable[[], object]) -> Iterator[None]:
     """Call each of `closes` in turn when the context ends, even if the body or some of `closes` raise.
 
-    The first error is raised, because it sets the exit code; later ones become warnings.
-    An `ExitStack` would raise the last one.
+    The first error is raised, because it sets the exit code (an `ExitStack` raises the last); later ones are
+    warnings.
     """
     first: BaseException | None = None
     try:

@@ -1,8 +1,6 @@
-"""Helpers for any nn.Module, also for one with its tensors sharded over the ranks.
+"""Helpers for any nn.Module, also with its tensors cut over the ranks, or on torch's meta device in other stages.
 
-A tensor can be cut over the ranks (torch's `DTensor`), or belong to a stage of the model on another rank: it is then
-on torch's meta device. For any other tensor, the whole and this rank's part are the tensor itself. This module does
-not import `DTensor`, which takes a second; it recognises one by its methods.
+A cut tensor (`DTensor`) is recognised by its methods, because an import of its class takes a second.
 """
 
 import enum

@@ -87,7 +87,6 @@ class ModelCard:
 
     Fields:
         model, precision, loss: the config nodes of these components: `_target_` and the fields of the class.
-        classes: the number of classes.
         class_names: the names, indexed by label; empty if the classes have no names.
         image_shape: (channels, height, width) of a stored uint8 image, before it is cropped.
         input_shape: (channels, height, width) of an image that the model gets.
@@ -97,13 +96,10 @@ class ModelCard:
         eval_batch: the images of one block of the evaluation; the last bits of a logit depend on it.
         trained_on: the config node of the data set, without paths, and the sha256 of its examples.
         lockstep: the version of Lockstep that wrote the file.
-        step: the step of the weights.
         scores: the figures of their evaluation that have a value, by name; empty if they were not evaluated.
         averaged: whether the weights are a moving average.
-        interpolation: how images are resized.
         fit: how a file becomes a stored image, one of `FITS`.
-        probabilities: how logits become probabilities, `softmax` or `sigmoid`, as in the loss of the training.
-            `values` are no probabilities.
+        probabilities: how logits become probabilities, as in the loss of the training; `values` are none.
         targets: what the outputs are: `classes`, `labels` or `values`.
         monitor: the figure that has chosen the weights.
     """

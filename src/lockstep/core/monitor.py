@@ -1,8 +1,7 @@
 """The monitor: the figure of an evaluation that decides which weights, job or trial is better. Imports no torch.
 
-A figure has a name: `loss`, `top1`, `top5`, the name of a metric (`f1`), or a metric and one of its classes
-(`recall/defect`). In files it has a tag, see `tagged`. A monitor is written as a name, with a minus if less is
-better.
+A figure is `loss`, `top1`, `top5`, a metric (`f1`) or one of its classes (`recall/defect`). A monitor is written as
+its name, with a minus if less is better.
 """
 
 from __future__ import annotations
@@ -70,14 +69,11 @@ class Monitor:
 def chosen_monitor(
     text: str, *, tasks: Iterable[str] = (), metrics: Mapping[str, str] = {}, classes: Mapping[str, type] = {}
 ) -> Monitor:
-    """The monitor that a config names.
+    """The monitor that the key `monitor` of a config names.
 
-    Args:
-        text: the key `monitor`: `auto`, or the name of a figure, with a minus in front if less is better.
-        tasks: the option of the group `task`, then those from which its class derives.
-        metrics: the name of the class of each metric of the config, by its name. Any other name is the name of an
-            option that the task adds itself.
-        classes: the classes of metrics, also of a user, by option.
+    `tasks` are the option of the group `task` and those from which its class derives. `metrics` has the name of the
+    class of each metric of the config, by its name; any other is an option that the task adds. `classes` are the
+    classes of metrics by option.
     """
     usual = next((USUAL[name] for name in tasks if name in USUAL), LOSS)
     monitor = Monitor.parse(usual if text == "auto" else text)

@@ -51,11 +51,9 @@ class State(StrEnum):
 
 
 class Run:
-    """A run. Each file is read once, when it is first used.
+    """A run. Each file is read once, when it is first used; `damage` has a sentence for each damaged one.
 
-    Fields:
-        damage: a sentence for each file that was read so far and is damaged.
-        unnamed: the monitor of a run that does not name it, as one that has not begun, or an older one.
+    `unnamed` is the monitor of a run that does not name it, as one that has not begun.
     """
 
     unnamed = Monitor()

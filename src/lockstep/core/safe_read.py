@@ -1,8 +1,7 @@
-"""Reading files that somebody else may have written, or that a fault may have changed.
+"""Reading files that somebody else may have written, or that a fault may have changed: else UnreadableFile.
 
 Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
-lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes. A file that is missing,
-too long or not what it should be raises UnreadableFile. Imports no torch.
+lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes.
 """
 
 import errno

@@ -1,8 +1,7 @@
-"""Writing files that are complete or absent, also after a kill or a power cut.
+"""Writing files that are complete or absent, also after a kill or a power cut; and locks.
 
 Somebody else may have written the folder, so nothing is written through a link: a temporary file has a name that
-nobody can guess and must be new, a file that grows must not be a link, and a folder of ours must not be one either.
-Locks are here too. The kernel releases a lock when its process ends, also by SIGKILL.
+nobody can guess and must be new, and neither a file that grows nor a folder of ours may be a link.
 """
 
 import errno
@@ -36,8 +35,7 @@ def write_atomic(path: Path, content: str | bytes | Iterable[bytes]) -> None:
 def replacing(path: Path) -> Iterator[Path]:
     """A new empty file next to `path`, to be written in the context. It then replaces `path` in one step.
 
-    If the context raises, `path` is unchanged. The name of the file is short, so that any name that is valid for
-    `path` works, and has nothing of `path` in it: TensorBoard would read a second event file.
+    Its short name has nothing of `path` in it: TensorBoard would read a second event file.
     """
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))

@@ -85,11 +85,9 @@ class World(Place):
             dist.barrier()
 
     def share_buffers(self, module: torch.nn.Module) -> None:
-        """Copy main's buffers to every rank.
+        """Copy main's buffers to every rank, before an evaluation or a checkpoint.
 
-        The forward pass in training does not read running statistics, so they may differ between ranks. Main's are
-        the ones that count: they are copied before an evaluation or a checkpoint instead of at each step. If a model
-        is cut into stages, nothing is copied, because each rank has different buffers.
+        Training does not read running statistics, so they may differ between ranks. Stages have different buffers.
         """
         if self.size > 1 and not has_stages(module):
             for buffer in module.buffers():

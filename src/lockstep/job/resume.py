@@ -1,8 +1,4 @@
-"""Decides what a command resumes, with which config, or says why it cannot.
-
-`decide_resume` reads the run folder, once for each command. `lockstep.core.named_paths` says what is wrong with
-`latest`, `lockstep.checkpoint.reading` with a checkpoint, `lockstep.job.create` with a checkpoint of another job.
-"""
+"""Decides what a command resumes, with which config, or says why it cannot."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Checks before a job starts: that it can run, and that each of its keys has an effect.
+"""Checks of the values of a job together: that it can run, and that each of its keys has an effect.
 
-`lockstep.core.fields` checks each value by itself. This module checks values together: a key that has no effect
-because of another key, and parts that do not fit each other. An option that has no effect on this machine only (such
-as an option for GPUs on a machine without one) is not a mistake: the same job must run on any machine. What a job
-needs of processes, threads and memory is a lower bound: a job that is refused certainly does not fit.
+A key without effect on this machine only (such as one for GPUs) is not a mistake: the same job must run on any
+machine. What a job needs of processes, threads and memory is a lower bound: a job that is refused certainly does not
+fit.
 """
 
 from collections.abc import Callable, Mapping

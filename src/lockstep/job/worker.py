@@ -164,9 +164,13 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     _choose_interface(one_machine=place.local_size == place.size)
     allow_connections(place.size)
     _init_process_group(backend, timedelta(seconds=timeout), on_device, place)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    own = (addresses.machine(), os.getpid())
+    processes = [own] * place.size
+    dist.all_gather_object(processes, own, group=control)
+    peers = {rank: pid for rank, (machine, pid) in enumerate(processes) if machine == own[0] and pid != own[1]}
     try:
-        yield World(**vars(place), device=on_device, control=control, local_peer_pids=_local_peer_pids(control))
+        yield World(**vars(place), device=on_device, control=control, local_peer_pids=peers)
     except Stopped:
         dist.destroy_process_group()
         raise
@@ -231,11 +235,3 @@ def _choose_interface(*, one_machine: bool) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         if one_machine:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def _local_peer_pids(control: Any) -> dict[int, int]:
-    """The process numbers of the other ranks of this machine. Collective."""
-    own = (addresses.machine(), os.getpid())
-    processes: list[tuple[str, int]] = [own] * dist.get_world_size()
-    dist.all_gather_object(processes, own, group=control)
-    return {rank: pid for rank, (machine, pid) in enumerate(processes) if machine == own[0] and pid != own[1]}

@@ -17,7 +17,7 @@ from uuid import uuid4
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core import log
-from lockstep.core.errors import InputError, LockstepError, RankFailed
+from lockstep.core.errors import InputError, LockstepError, RankFailed, reason_of
 from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, is_launched, launched_place, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import addresses
@@ -201,8 +201,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
             raise DistNetworkError("what listens there does not answer as a store")
         return store.result()
     except (DistNetworkError, DistStoreError) as error:
-        reason = str(error).splitlines()[0]
-        if "EADDRINUSE" in reason:
+        if "EADDRINUSE" in str(error):
             raise InputError(
                 f"rank 0 cannot listen at {where}: another program does, or RANK=0 was started twice; choose a free "
                 "MASTER_PORT, the same for all ranks"
@@ -212,7 +211,7 @@ def _store(*, serve: bool, seconds: float) -> TCPStore:
                 f"MASTER_ADDR={address} does not lead to this machine, where RANK=0 was started; set it to the "
                 "address of this machine, the same for all ranks"
             ) from error
-        raise RankFailed(f"no store at {where}: {reason}") from error
+        raise RankFailed(f"no store at {where}: {reason_of(error)}") from error
 
 
 def in_thread(call: Callable[[], T]) -> futures.Future[T]:

@@ -12,7 +12,7 @@ from torch.distributed import DistError
 
 from lockstep.config.options import option
 from lockstep.core import launch_env, log, plan
-from lockstep.core.errors import InputError, RankFailed, Stopped
+from lockstep.core.errors import InputError, RankFailed, Stopped, reason_of
 from lockstep.core.fields import TEXT, TIME, Check, ranged, ruled
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
@@ -129,10 +129,9 @@ class Elastic(Spawn):
             raise SystemExit(failure.exitcode) from error
         # A machine that was not needed gets no result, which torch's launcher takes for one (AttributeError).
         except (RendezvousError, DistError, AttributeError) as error:
-            reason = str(error).partition("\n")[0]
             raise RankFailed(
-                f"no {self.node_range[0]} machines have met at {self.rendezvous}, or main's is gone ({reason}); "
-                "start the same command on each, and see the output of the others"
+                f"no {self.node_range[0]} machines have met at {self.rendezvous}, or main's is gone "
+                f"({reason_of(error)}); start the same command on each, and see the output of the others"
             ) from error
 
     def _launch_config(self, timeout: int, patience: int) -> Any:

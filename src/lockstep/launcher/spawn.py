@@ -1,7 +1,6 @@
-"""Ranks of one machine: this process itself, or its child processes, which meet at a free port.
+"""Ranks of one machine: this process, or child processes, which meet at a free port. Keys: see `conf/launcher/`.
 
-Child processes are forked if this is safe, which takes milliseconds because everything is imported already.
-Otherwise each rank is a fresh interpreter, which takes seconds to import torch. Keys: see `conf/launcher/`.
+A fork takes milliseconds, because everything is imported already; a fresh interpreter seconds, to import torch.
 """
 
 import multiprocessing.connection

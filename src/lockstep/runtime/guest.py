@@ -1,8 +1,7 @@
 """What a call of the library does to the process of its caller, undone when the call ends.
 
-A launcher starts ranks in other processes, but one rank alone, and the parts for the user's own loop, are made in the
-caller's. What nothing can undo (`mallopt`, the threads of native libraries) is set in processes of ours only: see
-`native_threads.own_process`.
+What nothing can undo (`mallopt`, the threads of native libraries) is set in processes of ours only, see
+`own_process`.
 """
 
 import logging

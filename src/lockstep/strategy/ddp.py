@@ -1,8 +1,4 @@
-"""Replicas whose gradients are averaged.
-
-By torch's `DistributedDataParallel`, which Hugging Face Accelerate makes too, or by the all-reduces of the tutorials,
-done correctly: the simplest way to see what DDP does.
-"""
+"""Replicas with averaged gradients: by torch's DDP, also as Accelerate makes it, or by the tutorials' all-reduces."""
 
 import inspect
 import os

@@ -1,11 +1,9 @@
 """A pipeline: the layers of a model are divided over the ranks, and micro-batches pass from rank to rank.
 
 `torch.distributed.pipelining` needs a model that it can trace or that is cut by hand, and micro-batches of one size.
-Here a rank runs the model's own forward, so any model can be used, and the last batch of an epoch may be short. The
-parameters of other stages are on torch's meta device, where a tensor has a shape but no numbers. So up to the first
-module of its own stage a rank computes shapes only. There it receives the numbers from the previous rank. Before the
-first module of the next stage it ends the forward pass and sends the numbers to the next rank. Gradients go back the
-same way during backward.
+Here a rank runs the model's own forward, with the parameters of other stages on torch's meta device: it computes
+shapes only up to its own stage, where it receives the numbers from the previous rank, and ends the forward pass at
+the next stage, to whose rank it sends them. Gradients go back the same way.
 """
 
 from collections import deque
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, reason_of
 from lockstep.core.fields import TEXT, choice, ranged, ruled
 from lockstep.core.model import UpdateScope, forward_on_meta, wire
 from lockstep.core.plan import Plan
@@ -85,10 +83,9 @@ class Pipeline(Single):
         try:
             forward_on_meta(model, tuple(images.shape[1:]))
         except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
-            reason = str(error).partition("\n")[0]
             raise InputError(
                 "strategy=pipeline computes the shapes of the stages before a rank's own, and this model's depend on "
-                f"numbers ({reason}); use strategy=fsdp"
+                f"numbers ({reason_of(error)}); use strategy=fsdp"
             ) from error
         with precision.autocast(world.device):
             become_stage(model, cut(model, images.to(precision.dtype), world.size, self.cuts), world)

@@ -81,14 +81,13 @@ class OwnedOptimizer(ShardedOptimizer):
         groups = [
             {**group, "params": [numbers[parameter] for parameter in group["params"]]} for group in self.param_groups
         ]
-        state = {numbers[parameter]: _on_host(entries) for parameter, entries in self.own.state.items()}
+        state = {
+            numbers[parameter]: {key: part.cpu() if isinstance(part, Tensor) else part for key, part in own.items()}
+            for parameter, own in self.own.state.items()
+        }
         for entries_of_rank in self.world.gather_to_main(state)[1:]:
             state |= entries_of_rank
         return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def _on_host(entries: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in entries.items()}
 
 
 class ZeROOptimizer(OwnedOptimizer):

@@ -1,12 +1,9 @@
 """Decodes image files to upright 8-bit RGB, grey or other channels, and no more pixels than are needed.
 
-simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, and Pillow all other photos
-(`lockstep.data.datasets.photos`). Grey is Pillow's "L" of the decoded RGB. The first bytes of a file decide its
-format, not its name. Sizes and boxes refer to the upright image.
-
-Images of other numbers of channels are arrays of NumPy (`.npy`), height x width x channels, and TIFF files, of which
-the first page is read. Other numbers than uint8 are refused: a band is a measurement, and nothing says which of its
-values are to be 0 and 255.
+simplejpeg (libjpeg-turbo, see docs/evidence/benchmarks.md) decodes JPEG, Pillow other photos; their first bytes
+decide the format. Grey is Pillow's "L" of the RGB. Sizes and boxes refer to the upright image. Images of other
+channels are arrays of NumPy (`.npy`), height x width x channels, and the first pages of TIFF files, of uint8: nothing
+says which values of other numbers are to be 0 and 255.
 """
 
 from __future__ import annotations
@@ -75,9 +72,13 @@ class ImageFile(NamedTuple):
     def of(cls, data: bytes, channels: int = RGB) -> ImageFile:
         """Like `read`, for the content of a file."""
         if channels in (GREY, RGB):
-            rows, columns, decoder, orientation = _turbo_header(data) or _pillow_header(data)
+            header = _turbo_header(data)
+            if header is None:
+                with photos.opened_by_pillow(data) as image:
+                    header = image.height, image.width, _by_pillow, photos.orientation_of(image, data)
         else:
-            rows, columns, decoder, orientation = _bands_header(data, channels)
+            header = _bands_header(data, channels)
+        rows, columns, decoder, orientation = header
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, -(-height * width * max(channels, RGB) // RGB))  # the RGB pixels that take as many bytes
@@ -88,12 +89,8 @@ class ImageFile(NamedTuple):
     ) -> Stored:
         """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
 
-        Args:
-            size: height and width.
-            interpolation: how it is resized.
-            fit: `crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
-                frame to the largest one that fits into it, `squash` changes the aspect ratio.
-            fill: the colour of the frame, one value, or one for each channel.
+        `fit=crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
+        frame of the colour `fill` to the largest one that fits into it, `squash` changes the aspect ratio.
         """
         height, width = self._whole(size, fit)
         # An image that is one pixel wide would become a huge one.
@@ -194,11 +191,6 @@ def _turbo_header(data: bytes) -> Header | None:
     except ValueError:
         return None
     return int(rows), int(columns), None, photos.orientation_of_jpeg(data)
-
-
-def _pillow_header(data: bytes) -> Header:
-    with photos.opened_by_pillow(data) as image:
-        return image.height, image.width, _by_pillow, photos.orientation_of(image, data)
 
 
 def _by_pillow(data: bytes) -> Pixels:

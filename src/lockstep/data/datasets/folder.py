@@ -1,8 +1,4 @@
-"""Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`, or `PATH/CLASS/*.jpg`.
-
-A class folder may contain folders to any depth. Hidden files, and files without an image suffix, are skipped; a note
-gives their number.
-"""
+"""Image files in class folders: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`, or `PATH/CLASS/*.jpg`."""
 
 import functools
 import os

@@ -1,9 +1,7 @@
 """What Pillow is needed for: the formats of photos, their orientation, and 8-bit RGB from any of Pillow's modes.
 
-- Transparent pixels become white, the colour of the page that such an image is drawn for.
-- Of integers of 12 or 16 bits the upper 8 are kept, as torchvision, OpenCV and libpng do it. The format says how many
-  bits there are; the values are not checked.
-- Floats, signed integers and integers of 32 bits are rejected: nothing says which value is white.
+Transparent pixels become white. Of integers of 12 or 16 bits the upper 8 are kept, as torchvision, OpenCV and libpng
+do. Floats, signed integers and integers of 32 bits are rejected: nothing says which value is white.
 """
 
 import warnings

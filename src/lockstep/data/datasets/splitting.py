@@ -36,14 +36,8 @@ class Examples:
     """The examples of a split, to be divided. Those of a group, or else of a name, stay together.
 
     A hash of the name of each decides, within its stratum: its class, or its rarest label, or all values. The stratum
-    of a group is the commonest of its examples.
-
-    Fields:
-        names, groups: (N,) each.
-        labels: see `Split`.
-        classes: the names of the classes or labels; may be empty.
-        targets: see `Source`.
-        apart: whether examples of one name are different ones.
+    of a group is the commonest of its examples. With `apart`, examples of one name are different ones. `names` and
+    `groups` are (N,); `labels`, `targets`: see `Split` and `Source`; `classes` may be empty.
     """
 
     names: Sequence[bytes]

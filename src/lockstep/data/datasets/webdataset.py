@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lockstep.config.options import option
-from lockstep.core.errors import InputError, shown
+from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import opened
@@ -153,9 +153,8 @@ class WebDataset(FileSource):
         except InputError:
             raise
         except Exception as error:  # NumPy raises all kinds of errors for a damaged header
-            reason = str(error).partition("\n")[0]
             raise InputError(
-                f"dataset: {place} is not a label ({reason}); name another suffix with dataset.label=SUFFIX"
+                f"dataset: {place} is not a label ({reason_of(error)}); name another suffix with dataset.label=SUFFIX"
             ) from error
         return split_text(text, self.label_separator) if self.targets in (LABELS, VALUES) else text
 

@@ -1,9 +1,7 @@
 """Reads the images of a split: in order and ahead of time, with as many threads as help, or all of them at once.
 
-For a split that is decoded whole, each rank of a machine decodes a share into memory that all of them map: an
-anonymous file (`memfd_create`) that the ranks open through /proc of the process that made it. The kernel frees it
-with the last rank, however the ranks end, and no limit on /dev/shm applies. Without Linux, or if the ranks do not see
-each other's processes, each rank decodes for itself.
+For the latter the ranks of a machine map an anonymous file (`memfd_create`), which they open through /proc. The
+kernel frees it with the last rank, however it ends, and no limit on /dev/shm applies.
 """
 
 import math

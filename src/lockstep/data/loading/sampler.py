@@ -38,9 +38,8 @@ def shard_indices(
 ) -> Iterator[ShardIndices]:
     """The shards of one rank for every step after step `after`, to the end of the run; the indices are on `device`.
 
-    `order_of` gives the order of an epoch; without it, the order is a permutation of the examples.
-
-    The mix partner of a sample is the next sample of the global batch; the last sample's partner is the first.
+    `order_of` gives the order of an epoch, else it is a permutation. The mix partner of a sample is the next one of
+    the global batch; the last sample's partner is the first.
     """
     per_epoch = plan.steps_per_epoch
     for epoch in range(plan.epoch(after + 1), plan.epoch(plan.total_steps) + 1):
@@ -73,11 +72,8 @@ def repeated_order(seed: int, epoch: int, plan: Plan, repeats: int) -> Tensor:
     """The order of an epoch with repeated augmentation (Hoffer et al. 2020), int64 (examples,), on the CPU.
 
     A global batch of B holds the next B / `repeats` examples of the permutation, one after another, then the same
-    ones again, `repeats` times in all. A short one of r places at the end of an epoch holds r / `repeats` examples,
-    rounded up, each as often as any other or once less. So an epoch has as many steps as without repeats, and shows a
-    part of the examples.
-
-    The numbers are the same as in `balanced_order`.
+    ones again, `repeats` times in all. A short one of r places holds r / `repeats`, rounded up, each as often as any
+    other or once less. So an epoch shows a part of the examples. The numbers are as in `balanced_order`.
     """
     place = torch.arange(plan.examples)
     start = place // plan.batch * plan.batch

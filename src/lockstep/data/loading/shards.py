@@ -58,14 +58,10 @@ class BatchGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalLoader:
-    """A split that is evaluated, on its way to one rank's device.
+    """A split that is evaluated, in blocks of `eval_batch` images, on its way to one rank's device.
 
-    Fields:
-        eval_batch: images per block of the split.
-        eval_labels: as `Split.labels`, on the device; the labels of broken images are overwritten.
-        eval_feed: reads the images.
-        skip: the most broken images that are skipped.
-        broken_seen: the broken images so far, as (whether of this split, index).
+    `eval_labels` are as `Split.labels`, on the device, overwritten for broken images, of which at most `skip` are
+    skipped. `broken_seen` has those so far, as (whether of this split, index).
     """
 
     world: World

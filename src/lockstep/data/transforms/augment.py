@@ -174,14 +174,10 @@ def first_box(
 ) -> tuple[Tensor, Tensor]:
     """The first of `TRIES` boxes of random place, area and aspect ratio that fits, for each of n images.
 
-    Args:
-        numbers: uniform in [0, 1), (n, 4 * TRIES).
-        sizes, most: int64 (n, 2), the height and width of an image, and the largest ones of its box.
-        scale: the bounds of the area, as a share of the image's. The area is uniform between them.
-        ratio: the bounds of width / height, which is log-uniform between them.
-
-    Returns:
-        The boxes, float64 (n, 4): top, left, height and width; and whether one fits, bool (n, 1).
+    `numbers` are uniform in [0, 1), (n, 4 * TRIES); `sizes` and `most`, int64 (n, 2), the height and width of an
+    image, and the largest ones of its box. The area is uniform between the bounds of `scale`, as a share of the
+    image's, and width / height log-uniform between those of `ratio`. Returns the boxes, float64 (n, 4): top, left,
+    height and width; and whether one fits, bool (n, 1).
     """
     height, width = (side[:, None] for side in sizes.double().unbind(1))
     (least_area, most_area), (low, high) = scale, ratio

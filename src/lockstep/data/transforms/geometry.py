@@ -84,10 +84,6 @@ def resampled(images: Tensor, op: Tensor, amount: Tensor, fill: tuple[int, ...],
     return torch.where(inside[:, None], mixed, colour)
 
 
-def _linear(first: Tensor, second: Tensor, share: Tensor) -> Tensor:
-    return (second - first).mul_(share).add_(first)
-
-
 def _cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, share: Tensor) -> Tensor:
     square = (a - b).mul_(2).add_(c).sub_(d)
     result = (b - a).sub_(c).add_(d).mul_(share).add_(square)
@@ -96,6 +92,6 @@ def _cubic(a: Tensor, b: Tensor, c: Tensor, d: Tensor, share: Tensor) -> Tensor:
 
 # The pixels that Pillow's filter mixes, from the one before the position on, and how.
 RESAMPLE: dict[str, tuple[range, Callable[..., Tensor]]] = {
-    "bilinear": (range(2), _linear),
+    "bilinear": (range(2), lambda first, second, share: (second - first).mul_(share).add_(first)),
     "bicubic": (range(-1, 3), _cubic),
 }

@@ -1,9 +1,8 @@
 """The operations of the augmentation policies, for a whole batch at once.
 
-A sample has its own operation and amount. There are four kinds of operations, each computed for all samples together:
-a grid moves pixels, a table of 256 entries per channel maps values, a blend with a degenerate image changes colour
-and sharpness, and a blur. On the CPU, a kind is computed only for the samples that drew one of its operations. On a
-GPU it is computed for all samples, because counting those samples would wait for the device.
+Each of four kinds is computed for all samples together: a grid moves pixels, a table of 256 entries per channel maps
+values, a blend with a degenerate image changes colour and sharpness, and a blur. A CPU computes a kind only for the
+samples that drew it; a GPU would have to wait to count those.
 
 With `resample="nearest"` the pixels are torchvision's for tensors, to the bit; with `bilinear` and `bicubic` they are
 Pillow's, which timm and torchvision's training scripts use.
