@@ -231,7 +231,7 @@ def test_what_a_killed_pack_has_left_is_removed_but_nothing_of_a_pack_that_runs(
 ) -> None:
     for name in (".target.killed.partial", ".target.running.partial", ".target.mine", ".other.killed.partial"):
         (tmp_path / name / "packed").mkdir(parents=True)
-    with locked(tmp_path / ".target.running.partial"):
+    with locked(tmp_path / ".target.running.partial" / packed.LOCK):
         pack(folder, tmp_path / "target")
     left = {".target.running.partial", ".target.mine", ".other.killed.partial", "target"}
     assert {path.name for path in tmp_path.iterdir()} == left

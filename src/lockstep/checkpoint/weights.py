@@ -1,7 +1,4 @@
-"""Reads weights files: what a model is used with, or starts from. They need no run and no checkpoint.
-
-A model may start from weights that another program has saved. They are read as tensors only, never as code.
-"""
+"""Reads weights files, of a run or of another program, as tensors only, never as code. They need no run."""
 
 import argparse
 import re
@@ -165,7 +162,7 @@ def load_exported(model: nn.Module, file: Path) -> None:
 
 
 def check_tensors(model: nn.Module, file: Path, key: str) -> None:
-    """Raise InputError if the names or shapes of a file's tensors are not the model's, before they are read."""
+    """Raise InputError if the names or shapes of a file's tensors do not match `model`, before it is read."""
     _check_shapes(model, _read_header(file, key)[0], file, key)
 
 

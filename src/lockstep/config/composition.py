@@ -220,10 +220,10 @@ def composing() -> Iterator[None]:
 
 
 def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> list[str]:
-    """The overrides without the keys that a command does not use, so that it accepts the command that trained a run.
+    """The overrides without the keys that a command does not use, so that it accepts the command of a run.
 
-    `who` says what the command does, for a note. One of `keys` that ends with a dot is all keys that begin with it.
-    Raises InputError if there is no such key.
+    `who` says what the command does, for a note. A key that ends with a dot is all keys that begin with it. Raises
+    InputError if there is no such key.
     """
     words, prefixes = list(overrides), tuple(key for key in keys if key.endswith("."))
     if not (ignored := [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]):

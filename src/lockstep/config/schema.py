@@ -161,10 +161,7 @@ def _group() -> Any:
 
 @dataclass(frozen=True)
 class Job:
-    """One training run: its keys, and the component of each group.
-
-    Some keys may be `auto`. In a `ResolvedJob`, only those are that depend on a rank's memory or speed.
-    """
+    """One training run: its keys, of which some may be `auto`, and the component of each group."""
 
     epochs: int | str = ranged(20, least=1, most=LONGEST, words=("auto",))
     steps: int | None = ranged(None, least=1, most=LONGEST)

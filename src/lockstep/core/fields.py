@@ -115,10 +115,7 @@ def ranged(
 
 
 def pixels(default: Any, *words: Any) -> Any:
-    """A field for a size in pixels: the side of a square or [height, width] (see `sides`), or one of `words`.
-
-    Its type is Any, because OmegaConf has no unions with lists.
-    """
+    """A field for a size in pixels: the side of a square, [height, width], or one of `words`."""
     return ruled(default, _pixels(*words))
 
 
@@ -298,10 +295,7 @@ def rule_of(cls: type[Any], name: str) -> Rule | None:
 
 
 def as_number(cls: type[Any], name: str, value: Any) -> Any:
-    """The number that a text spells, for a field that takes numbers and words; any other value unchanged.
-
-    OmegaConf converts the text only if the field's type is a number, not if it is a number or a text.
-    """
+    """The number that a text spells, if the field takes numbers and words; otherwise the value itself."""
     rule = rule_of(cls, name)
     if isinstance(rule, Number) and isinstance(value, str) and rule.words and value not in rule.words:
         with suppress(ValueError):
@@ -310,10 +304,7 @@ def as_number(cls: type[Any], name: str, value: Any) -> Any:
 
 
 def problems(cls: type[Any], values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """A sentence for each of `values` that breaks the rule of its field in `cls`. `prefix` is put before its key.
-
-    Null is not checked here: the field's type allows or forbids it.
-    """
+    """A sentence for each of `values` that breaks the rule of its field. `prefix` is put before the key."""
     for field in dataclasses.fields(cls):
         value = values.get(field.name)
         if isinstance(value, Mapping) and dataclasses.is_dataclass(field.default_factory):

@@ -41,7 +41,7 @@ class Lock:
 
     def _open_and_lock(self, path: Path) -> bool:
         """Open and lock the file; returns whether `path` still names that file."""
-        file = open_locked(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        file = open_locked(path)
         try:
             if not _same_file(file, path):
                 os.close(file)

@@ -66,11 +66,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def head_layers(model: nn.Module) -> tuple[str, ...]:
-    """The names of the layers of a model's head; empty if the model has no layer with weights.
-
-    A timm model names the layers of its head (`pretrained_cfg["classifier"]`). In any other model, the head is the
-    last linear layer or convolution.
-    """
+    """The layers of a model's head: those that timm names, or else the last linear layer or convolution."""
     facts = getattr(model, "pretrained_cfg", None)
     named = facts.get("classifier") if isinstance(facts, Mapping) else None
     modules = dict(model.named_modules())
@@ -197,10 +193,7 @@ def wire(device: torch.device) -> torch.device:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor from the parts of all ranks; collective if it is cut.
-
-    Parts in host memory are copied to the device first, because NCCL only sends device memory.
-    """
+    """The whole tensor, on the device, from the parts of all ranks; collective if it is cut."""
     if not is_sharded(tensor):
         return tensor
     return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
@@ -227,10 +220,7 @@ class UpdateScope(enum.IntEnum):
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """An optimizer of a whole model, with the state of only some parameters on each rank.
-
-    `own` is the optimizer of this rank's parameters. It has the same groups; some of them may be empty.
-    """
+    """An optimizer of a whole model. `own` is the optimizer of this rank's parameters, with the same groups."""
 
     own: torch.optim.Optimizer
 

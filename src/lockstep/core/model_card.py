@@ -1,7 +1,4 @@
-"""The description in a weights file: all that is needed to build the model and to prepare images for it.
-
-It is one JSON text in the metadata of the safetensors file. Imports no torch.
-"""
+"""The description in the metadata of a weights file, to build the model and prepare images. Imports no torch."""
 
 from __future__ import annotations
 

@@ -47,10 +47,7 @@ def share(n: int, parts: int, part: int) -> slice:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The run in steps, counted from 1.
-
-    `save_every_s` is set if checkpoints are saved by the clock; then `due("save", ...)` holds for the last step only.
-    """
+    """The run in steps, counted from 1. `save_every_s` is set if checkpoints are saved by the clock."""
 
     examples: int
     batch: int

@@ -272,7 +272,7 @@ def _is_held(lock: Path) -> bool:
 
 
 def born(pid: object) -> str:
-    """The start time of a process, which tells it from a later one with its number; empty if gone, or no number."""
+    """The start time of a process, which tells it from a later one with its number; empty if it is gone."""
     if not isinstance(pid, int):
         return ""
     with suppress(OSError):  # it has ended, or this is not Linux

@@ -74,10 +74,7 @@ def kind(mode: int) -> str:
 
 @contextmanager
 def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
-    """Open a plain file for reading, without blocking. Raises UnreadableFile, also while the context is open.
-
-    `links` allows a symbolic link. Set it for a path that the user named, not for a path inside a run folder.
-    """
+    """Open a plain file for reading, without blocking. `links` allows a symbolic link. Raises UnreadableFile."""
     with _open(path, links) as file:
         try:
             yield file
@@ -188,10 +185,7 @@ def read_lines(path: Path) -> Iterator[str | None]:
 
 
 def checked(value: Any, levels: int = DEPTH) -> Any:
-    """`value`, after a check that it consists of plain values, at most `levels` levels deep.
-
-    Raises ValueError for other types, keys that are no texts, texts that are not Unicode and integers over 64 bits.
-    """
+    """`value`, after a check that it has plain values only, `levels` deep at most. Raises ValueError."""
     if levels == 0:
         raise ValueError("it is too deep")
     match value:

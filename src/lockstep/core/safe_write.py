@@ -116,13 +116,10 @@ def fail_if_full(path: Path, error: OSError) -> None:
             raise error
 
 
-def open_locked(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) -> int:
-    """Open and lock a file or folder; closing the descriptor releases the lock.
-
-    Works between machines if their file system has `flock`. Raises OSError, and BlockingIOError if another process
-    holds the lock and this call does not wait for it.
-    """
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # opening a pipe would block
+def open_locked(path: Path, *, waits: bool = False) -> int:
+    """Open a file, or create it, and lock it; closing the descriptor releases the lock. Raises OSError."""
+    # Without blocking, because opening a pipe waits for a reader.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BaseException:
@@ -132,9 +129,9 @@ def open_locked(path: Path, flags: int = os.O_RDONLY, *, waits: bool = False) ->
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder, after other processes have released it."""
-    descriptor = open_locked(folder, waits=True)
+def locked(path: Path, *, waits: bool = False) -> Iterator[None]:
+    """Hold the lock of a file. Raises BlockingIOError if another process holds it and this one does not wait."""
+    descriptor = open_locked(path, waits=waits)
     try:
         yield
     finally:

@@ -46,10 +46,7 @@ class Finding:
 
 
 def inspect(source: Source, seconds: float) -> Iterator[Finding]:
-    """Look at the splits of a data set, and at its images for at most `seconds`. Raises InputError for a wrong label.
-
-    Data that is missing is not downloaded, and no error if a run would do it.
-    """
+    """Look at the splits, and at images for at most `seconds`. Raises InputError for a wrong label."""
     try:
         train, val, test = source.train(), source.eval(), source.test()
     except InputError as error:

@@ -1,4 +1,4 @@
-"""Chooses what a job leaves to `auto` by the number of its training images and by the weights that it starts from.
+"""Chooses what is `auto` by the number of training images and by the initial weights.
 
 `conf/experiment/photos.yaml` has the sources of the numbers.
 """

@@ -97,10 +97,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
 def _without_auto_batch(
     values: Mapping[str, Any], overrides: Sequence[str], configs: ConfigFiles
 ) -> Mapping[str, Any]:
-    """Replace `batch=auto` by the batch that the job has without this override, and `train.micro_batches=auto`.
-
-    The batch identifies a run, so it must not depend on the memory of a machine.
-    """
+    """Replace `batch=auto` by the batch without this override: it must not depend on a machine's memory."""
     remaining = [word for word in overrides if key_of(word) != "batch" or "auto" not in word]
     if values["batch"] != "auto" or len(remaining) == len(overrides):  # a recipe cannot say it: `resolve` refuses it
         return values

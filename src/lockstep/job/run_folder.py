@@ -1,7 +1,4 @@
-"""The folder of a job, locked so that one job at a time runs in it, and the files that describe the job.
-
-Imports no torch, which takes seconds, so that a folder in use by another job is refused at once.
-"""
+"""The folder of a job, locked while the job runs, and the files that describe the job. Imports no torch."""
 
 from __future__ import annotations
 

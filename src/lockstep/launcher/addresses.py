@@ -16,7 +16,7 @@ LOOPBACK = "127.0.0.1"  # other machines cannot reach it
 
 
 def machine() -> str:
-    """What identifies this machine, or a container on it: the host name, the boot and the network namespace."""
+    """What identifies a machine or container: its host name, its boot and its network namespace."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")
     words = [socket.gethostname()]
     with suppress(safe_read.UnreadableFile):

@@ -104,10 +104,9 @@ class Forwarding(StopRequest):
 
 @contextmanager
 def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
-    """Forward a stop to the ranks by `send` while the context is open; a second SIGINT kills the ranks.
+    """Forward a stop, a request for stacks (SIGUSR2) and Ctrl-Z to the ranks by `send`.
 
-    SIGUSR2 has the ranks write their stacks. Ctrl-Z suspends the ranks with this process, and they continue with it,
-    even if they are in other sessions. Raises Interrupted if a second SIGINT killed them.
+    Raises Interrupted if a second SIGINT killed them.
     """
 
     def suspend(number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,4 @@
-"""What this process may use of its machine: the cores and memory that its container (cgroup) and its sweep leave it.
-
-torch is imported where it is needed: the plugins of a sweep read the cores before it is loaded.
-"""
+"""The cores and memory that the container (cgroup) and the sweep of this process leave it."""
 
 from __future__ import annotations
 

@@ -28,10 +28,7 @@ MOST_REPLICAS = 100_000
 
 @option("strategy", "zero")
 class ZeRO(DDP):
-    """`ddp` with the optimizer's state divided over the ranks.
-
-    The state of a parameter is on one rank, which steps the parameter and sends it to the others.
-    """
+    """`ddp` with the optimizer's state divided over the ranks: one rank steps a parameter and sends it."""
 
     widest: ClassVar[UpdateScope] = UpdateScope.parameter
 
@@ -41,11 +38,7 @@ class ZeRO(DDP):
 
 
 class OwnedOptimizer(ShardedOptimizer):
-    """An optimizer whose state is divided over the ranks: steps the parameters that this rank owns.
-
-    Args:
-        whole: the optimizer over all parameters, before its first step. It is reduced to this rank's parameters.
-    """
+    """Steps the parameters that this rank owns: `whole` is the optimizer of all, before its first step."""
 
     def __init__(self, whole: torch.optim.Optimizer, owners: Mapping[Tensor, int], world: World) -> None:
         # Do not call the base class: the groups have been checked, and `own` has the state.

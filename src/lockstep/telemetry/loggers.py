@@ -162,7 +162,7 @@ class MLflowRun(Observer):
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):  # two jobs must not both make the tables
+        with locked(folder / ".mlflow.lock", waits=True):  # two jobs must not both make the tables
             self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
             self.client = MlflowClient(tracking_uri=self.store)
             known = self.client.get_experiment_by_name(experiment)

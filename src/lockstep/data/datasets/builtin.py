@@ -225,9 +225,10 @@ class Published(ArraySource):
 
     def _download(self, missing: InputError) -> None:
         root = Path(self.root)
+        lock = root / f".{self.factory}.lock"
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with locked(root):
+            with locked(lock, waits=True):
                 self.fetch()
         except Exception as error:  # torchvision passes on any error of the download
             if not isinstance(missing.__cause__, FileNotFoundError):
@@ -238,6 +239,7 @@ class Published(ArraySource):
                 f"downloaded ({reason}); {self.remedy}, or name another folder with data_root=FOLDER"
             ) from error
         finally:
+            lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
             for folder in (f"{self.factory}/raw", self.factory, "."):
                 with contextlib.suppress(OSError):  # not empty, or not there
                     (root / folder).rmdir()

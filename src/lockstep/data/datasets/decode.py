@@ -110,10 +110,7 @@ class ImageFile(NamedTuple):
         return resized[:, top : top + size[0], left : left + size[1]]
 
     def _whole(self, size: tuple[int, int], fit: str) -> tuple[int, int]:
-        """The height and width of the whole image before `fitted` cuts out its centre or adds a frame.
-
-        Rounded as torchvision's `Resize` for a square, and as timm's `ResizeKeepRatio` otherwise.
-        """
+        """The height and width before the cut or the frame, rounded as torchvision does (a square) or timm."""
         if fit == SQUASH:
             return size
         ratios = self.height / size[0], self.width / size[1]

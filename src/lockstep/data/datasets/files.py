@@ -149,7 +149,7 @@ def keeps_whole(source: Source) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PhotoSource(Source):
-    """Photographs, stored at one shape. `auto` is the value of the initial weights, or else the usual one."""
+    """A data set of photographs, stored at one shape; `auto` is the usual value, or the one of the weights."""
 
     input_size: Any = pixels(AUTO, AUTO, None)
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
@@ -324,7 +324,7 @@ def crops_files(source: object) -> bool:
 
 
 def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
-    """A data set with a size (null: the stored one) in place of each `auto`, if need be of the weights' training."""
+    """A data set with a number (or null) in place of each `auto`: `trained` has the sizes of the weights."""
     autos = [name for name in SIZES if getattr(source, name, None) == AUTO]
     sized: Any = source
     if "fit" in autos:

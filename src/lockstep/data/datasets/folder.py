@@ -49,10 +49,7 @@ class Folder(FileSource):
     part = "folder"
 
     def located(self) -> Self:
-        """The data set with the folders that are there in place of `auto`.
-
-        Without one to train on, PATH itself has the classes; without one to evaluate, a share of each is evaluated.
-        """
+        """The data set with the folders that are there in place of `auto`; by default a share is evaluated."""
         train, val = self.train_folder, self.val_folder
         if AUTO not in (train, val):
             return self

@@ -45,7 +45,7 @@ from lockstep.data.loading.reading import in_order, read_images
 SPLITS = ("train", "val", "test")  # the last may be absent
 KINDS = ("images", "labels")
 CHUNK = 64  # images that a thread decodes at a time
-PARTIAL = ".partial"  # the suffix of a folder that a pack fills
+PARTIAL, LOCK = ".partial", ".lock"  # the suffix of a folder that a pack fills, and the file in it that it locks
 
 
 @option("dataset")
@@ -223,10 +223,10 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
                 f"{target} needs {need / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; free disk space there"
             )
         for leftover in target.parent.glob(f".{glob.escape(target.name)}.*{PARTIAL}"):
-            with suppress(BlockingIOError), locked(leftover):  # otherwise another pack is filling it
+            with suppress(OSError), locked(leftover / LOCK):  # otherwise another pack fills or removes it
                 shutil.rmtree(leftover)
         temporary_folder = tempfile.TemporaryDirectory(PARTIAL, f".{target.name}.", target.parent)
-        with temporary_folder as temporary, locked(Path(temporary)):
+        with temporary_folder as temporary, locked(Path(temporary, LOCK)):
             (folder := Path(temporary, "packed")).mkdir()
             facts = {}
             for name, split in splits.items():

@@ -22,8 +22,8 @@ Chosen = NDArray[np.bool_]
 class Units(NamedTuple):
     """What a cut leaves whole, ranked in each stratum by the hashes of their names.
 
-    `of` is the unit of each example, (N,); `place` is the rank of each unit in its stratum, from 0; `total` is the
-    number of units in it.
+    `of` is the unit of each example, (N,); `place` is its rank in its stratum, from 0; `total` the number of units in
+    it.
     """
 
     of: NDArray[np.int64]
@@ -66,8 +66,7 @@ class Examples:
     def fold(self, folds: int, fold: int) -> Chosen:
         """The examples of a fold. Raises InputError if a fold would have none of a class or label.
 
-        Each stratum is cut in the order of the hashes, so the folds have as many units of it, within one, and a unit
-        that is added moves at most one other over each of the cuts.
+        Each stratum is cut in the order of the hashes, so the folds have as many units of it, within one.
         """
         units = self.units("folds")
         sides = (((units.place + 1) * folds - 1) // units.total)[units.of]
@@ -118,10 +117,7 @@ class Examples:
         return strata
 
     def _check(self, key: str, value: float, units: Units, side: NDArray[np.int64], number: int) -> None:
-        """Raise InputError if one of the `number` sides, (N,), has none of a class or label.
-
-        A share may leave the only unit of a class or label to the training split, on side 0.
-        """
+        """Raise InputError if one of the `number` sides, (N,), has none of a class or label."""
         example, owner = self._labels()
         shape = int(owner.max(initial=0)) + 1, number
         counts = np.bincount(owner * number + side[example], minlength=math.prod(shape)).reshape(shape)

@@ -114,7 +114,7 @@ def _flattened(examples: Sequence[Sequence[str]]) -> tuple[Sequence[str], Sequen
 def as_numbers(
     cells: Sequence[Sequence[Any]], names: Sequence[str], place: Callable[[int], str], *, binary: bool
 ) -> Tensor:
-    """The numbers of examples, float32 (N, K), one for each of `names`; `binary`: 0 and 1. Raises InputError."""
+    """The numbers of examples, float32 (N, K), for `names`; with `binary` 0 and 1 only. Raises InputError."""
     expected = "0 or 1 (also true or false) for each label" if binary else "a finite number"
     words = {"true": 1.0, "false": 0.0} if binary else {}
     numbers = torch.empty(len(cells), len(names))

@@ -1,7 +1,4 @@
-"""How images reach the device: all of them at once (`resident`), or batch by batch (`streaming`).
-
-Both give the same shards (`lockstep.data.loading.shards`): a loader only moves bytes.
-"""
+"""How images reach the device: all of them at once (`resident`), or batch by batch (`streaming`)."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -127,10 +124,7 @@ class Streaming(ImageLoader):
 
 @option("loader")
 class Auto(Streaming):
-    """`resident` if both splits fit and are read more than once, else `streaming`.
-
-    Setting `workers` or `prefetch` chooses `streaming`, the only loader that has them.
-    """
+    """`resident` if both splits fit and are read more than once, else `streaming`."""
 
     resident_gb: float = ranged(4.0, least=0, most=1e6)
 

@@ -35,7 +35,10 @@ ResultT = TypeVar("ResultT")
 
 
 def read_images(split: Split, indices: list[int], epoch: int = 0) -> ReadResult:
-    """Images uint8 (len(indices), C, H, W), blank ones for the broken, and their errors; InputError above `skip`."""
+    """The images of a split, uint8 (n, C, H, W), and the errors of broken ones, which are blank.
+
+    Raises InputError if an image is broken and the split allows none.
+    """
     try:
         return split.fetch(indices, epoch), {}
     except BrokenImage as error:
@@ -99,8 +102,7 @@ def reading_rate(split: Split) -> float:
 def decode_all(split: Split, world: World, *, threads: int) -> ReadResult:
     """Decode every image of a split, uint8 (N, C, H, W); also returns the broken ones. Collective.
 
-    The ranks of a machine share the memory. A rank uses fewer than `threads` threads if more do not help. All ranks
-    raise the same InputError for an image that cannot be read.
+    The ranks of a machine share the memory. All ranks raise the same InputError for an image that cannot be read.
     """
     if world.control is None:  # no process group
         world = World.solo()

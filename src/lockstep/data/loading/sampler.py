@@ -14,10 +14,7 @@ from lockstep.core.rng import BALANCED, ORDER, draw, key, permutation
 
 @dataclass(frozen=True)
 class ShardIndices:
-    """One rank's shard of the global batch of `step`: its sample indices (int64), and the size of the global batch.
-
-    With mix partners, a shard that is not empty has one index more: the partner of its last sample.
-    """
+    """One rank's shard of a global batch of `count` examples: int64 indices, and one of a mix partner."""
 
     step: int
     epoch: int
@@ -55,7 +52,7 @@ def shard_indices(
 
 
 def batch_groups(shards: Iterator[ShardIndices], steps: int) -> Iterator[list[ShardIndices]]:
-    """Group shards of up to `steps` consecutive steps of an epoch. The first has one: a run waits for no more."""
+    """Group shards of up to `steps` consecutive steps of one epoch; the first group has one shard."""
     size = 1
     for _, of_epoch in itertools.groupby(shards, key=operator.attrgetter("epoch")):
         while group := list(itertools.islice(of_epoch, size)):

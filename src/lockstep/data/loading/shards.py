@@ -1,7 +1,4 @@
-"""Reads a rank's shard of each global batch, for many small steps at once.
-
-`lockstep.data.loading.sampler` decides which samples a shard has, in which order.
-"""
+"""Reads a rank's shard of each global batch, for many small steps at once. `sampler` decides the samples."""
 
 from __future__ import annotations
 
@@ -177,11 +174,7 @@ class Loader(EvalLoader):
         return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
 
     def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
-        """Some examples as an epoch has them: each as its global batch would, cut into pieces of one example.
-
-        Yields an example and its piece, with its mix partner, in the order of the epoch; the first one, for examples
-        that come several times. Reads them again: for looking at them, not for training.
-        """
+        """Some examples as an epoch has them, each alone with its mix partner, in the order of the epoch."""
         remaining = {int(example) for example in examples}
         steps = self._steps(epoch * self.plan.steps_per_epoch, World.solo(), mix_partners=self.partners)
         for step in itertools.takewhile(lambda step: step.epoch == epoch and remaining, steps):
@@ -194,7 +187,10 @@ class Loader(EvalLoader):
                     yield example, self._group([piece], images, place, step.count, self.partners)
 
     def blocks_of_epoch(self, epoch: int, number: int) -> Iterator[BatchGroup]:
-        """This rank's share of the first `number` blocks of an epoch; the last may repeat, as each has as many."""
+        """This rank's share of the first `number` blocks of `eval_batch` examples of an epoch.
+
+        Each rank has as many, so the last ones may be blocks from the beginning again.
+        """
         as_one = replace(self.plan, batch=self.plan.examples, total_steps=epoch + 1)
         order = next(self._steps(epoch, World.solo(), plan=as_one)).indices
         rounds = -(-number // self.world.size)

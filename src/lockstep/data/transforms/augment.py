@@ -1,7 +1,6 @@
-"""Augmentations, each for a whole batch at once on its device.
+"""Augmentations of a whole batch on its device: uint8 images to uint8 or float in 0..255, of any size.
 
-A sample's own random numbers (`lockstep.core.rng`) decide what happens to it, so ranks, workers, batch sizes and
-resumes cannot change it. An augmentation takes uint8 images and returns uint8 or float in 0..255, of any size.
+A sample's own random numbers decide, so ranks, workers, batch sizes and resumes cannot change it.
 """
 
 import math
@@ -211,7 +210,7 @@ def resized_crops(images: Tensor, boxes: Tensor, size: tuple[int, int], interpol
 
 
 def crops_together(images: Tensor, boxes: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Like `resized_crops`, without waiting; no sums over an axis, whose rounding may depend on the batch size."""
+    """Like `resized_crops`, without waiting for the device, and without sums that depend on the batch size."""
     top, left, height, width = boxes.unbind(1)
     rows = _resized_rows(images.float(), left, width, size[1], interpolation)
     columns = _resized_rows(rows.mT, top, height, size[0], interpolation)

@@ -1,7 +1,4 @@
-"""The operations that move pixels: shear, translation and rotation, for a whole batch at once.
-
-Pixels are chosen by the nearest one, as torchvision does it for tensors, or mixed as Pillow mixes them.
-"""
+"""Shear, translation and rotation of a batch: by the nearest pixel, as torchvision's, or mixed, as Pillow's."""
 
 from collections.abc import Callable
 

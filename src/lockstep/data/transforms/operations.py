@@ -37,7 +37,7 @@ def operate_all(
     fill: tuple[int, ...] = (0,),
     compiled: bool = False,
 ) -> Tensor:
-    """Apply operations one after another to uint8 images (B, C, H, W); `compiled` on a GPU: ten kernels, not 200."""
+    """Apply operations one after another to the uint8 images (B, C, H, W), as `operate` does."""
     apply = compiled_operate() if compiled and images.is_cuda else operate
     steps = list(steps)
     if not steps:
@@ -60,7 +60,7 @@ def compiled_operate() -> Callable[..., Tensor]:
 def operate(
     images: Tensor, op: Tensor, amount: Tensor, resample: str = "nearest", fill: tuple[int, ...] = (0,)
 ) -> Tensor:
-    """Apply an operation to each of the uint8 images (B, C, H, W), see `Step`; `fill` has a value, or a channel's."""
+    """Apply one operation to each of the uint8 images (B, C, H, W), see `Step`. `fill` is the colour outside."""
     if images.shape[1] != 3:
         op = torch.where(op == COLOR, IDENTITY, op)
     if min(images.shape[2:]) <= 2:  # all border

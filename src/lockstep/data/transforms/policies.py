@@ -1,7 +1,4 @@
-"""Policies of operations: RandAugment, TrivialAugment, AutoAugment, AugMix and 3-Augment.
-
-With `resample=nearest` the operations are torchvision's for tensors, otherwise Pillow's.
-"""
+"""Policies of operations, with torchvision's pixels for tensors (`resample=nearest`), otherwise Pillow's."""
 
 import functools
 from collections.abc import Iterable, Iterator
