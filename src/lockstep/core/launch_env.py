@@ -49,6 +49,11 @@ class Starter(enum.Enum):
         """The name for use in a sentence."""
         return "whoever set RANK and WORLD_SIZE" if self is Starter.script else self.name
 
+    @property
+    def cause(self) -> str:
+        """The name for a sentence that says that this program did not start the ranks."""
+        return "RANK and WORLD_SIZE" if self is Starter.script else self.name
+
 
 def is_launched() -> bool:
     """Whether a launcher started this process as a rank."""

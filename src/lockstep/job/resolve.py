@@ -255,7 +255,7 @@ def _launched_ranks(launcher: Launcher) -> int:
         )
     if launcher.starts_ranks:
         name = type(launcher).__name__.lower()
-        alternative = f", or launcher={name} without {starter.label}"
+        alternative = f", or launcher={name} without {starter.cause}"
         if starter is Starter.torchrun and (restarts := getattr(launcher, "restarts", 0)):
             alternative = f" and torchrun --max-restarts={restarts}"
         raise InputError(
