@@ -50,8 +50,7 @@ from lockstep.data.datasets.packed import Packed, pack
 from lockstep.data.loading.loaders import Resident, Streaming
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.data.transforms.erase import Erase
+from lockstep.data.transforms.device import DeviceTransforms, Erase
 from lockstep.data.transforms.policies import (
     AugMix,
     AutoAugment,

@@ -59,8 +59,8 @@ data/transforms/device.py: augmentation depends on an example's place in what is
 - SampleRNG(self.seed, epoch, indices)
 + SampleRNG(self.seed, epoch, torch.arange(len(indices), device=indices.device))
 data/transforms/device.py: cutout is at the same place in every epoch [transforms]
-- keys = sample_keys(self.seed, epoch, indices, CUTOUT)
-+ keys = sample_keys(self.seed, 0, indices, CUTOUT)
+- sample_keys(self.seed, epoch, indices, CUTOUT)
++ sample_keys(self.seed, 0, indices, CUTOUT)
 strategy/sync_batchnorm.py: every rank's mean counts alike, however few examples it has [batchnorm]
 - shares = counts / count.clamp(min=1)
 + shares = torch.full_like(counts, 1 / len(counts))

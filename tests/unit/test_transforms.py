@@ -26,8 +26,7 @@ from lockstep.data.transforms import (
     TrivialAugment,
 )
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Mix
-from lockstep.data.transforms.erase import Erase
+from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
 from lockstep.training.evaluate import weighted_views
 

@@ -30,7 +30,10 @@ def suggest_override(name: str, value: str | None = None) -> str:
         return "model.pretrained=true"  # the model is chosen already
     template = next((text for text, names in KEYS.items() if _plain(last) in _plain(names).split()), "")
     if not template and not block:
-        template = _own(last)
+        # A key of the job or of one of its blocks, from the last part of its name.
+        places: dict[str, type[Any]] = {"": Job, **{f"{name}.": cls for name, cls in BLOCKS.items()}}
+        having = (place for place, cls in places.items() if last in {field.name for field in fields(cls)} - {*BLOCKS})
+        template = last if last in GROUPS else next((f"{place}{last}={{}}" for place in having), "")
     if template in GROUPS or template == "device":
         return suggest_option(template, value or "")
     if "{}" not in template:
@@ -66,13 +69,6 @@ def suggest_option(group: str, value: str) -> str:
 def _named_elsewhere(key: str, value: str) -> str:
     names = {words: name.split() for words, name in VALUES.items() if words.split("=")[0] == key}
     return next((words for words, others in names.items() if value.lower() in others), "")
-
-
-def _own(last: str) -> str:
-    """The override for a key of the job or of one of its blocks, from the last part of its name; empty if none."""
-    places: dict[str, type[Any]] = {"": Job, **{f"{block}.": cls for block, cls in BLOCKS.items()}}
-    having = (place for place, cls in places.items() if last in {field.name for field in fields(cls)} - {*BLOCKS})
-    return last if last in GROUPS else next((f"{place}{last}={{}}" for place in having), "")
 
 
 def suggest_for_path(group: str, word: str) -> str:

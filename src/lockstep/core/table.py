@@ -168,14 +168,10 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
 
 def csv_row(values: Sequence[object]) -> str:
     """One line without its end, as usual; a text that a spreadsheet would compute begins with an apostrophe."""
+    cells = ["'" * bool(_FORMULA.match(cell) and not _NUMBER.fullmatch(cell)) + cell for cell in map(str, values)]
     text = io.StringIO()
-    csv.writer(text, lineterminator="").writerow(map(_cell, map(str, values)))
+    csv.writer(text, lineterminator="").writerow(escaped(cell, keep="") for cell in cells)
     return text.getvalue()
-
-
-def _cell(text: str) -> str:
-    computed = _FORMULA.match(text) and not _NUMBER.fullmatch(text)
-    return escaped(f"'{text}" if computed else text, keep="")
 
 
 def json_lines(content: Any) -> list[str]:

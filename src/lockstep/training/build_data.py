@@ -16,8 +16,7 @@ from lockstep.data.loading.reading import sample
 from lockstep.data.loading.sampler import balanced_order, repeated_order
 from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.device import DeviceTransforms, Mix
-from lockstep.data.transforms.erase import Erase
+from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
 from lockstep.runtime.host import GB
 from lockstep.training.dry_run import choose_micro_batches, training_rate
 from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of

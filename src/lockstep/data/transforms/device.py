@@ -20,10 +20,12 @@ from lockstep.core.protocols import Precision
 from lockstep.core.rng import CUTOUT, ERASE, MIX, MIX_BATCH, SampleRNG, key, sample_keys, uniform
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.shards import BatchGroup
-from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.erase import Erase, span
+from lockstep.data.transforms.augment import TRIES, RandomResizedCrop, first_box
 
 CELLS = 4096  # intervals of the table of quantiles
+# The area of a rectangle as a share of the image's, and the bounds of its aspect ratio, as in timm.
+AREA, ASPECT = [0.02, 1 / 3], [0.3, 1 / 0.3]
+FIRST_COLOUR = 1 + 4 * TRIES  # the number of an example's first colour: after the numbers of its rectangle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,18 +118,13 @@ class DeviceTransforms:
             blank = (0, images.shape[1], *size)
             return images.new_empty(blank, dtype=self.scale.dtype if self.mix else self.dtype)
         pixels = self._finish(self.augment(images, SampleRNG(self.seed, epoch, indices), size), size)
-        if self.cutout:
-            pixels.masked_fill_(self._cutout_mask(epoch, indices, size), 0)
+        if self.cutout:  # a square around a uniform centre in each image, clipped at the border
+            keys, before = sample_keys(self.seed, epoch, indices, CUTOUT), self.cutout // 2
+            rows, columns = (interval(keys, n, side, before, self.cutout - before) for n, side in enumerate(size))
+            pixels.masked_fill_((rows[:, :, None] & columns[:, None, :])[:, None], 0)
         if self.erase:
             self.erase.apply(pixels, sample_keys(self.seed, epoch, indices, ERASE))
         return pixels if self.mix else pixels.to(self.dtype)  # mixing is computed in the wider format
-
-    def _cutout_mask(self, epoch: int, indices: Tensor, size: tuple[int, int]) -> Tensor:
-        """A square around a uniform centre in each image, clipped at the border: bool (n, 1, h, w)."""
-        keys = sample_keys(self.seed, epoch, indices, CUTOUT)
-        before, after = self.cutout // 2, self.cutout - self.cutout // 2
-        rows, columns = (interval(keys, n, length, before, after) for n, length in enumerate(size))
-        return (rows[:, :, None] & columns[:, None, :])[:, None]
 
     def eval(self, images: Tensor) -> Tensor:
         """Crop uint8 images (B, C, H, W) to the centre that is evaluated, and normalise them, in `scale`'s dtype."""
@@ -207,6 +204,42 @@ class Mix:
         return labels.nan_to_num(0)
 
 
+@dataclass(frozen=True)
+class Erase:
+    """Random erasing (Zhong et al. 2020) of normalised images, as timm's `RandomErasing` does it.
+
+    An image loses a rectangle with a `probability`. It becomes zeros (mode `const`), one standard normal number for
+    each channel (`rand`), or one for each pixel and channel (`pixel`).
+    """
+
+    probability: float
+    mode: str = "const"
+
+    def apply(self, pixels: Tensor, keys: Tensor) -> None:
+        """Erase in images (n, C, H, W), in place, for each by its key, int64 (n,), without waiting for the device."""
+        top, left, height, width = self.boxes(keys, *pixels.shape[-2:]).unbind(1)
+        rows, columns = span(top, top + height, pixels.shape[2]), span(left, left + width, pixels.shape[3])
+        inside = (rows[:, :, None] & columns[:, None, :])[:, None]
+        pixels.copy_(torch.where(inside, self._colours(keys, pixels).to(pixels.dtype), pixels))
+
+    def _colours(self, keys: Tensor, pixels: Tensor) -> Tensor:
+        """The colours, which broadcast to the pixels: zeros, or standard normal by the inverse distribution."""
+        if self.mode == "const":
+            return pixels.new_zeros(())
+        # Which of an example's random numbers each colour is.
+        shape = (pixels.shape[1], *(pixels.shape[2:] if self.mode == "pixel" else (1, 1)))
+        numbers = FIRST_COLOUR + torch.arange(math.prod(shape), device=pixels.device).view(shape)
+        centred = 2 * uniform(keys[:, None, None, None], numbers).double() - (1 - 2.0**-24)  # in (-1, 1)
+        return torch.erfinv(centred) * math.sqrt(2)
+
+    def boxes(self, keys: Tensor, height: int, width: int) -> Tensor:
+        """The rectangles as int64 (n, 4): top, left, height and width; of no size where nothing is erased."""
+        numbers = uniform(keys[:, None], torch.arange(FIRST_COLOUR, device=keys.device))
+        sizes = torch.stack([torch.full_like(keys, side) for side in (height, width)], 1)
+        boxes, fits = first_box(numbers[:, 1:], sizes, AREA, ASPECT, most=sizes - 1)
+        return (boxes * (fits & (numbers[:, :1] < self.probability))).long()
+
+
 def beta(uniforms: Tensor, alpha: float) -> Tensor:
     """Uniform numbers as numbers of Beta(alpha, alpha), float32; all are 1 for an alpha of 0.
 
@@ -242,3 +275,9 @@ def interval(keys: Tensor, n: int, length: int, before: Tensor | int, after: Ten
     """The positions from centre - before to centre + after: bool (b, length). The centre is number `n` of a key."""
     centre = (uniform(keys, n) * length).long()
     return span(centre - before, centre + after, length)
+
+
+def span(start: Tensor, stop: Tensor, length: int) -> Tensor:
+    """The positions from `start` up to, but not including, `stop`: bool (n, length)."""
+    position = torch.arange(length, device=start.device)
+    return (position >= start[:, None]) & (position < stop[:, None])
