@@ -6,7 +6,6 @@ fit.
 """
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import torch
 
@@ -123,19 +122,6 @@ def check_packages(loggers: Mapping[str, Logger]) -> None:
             check_installed(package, f"logger={name}")
 
 
-def check_folders(**folders: str) -> None:
-    """Refuse paths for data and runs that are not folders and cannot become folders."""
-    for key, folder in folders.items():
-        path = Path(folder)
-        try:
-            nearest = next(parent for parent in (path, *path.parents) if parent.is_symlink() or parent.exists())
-            fits = nearest.is_dir()
-        except OSError as error:
-            raise InputError(f"{key}: {path} cannot be reached ({error.strerror}); use {key}=FOLDER") from error
-        if not fits:
-            raise InputError(f"{key}: {nearest} is not a folder; name another with {key}=FOLDER")
-
-
 def check_job(job: ResolvedJob) -> None:
     """Check everything that can be checked without the data. One InputError has a line for each problem."""
     checks: list[Callable[[], None]] = [
@@ -150,7 +136,6 @@ def check_job(job: ResolvedJob) -> None:
         lambda: check_task(job),
         lambda: check_packages(job.logger),
         lambda: check_threads(job),
-        lambda: check_folders(data_root=job.data_root, output_root=job.output_root),
         lambda: check_data_memory(job.dataset),
         lambda: _check_kernels(job),
         lambda: _check_compile(job),
