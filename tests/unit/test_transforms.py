@@ -279,6 +279,9 @@ def test_rectangles_are_erased_as_timm_does_it(
     batch, keys = torch.rand(300, 3, *size, dtype=torch.float64) + 9, sample_keys(0, 0, torch.arange(300), ERASE)
     erased, expected, operation = batch.clone(), batch.clone(), RandomErasing(0.6, mode=mode, device="cpu")
     Erase(0.6, mode).apply(erased, keys)
+    together = batch.clone()
+    Erase(0.6, mode).together(together, keys, Erase(0.6, mode).boxes(keys, *size))
+    assert torch.equal(together, erased)
     for image, numbers in zip(expected, uniform(keys[:, None], torch.arange(1 + 4 * 10)).tolist(), strict=True):
         monkeypatch.setattr(random_erasing, "random", Drawn(numbers))
         operation(image)

@@ -216,20 +216,35 @@ class Erase:
     mode: str = "const"
 
     def apply(self, pixels: Tensor, keys: Tensor) -> None:
-        """Erase in images (n, C, H, W), in place, for each by its key, int64 (n,), without waiting for the device."""
-        top, left, height, width = self.boxes(keys, *pixels.shape[-2:]).unbind(1)
+        """Erase in images (n, C, H, W), in place, for each by its key, int64 (n,)."""
+        boxes = self.boxes(keys, *pixels.shape[-2:])
+        if pixels.is_cuda:
+            self.together(pixels, keys, boxes)
+            return
+        numbers = self._numbers(pixels)  # a CPU draws for the rectangles only
+        for image, own_key, (top, left, height, width) in zip(pixels, keys, boxes.tolist(), strict=True):
+            if height:
+                place = (slice(None), slice(top, top + height), slice(left, left + width))
+                image[place] = self._colours(own_key, numbers[place] if self.mode == "pixel" else numbers)
+
+    def together(self, pixels: Tensor, keys: Tensor, boxes: Tensor) -> None:
+        """Like `apply`, with the same number of kernels for any boxes, and without waiting for the device."""
+        top, left, height, width = boxes.unbind(1)
         rows, columns = span(top, top + height, pixels.shape[2]), span(left, left + width, pixels.shape[3])
         inside = (rows[:, :, None] & columns[:, None, :])[:, None]
-        pixels.copy_(torch.where(inside, self._colours(keys, pixels).to(pixels.dtype), pixels))
+        colours = self._colours(keys[:, None, None, None], self._numbers(pixels)).to(pixels.dtype)
+        pixels.copy_(torch.where(inside, colours, pixels))
 
-    def _colours(self, keys: Tensor, pixels: Tensor) -> Tensor:
-        """The colours, which broadcast to the pixels: zeros, or standard normal by the inverse distribution."""
-        if self.mode == "const":
-            return pixels.new_zeros(())
-        # Which of an example's random numbers each colour is.
+    def _numbers(self, pixels: Tensor) -> Tensor:
+        """Which of an example's random numbers each colour is: int64 (C, H, W), or (C, 1, 1) for one a channel."""
         shape = (pixels.shape[1], *(pixels.shape[2:] if self.mode == "pixel" else (1, 1)))
-        numbers = FIRST_COLOUR + torch.arange(math.prod(shape), device=pixels.device).view(shape)
-        centred = 2 * uniform(keys[:, None, None, None], numbers).double() - (1 - 2.0**-24)  # in (-1, 1)
+        return FIRST_COLOUR + torch.arange(math.prod(shape), device=pixels.device).view(shape)
+
+    def _colours(self, keys: Tensor, numbers: Tensor) -> Tensor:
+        """The colours of these numbers: zeros, or standard normal by the inverse distribution function, float64."""
+        if self.mode == "const":
+            return torch.zeros_like(numbers, dtype=torch.float64)
+        centred = 2 * uniform(keys, numbers).double() - (1 - 2.0**-24)  # in (-1, 1)
         return torch.erfinv(centred) * math.sqrt(2)
 
     def boxes(self, keys: Tensor, height: int, width: int) -> Tensor:
