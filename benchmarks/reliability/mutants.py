@@ -77,7 +77,7 @@ optim/schedule.py: an evaluation changes the rate of its own step, which a resum
 - warmup < item[0] < step
 + warmup < item[0] <= step
 optim/schedule.py: a loss that is slightly larger counts as better on a plateau [schedule]
-- math.copysign(threshold, best)
+- math.copysign(threshold, gain)
 + threshold
 training/resolved_job.py: a resume may change how often each class is drawn [fingerprint]
 -         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
