@@ -265,6 +265,12 @@ def test_a_hostile_description_is_one_sentence(
     assert len(str(caught.value)) < 1000
 
 
+def test_a_file_from_before_the_key_fit_has_centres(digits: RunDir) -> None:
+    card = json.loads(changed(digits)[METADATA_KEY])
+    assert card.pop("fit") == "crop"
+    assert ModelCard.parse({METADATA_KEY: json.dumps(card)}) == ModelCard.parse(changed(digits))
+
+
 def test_a_hostile_file_is_one_sentence(digits: RunDir, tmp_path: Path) -> None:
     file = tmp_path / "weights.safetensors"
 

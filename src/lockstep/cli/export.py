@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.cli.evaluate import check_data, data_of
+from lockstep.cli.evaluate import split_for
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
@@ -86,9 +86,8 @@ def _images(predictor: Predictor, file: Path, named: Sequence[str]) -> tuple[Ten
     if (run := run_of(file)) is None:
         return _random_images(predictor.card), " of random pixels, because a weights file has no images,"
     try:
-        source = data_of(run, ())
-        check_data(predictor, source)
-        return sample(source.eval(), COMPARED), ""
+        split, _ = split_for(predictor, run, (), "val")
+        return sample(split.examples, COMPARED), ""
     except InputError as error:
         return _random_images(predictor.card), f" of random pixels, because the run's are not here ({error}),"
 

@@ -163,6 +163,7 @@ class ModelCard:
             version = values.get("format") if isinstance(values, dict) else values
             raise ValueError(f"its description has format {shown(version)}, expected {FORMAT}")
         del values["format"]
+        values = {"fit": CROP, **values}  # older files lack it
         names = [field.name for field in dataclasses.fields(cls)]
         if different := sorted(values.keys() ^ set(names)):
             state = "lacks" if different[0] in names else "has the unknown key"
