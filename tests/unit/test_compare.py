@@ -313,6 +313,17 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
     assert table(capsys) == "no run fits score>99\n"
 
 
+def test_a_job_after_the_first_thousand_has_its_number(swept: Ledger, capsys: CAPSYS) -> None:
+    job = swept.folder / "jobs" / "003.json"
+    folder = swept.records()[3].folder.replace("003-", "1003-")
+    (swept.folder / swept.records()[3].folder).rename(swept.folder / folder)
+    facts = json.loads(job.read_text())
+    job.with_name("1003.json").write_text(json.dumps({**facts, "number": 1003, "folder": folder}))
+    job.unlink()
+    runs(str(swept.folder), sort="when", filters=[], form="table")
+    assert re.search(r"^ *1003 ", table(capsys), re.MULTILINE)
+
+
 @pytest.mark.parametrize("alive", [True, False])
 def test_a_run_that_was_killed_is_not_shown_as_running(tmp_path: Path, capsys: CAPSYS, alive: bool) -> None:
     run_dir = RunDir(run(tmp_path / "a", status="running"))

@@ -75,7 +75,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
                 log.show("")
             _show(table, monitor, shown, columns, form)
         if rows and shown.is_sweep and form == "table":
-            first = shell_command(["lockstep", "runs", relative(root / str(int(rows[0]["name"][:3])))])
+            first = shell_command(["lockstep", "runs", relative(root / _number(rows[0]))])
             log.show(f"one job: {first}")
     if not (rows or damaged or form == "json"):
         log.show(f"no run fits {' and '.join(filters)}")
@@ -88,7 +88,7 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
     names = chosen or [name for name in shown.figures if name == SCORE or any(name in row for row in rows)]
     show_table(
         [
-            *([Column("job", [str(int(row["name"][:3])) for row in rows])] if shown.is_sweep else []),
+            *([Column("job", [_number(row) for row in rows])] if shown.is_sweep else []),
             Column("when", [row["when"][5:] for row in rows]),  # without the year
             *columns_of_keys(rows, shown.keys, chosen),
             *(column_of_figure(rows, name, monitor) for name in names if name not in shown.keys),
@@ -98,6 +98,10 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
         ],
         form,
     )
+
+
+def _number(job: Row) -> str:
+    return str(int(job["name"].partition("-")[0]))
 
 
 def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]]:
