@@ -339,6 +339,21 @@ def test_the_best_are_kept_by_their_score_and_the_earliest_of_equal_ones(
     assert steps_left(run) == [7, 2]
 
 
+def test_best_weights_of_an_earlier_version_which_have_no_state_are_kept_and_not_resumed_from(run: RunDir) -> None:
+    target = writer(run, keep=1, keep_best=2)
+    for step, score in ((1, 90.0), (2, 80.0)):
+        save(target, step, score=score)
+        target.wait()
+        (path := run.checkpoints / f"step-{step:08}").joinpath("state.pt").unlink()
+        (path / "manifest.json").write_text(manifest_text(path))
+    save(target, 3, score=70.0)
+    target.close()
+    assert steps_left(run) == [3, 2, 1]
+    assert whole_weights(path)
+    with pytest.raises(InputError, match=r"is damaged .it has weights only.; name another one"):
+        reading.load(path)
+
+
 def test_no_older_checkpoint_is_removed_for_one_that_cannot_be_read_back(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
