@@ -131,21 +131,36 @@ class Forks:
         The words are `SCRIPT ...`, `lockstep ...`, `-c CODE ...`, or `MODULE:FUNCTION ...`, which calls the function
         with the words after it.
         """
-        pipes = [os.pipe() for _ in range(3)]
-        request = {
-            "words": words,
-            "cwd": str(cwd or ROOT),
-            "environment": {**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
-            "path": sys.path,
-        }
-        socket.send_fds(self.socket, [json.dumps(request).encode()], [end for _, end in pipes])
+        pipes = [os.pipe() for _ in range(2)]
+        variables = {**os.environ, "OMP_WAIT_POLICY": "passive", **environment}
+        pid, status = ask(self.socket, words, str(cwd or ROOT), variables, *(end for _, end in pipes))
         for _, end in pipes:
             os.close(end)
-        return Fork(words, int(self.socket.recv(16)), *(end for end, _ in pipes))
+        return Fork(words, pid, status, *(end for end, _ in pipes))
 
     def close(self) -> None:
         self.socket.close()
         self.process.wait()
+
+
+def ask(
+    server: socket.socket,
+    words: tuple[str, ...],
+    cwd: str,
+    environment: dict[str, str],
+    out: int,
+    err: int,
+    new: str = "setsid",
+) -> tuple[int, int]:
+    """Have `serve` start a command in a new session or process group.
+
+    Returns its process number, and the pipe in which its exit code will be.
+    """
+    status, end = os.pipe()
+    request = {"words": words, "cwd": cwd, "environment": environment, "path": sys.path, "new": new}
+    socket.send_fds(server, [json.dumps(request).encode()], [end, out, err])
+    os.close(end)
+    return int(server.recv(16)), status
 
 
 def serve(requests: socket.socket) -> None:
@@ -182,9 +197,11 @@ def serve(requests: socket.socket) -> None:
                 requests.send(str(pid).encode())
 
 
-def become(out: int, err: int, words: list[str], cwd: str, environment: dict[str, str], path: list[str]) -> NoReturn:
+def become(
+    out: int, err: int, words: list[str], cwd: str, environment: dict[str, str], path: list[str], new: str
+) -> NoReturn:
     """Become the command, and end as an interpreter does, but without its teardown, which takes a second."""
-    os.setsid()
+    getattr(os, new)()
     for end, number in ((out, 1), (err, 2)):
         os.dup2(end, number)
         os.close(end)

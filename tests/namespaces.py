@@ -46,7 +46,7 @@ class Machine:
     @property
     def copy(self) -> tuple[str, ...]:
         """The words that, put before those for `forks.Forks.start`, make the fork a process of this machine."""
-        return ("namespaces:run_on", self.name)
+        return ("namespaces:run_on", self.name, "processes:agent")
 
     def pids(self) -> list[int]:
         """The processes that run on this machine."""

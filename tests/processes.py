@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,6 +57,31 @@ def start(folder: Path, *overrides: str, launch: tuple[str, ...] = (sys.executab
 
 def forking(*words: str) -> None:
     Elastic.can_fork = Spawn.can_fork
+    forks.run(sys.path, *words)
+
+
+def agent(*words: str) -> None:
+    """Run a command in which the ranks that an agent of torch starts are forks, as `forking` does for one machine.
+
+    The agent has threads, so they are forks of a process that was forked before there were any.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    client, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        os.setpgrp()  # the signals to the command are not for this process
+        client.close()
+        forks.serve(server)
+        os._exit(0)
+    server.close()
+
+    def start_rank(args: tuple[str, ...], env: dict[str, str], **_: object) -> Fork:
+        assert args[0] == sys.executable
+        called = args[2:] if args[1] == "-u" else args[1:]
+        pid, status = forks.ask(client, called, str(Path.cwd()), env, 1, 2, new="setpgrp")
+        return Fork(called, pid, status, *(os.open(os.devnull, os.O_RDONLY) for _ in range(2)))
+
+    subprocess_handler.Popen = start_rank
     forks.run(sys.path, *words)
 
 

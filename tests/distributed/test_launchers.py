@@ -89,7 +89,8 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
 def test_torchrun_whose_rank_is_killed_gives_the_run_of_elastic_in_one_folder(
     reference: Path, tmp_path: Path
 ) -> None:
-    torchrun = (*TORCHRUN, "--standalone", "--max-restarts=1", "--nproc-per-node=2")
+    """With forked ranks; test_signals.py has fresh ones."""
+    torchrun = ("processes:agent", *TORCHRUN[1:], "--standalone", "--max-restarts=1", "--nproc-per-node=2")
     words = (*JOB, f"steps={STEPS}", "checkpoint.every=3", "strategy=allreduce", "launcher.threads=1")
     process = background(tmp_path, *torchrun, "train.py", *words, f"output_root={tmp_path}")
 
@@ -98,7 +99,8 @@ def test_torchrun_whose_rank_is_killed_gives_the_run_of_elastic_in_one_folder(
 
     wait_for(lambda: process.poll() is not None or steps_done(folder()) >= 10)
     assert process.poll() is None, process.communicate()
-    send(signal.SIGKILL, min(children(process.pid)))
+    (parent,) = children(process.pid)
+    send(signal.SIGKILL, min(children(parent)))
     code, err = ended(process)
     assert code == 0, err
     assert [path.name for path in tmp_path.iterdir() if path.name != "latest"] == [folder().name]
@@ -150,11 +152,12 @@ def test_every_machine_of_a_job_ends_with_the_code_of_the_job(
     with socket.create_server(("127.0.0.1", 0)) as server:
         place = f"launcher.rendezvous=127.0.0.1:{server.getsockname()[1]}"
     job = (*FRESH, "launcher=elastic", "launcher.ranks=1", "launcher.nodes=2", place, f"steps={STEPS}", *overrides)
-    machines = [start(folder, *job, f"launcher.node_rank={number}") for number in (0, 1)]
+    words = [(*job, f"launcher.node_rank={number}") for number in (0, 1)]
+    machines = [start(folder, *line, launch=("processes:agent",)) for line in words]
     if signal_to is not None:
         wait_for(lambda: steps_done(folder) >= 3)
         machines[signal_to].send_signal(signal.SIGUSR1)
     ends = [ended(process) for process in machines]
     assert [code for code, _ in ends] == [expected, expected], ends
     assert not any("Traceback" in err for _, err in ends), ends
-    assert not processes(folder)
+    wait_for(lambda: not processes(folder))

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -50,20 +49,11 @@ def begin(machine: Machine, main: Machine, folder: Path, *overrides: str) -> Pro
     return start(folder, *JOB, *place, "launcher.nodes=2", *overrides, launch=machine.copy)
 
 
-def ranks_of(machine: Machine) -> list[int]:
-    pids = []
-    for pid in machine.pids():
-        with suppress(OSError):
-            if b"TORCHELASTIC_RUN_ID=lockstep" in Path(f"/proc/{pid}/environ").read_bytes():
-                pids.append(pid)
-    return pids
-
-
 def assert_done(main: Process, other: Process, folder: Path) -> None:
     ends = [ended(process) for process in (main, other)]
     assert [code for code, _ in ends] == [0, 0], ends
     assert [line["step"] for line in records(folder) if "loss/train" in line] == list(range(1, STEPS + 1))
-    assert not processes(folder)
+    wait_for(lambda: not processes(folder))
 
 
 def test_a_cut_link_and_a_machine_that_dies_and_returns_leave_the_run_as_on_one_machine(
@@ -102,7 +92,7 @@ def test_a_machine_may_come_later_and_go_earlier(
     main = begin(one, one, folder, *overrides)
     wait_for(lambda: steps_done(folder) >= 3)
     other = begin(two, one, folder, *overrides)
-    wait_for(lambda: ranks_of(two))
+    wait_for(lambda: len(two.pids()) > 2)  # the agent, what it forks ranks from, and a rank
     came_at = steps_done(folder)
     wait_for(lambda: steps_done(folder) > came_at)
     os.kill(other.pid, signal.SIGTERM)
@@ -165,4 +155,4 @@ def test_ranks_that_others_start_on_two_machines_give_the_run_of_one(
         code, err = ended(process)
         assert code == 0, err
     assert losses(folder) == losses(alone)[:4]
-    assert not processes(folder)
+    wait_for(lambda: not processes(folder))
