@@ -63,7 +63,7 @@ CASES = {
     "resume": lambda: lockstep.train([f"resume={first[0].folder}", f"output_root={RUNS}", "steps=3"]),
     "strict": lambda: lockstep.train([*words, "repro=strict"]),
     "workers": lambda: lockstep.train([*words, "loader=streaming", "loader.workers=1", "launcher.threads=1"]),
-    "two ranks": lambda: lockstep.train(words, ranks=2),
+    "two ranks": lambda: lockstep.train([*words, "strategy=allreduce", "optimizer=sgd"], ranks=2),
     "wrong key": lambda: lockstep.train([*words, "nosuch=1"]),
     "wrong value": lambda: lockstep.train([*words, "batch=1000000000"]),
     "no such folder": lambda: lockstep.load("nowhere"),
