@@ -45,7 +45,7 @@ NORMED = (
     "precision=fp64",
 )
 # No vision transformer takes the empty shard of the last global batch.
-ATTENTION = ("model=test_vit", "model.drop_rate=0.2", "dataset.size=32", "precision=fp64")
+ATTENTION = ("model=test_vit", "batch=24", "steps=4", "model.drop_rate=0.2", "dataset.size=32", "precision=fp64")
 STRATEGIES = ("ddp", "allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
 # Shards with other classes have other weights; the last global batch has two examples.
 WEIGHTS = "loss.class_weights=[1,2,0.5,1,4,1,0,1,1,3]"

@@ -31,14 +31,23 @@ ALWAYS = (*JOB, "launcher.threads=1", "device=cpu", "schedule=constant")
 TWO = (*ALWAYS, "strategy=allreduce", "precision=fp64")
 SLURM = ("launcher=slurm", "launcher.partition=main", "launcher.ranks=1")
 LONG = ("steps=100000", "checkpoint.every=1000")
+# A `sitecustomize` module, which every fresh interpreter imports: a job waits at each line of its log, so that those
+# that run until they are stopped leave the cores to others.
+PACED = """
+import json, time
+dumps = json.dumps
+json.dumps = lambda value, **options: (time.sleep(0.05 * ("step" in value)), dumps(value, **options))[1]
+"""
 
 
 @pytest.fixture(scope="module")
-def slurm() -> Iterator[dict[str, str]]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     if why := slurm_cluster.missing():
         pytest.skip(why)
+    folder = tmp_path_factory.mktemp("paced")
+    (folder / "sitecustomize.py").write_text(PACED)
     with slurm_cluster.cluster() as variables:
-        yield variables
+        yield {**variables, "PYTHONPATH": str(folder)}
 
 
 @pytest.fixture(scope="module")
