@@ -81,7 +81,7 @@ def agent(*words: str) -> None:
         pid, status = forks.ask(client, called, str(Path.cwd()), env, 1, 2, new="setpgrp")
         return Fork(called, pid, status, *(os.open(os.devnull, os.O_RDONLY) for _ in range(2)))
 
-    subprocess_handler.Popen = start_rank
+    subprocess_handler.Popen = start_rank  # type: ignore[misc]
     forks.run(sys.path, *words)
 
 
