@@ -127,10 +127,12 @@ def work(world: World) -> dict[str, Callable[[], float]]:
         tally.losses = torch.zeros(LOG_EVERY, dtype=torch.float64)
         return timed(telemetry.open_window)
 
+    block = (torch.zeros(64, 1000), torch.zeros(64, dtype=torch.int64))
     return {
         "a step: the message to all": lambda: timed(lambda: consensus.agree(False, False, busy=0.01)),
         "a log point": log_point,
         "a save: the open window": save,
+        "a round of an evaluation with a metric, 64 x 1,000": lambda: timed(lambda: world.gather_to_main(block)),
     }
 
 

@@ -199,9 +199,9 @@ config/hydra_policy.py: a value of one job of a sweep stays in the next one [hyd
 cli/scoring.py: the calibration error is a share, not a percentage [predictor]
 - (100 if name == CALIBRATION_ERROR else 1)
 + 1
-scores.py: the blocks of the ranks are not counted in the order of the split [evaluate]
-- chain.from_iterable(zip_longest(*gathered))
-+ chain.from_iterable(gathered)
+training/evaluate.py: a rank without a block takes no part in the scores [evaluate]
+-             observer.update_without()
++             pass
 data/loading/shards.py: a corrupt image of one split hides that of the other [loader]
 - example = (labels is self.eval_labels, index)
 + example = (True, index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain, zip_longest
 from typing import NamedTuple
 
 import torch
@@ -37,7 +36,10 @@ class EvaluationObserver:
         """Forget the evaluation before."""
 
     def update(self, block: Block) -> None:
-        """Take a block of this rank."""
+        """Take a block of this rank. May be collective."""
+
+    def update_without(self) -> None:
+        """Take part in a round in which this rank has no block."""
 
     def finish(self, step: int) -> None:
         """The evaluation after `step` is the best one so far. Collective."""
@@ -46,9 +48,9 @@ class EvaluationObserver:
 class Scores(EvaluationObserver):
     """The metrics of an evaluation, by name. They do not depend on the number of ranks.
 
-    At the end main gathers the ranks' blocks and counts them in the order of the split. So a score has the same bits
-    as on one rank, whatever state a metric has. `kind` is the function from logits to probabilities. The name of a
-    class without a name is its label.
+    In each round main gathers the ranks' blocks in the order of the split and counts them. So a score has the same
+    bits as on one rank, whatever state a metric has, and main holds one round at a time. `kind` is the function from
+    logits to probabilities. The name of a class without a name is its label.
     """
 
     def __init__(
@@ -60,8 +62,7 @@ class Scores(EvaluationObserver):
         kind: str = SOFTMAX,
         targets: str = CLASSES,
     ) -> None:
-        self.metrics, self.world, self.kind = metrics, world, kind
-        self.blocks: list[tuple[Tensor, Tensor]] = []  # probabilities and labels of images that are not broken
+        self.metrics, self.world, self.kind, self.targets = metrics, world, kind, targets
         self.class_names = class_names or [str(label) for label in range(classes)]
         own = metrics.items() if world.is_main else ()
         self.scores: dict[str, Score] = {
@@ -74,17 +75,22 @@ class Scores(EvaluationObserver):
     def update(self, block: Block) -> None:
         if self.metrics:
             valid = ~is_broken(block.labels)
-            self.blocks.append((probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu()))
+            self._count(probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu())
 
-    def compute(self) -> dict[str, float]:
-        """The scores by name, `NAME` or `NAME/CLASS`, on main; then resets them. Collective."""
-        gathered = self.world.gather_to_main(self.blocks) if self.metrics else []
-        self.blocks = []
-        figures: dict[str, float] = {}
-        for block in chain.from_iterable(zip_longest(*gathered)):  # they were dealt to the ranks in turns
-            if block is not None and len(block[1]):
+    def update_without(self) -> None:
+        if self.metrics:
+            none = torch.empty(0, len(self.class_names))
+            self._count(none, none[:, 0].long() if self.targets == CLASSES else none)
+
+    def _count(self, probabilities: Tensor, labels: Tensor) -> None:
+        for block in self.world.gather_to_main((probabilities, labels)):
+            if len(block[1]):
                 for score in self.scores.values():
                     score.update(*block)
+
+    def compute(self) -> dict[str, float]:
+        """The scores by name, `NAME` or `NAME/CLASS`, on main; then resets them."""
+        figures: dict[str, float] = {}
         for name, score in self.scores.items():
             value = torch.as_tensor(score.compute())
             score.reset()

@@ -200,10 +200,9 @@ def test_the_calibration_error_is_that_of_torchmetrics(norm: Literal["l1", "l2",
 @pytest.mark.parametrize(("kind", "shares"), [("softmax", SHARES), ("sigmoid", LOGITS.sigmoid())])
 def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Tensor) -> None:
     seen: list[torch.Tensor] = []
-    score = metrics.Collected(lambda labels, shares: 0.0, lambda shares: seen.append(shares) or shares)
-    scores = Scores({"it": SimpleNamespace(build=lambda classes: score)}, CLASSES, (), World.solo(), kind)
-    scores.update(block(LOGITS, LABELS))
-    scores.compute()
+    score = SimpleNamespace(update=lambda probabilities, labels: seen.append(probabilities))
+    metric = SimpleNamespace(build=lambda classes: score)
+    Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
     assert torch.equal(seen[0], shares)
 
 

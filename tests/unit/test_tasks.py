@@ -64,6 +64,8 @@ def scores_of(
             of = slice(first, first + BLOCK)
             if first < len(outputs):
                 scores.update(Block(outputs[of], outputs[of], outputs[of], labels[of], outputs[of, 0], first))
+            else:
+                scores.update_without()
         return scores.compute()
 
     return score(World.solo()) if ranks == 1 else ThreadRanks(ranks, monkeypatch).run(score)[0]

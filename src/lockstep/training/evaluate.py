@@ -67,6 +67,8 @@ def evaluate(
     for idle in range(done, rounds):
         if has_shards(model):  # the forward pass gathers the parameters, which needs every rank
             logits_of(model, loader.eval_image(), transforms=transforms, precision=precision, views=views)
+        for observer in observers:
+            observer.update_without()
         between(idle + 1, rounds)
     model.train(training)
     loss.loss.train()
