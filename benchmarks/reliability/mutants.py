@@ -211,9 +211,9 @@ training/evaluate.py: an evaluation keeps the graph of its loss [evaluate]
 + def evaluate(
 training/trainer.py: a stop before the first step saves a state that never was [trainer]
 - if self.stop.force or not self.stop.begun:
--                 raise  # there
+-             raise request
 + if self.stop.force:
-+                 raise  # there
++             raise request
 training/network.py: a model without batch norm is never frozen [trainer]
 - if not self.switched and not self.norms:
 + if not self.switched or not self.norms:
