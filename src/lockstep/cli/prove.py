@@ -50,12 +50,8 @@ KILLED = frozenset({"fsdp", "zero", "pipeline"})
 EVALUATIONS = 5  # of a run whose scores decide its rates or its end; any other run is evaluated at its end
 # The overrides of every run, after the user's.
 COMMON = (
-    "precision=fp64",
-    "launcher.threads=1",
-    "checkpoint.every=100%",
-    "telemetry.interval=1",
-    "logger=jsonl",
-    "telemetry.samples=true",
+    *("precision=fp64", "launcher.threads=1", "checkpoint.every=100%"),
+    *("telemetry.interval=1", "logger=jsonl", "telemetry.samples=true"),
 )
 OF_RUNS = {"steps", "epochs", "output_root", "train.eval_every", *map(key_of, COMMON), *OF_RUN}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10

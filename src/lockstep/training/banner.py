@@ -266,21 +266,21 @@ def say_ending(
     rate = f", {figures['img_per_s']:,.0f} img/s" if figures["img_per_s"] else ""  # none before the first log point
     log.say_row("", f"done in {format_duration(seconds)}: best {best}{rate}{gpu}", indent=3)
     chosen = {figure: progress.best_figures.get(figure) for figure in job.metric if figure != name}
-    if scores := ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None):
-        log.say_row("scores", scores, indent=16)
     tested_figures = telling(trainer.tested, job.dataset.classes).items()
     shown = (figure for figure in tested_figures if "/" not in figure[0] or figure[0] == name)
-    if tested := ", ".join(figure_text(*figure) for figure in shown):
-        log.say_row("test", tested, indent=16)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
     parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
-    log.say_row("time", ", ".join(parts), indent=16)
-    if learning:
-        log.say_row("learning", learning, indent=16)
-    if speed:
-        log.say_row("speed", speed, indent=16)
-    if trainer.ended_early:
-        log.say_row("ended", trainer.ended_early, indent=16)
+    rows = {
+        "scores": ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None),
+        "test": ", ".join(figure_text(*figure) for figure in shown),
+        "time": ", ".join(parts),
+        "learning": learning,
+        "speed": speed,
+        "ended": trainer.ended_early,
+    }
+    for label, text in rows.items():
+        if text:
+            log.say_row(label, text, indent=16)
     raw, gain = trainer.raw_score, trainer.monitor.gain
     if progress.score is not None and raw is not None and (gain(raw) or 0.0) > (gain(progress.score) or 0.0):
         remedy = "a lower train.ema, or train.ema=null" if job.train.ema_warmup else "train.ema_warmup=true"

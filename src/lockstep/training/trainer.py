@@ -66,9 +66,7 @@ class Trainer:
     def fit(self) -> Progress:
         """Train to the plan's last step.
 
-        Raises:
-            Stopped: a rank was asked to stop; the state is saved.
-            NumericalError: a loss is not finite.
+        Raises Stopped: a rank was asked to stop, and the state is saved; NumericalError: a loss is not finite.
         """
         try:
             self.make_up_evaluation()
