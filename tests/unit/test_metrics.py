@@ -87,7 +87,7 @@ def recorder(
         display=Closed(),
         times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
         step=step,
-        window=window,
+        opened=window,
         peak_rate=peak_rate,
         hits=lambda outputs, labels: (outputs.argmax(1) == labels).sum(),
     )

@@ -5,7 +5,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,15 +29,16 @@ G = TypeVar("G")
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
 
 
+@dataclass(kw_only=True, eq=False)
 class Telemetry:
     """Collects figures without syncing the device, and writes them at log points.
 
     Every rank has one, because the sums are collective. Only main's has observers and a visible display.
 
-    Args:
+    Fields:
         samples: records the examples that this rank trained on, if requested.
         step: the last step that is already done.
-        window: the window that was open at the checkpoint (`open_window`); None if there was none.
+        opened: the window that was open at the checkpoint (`open_window`); None if there was none.
         peak_rate: images per second at the peak rate of all devices; 0 if it is not known.
         loss_limit: a mean loss above it counts as diverged.
         hits: counts the examples that are right, of outputs and labels; None if the task has no such examples.
@@ -47,39 +48,34 @@ class Telemetry:
     interrupts training.
     """
 
-    def __init__(
-        self,
-        *,
-        world: World,
-        plan: Plan,
-        observer: Observer,
-        display: Display,
-        samples: Samples | None = None,
-        times: TimeSpent,
-        step: int,
-        window: WindowState | None = None,
-        peak_rate: float = 0.0,
-        loss_limit: float = math.inf,
-        comparable: bool = True,
-        hits: Callable[[Tensor, Tensor], Tensor] | None = None,
-        names: Sequence[str] = (),
-    ) -> None:
-        self.hits, self.names = hits, list(names)
-        self.world, self.plan, self.observer, self.display, self.samples = world, plan, observer, display, samples
+    world: World
+    plan: Plan
+    observer: Observer
+    display: Display
+    samples: Samples | None = None
+    times: TimeSpent
+    step: int
+    opened: WindowState | None = None
+    peak_rate: float = 0.0
+    loss_limit: float = math.inf
+    comparable: bool = True
+    hits: Callable[[Tensor, Tensor], Tensor] | None = None
+    names: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self.outcome: Outcome = "failed"  # until it is known
-        self.step = self.resumed = step
-        self.peak_rate, self.loss_limit = peak_rate, loss_limit
+        self.resumed = step = self.step
         # Micro-batches that are not counted yet: step, summed loss, logits, labels.
         self.uncounted: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self.unlogged: list[tuple[int, int, Tensor]] = []  # step, number of the figure, its sum
-        no_epoch: EpochState = {"number": plan.epoch(step + 1), "loss": 0.0, "hits": 0, "examples": 0}
-        self._restore(window or {"flushed": step, "trails": [], "epoch": no_epoch})
-        self.stragglers = Stragglers(world, comparable=comparable)
+        no_epoch: EpochState = {"number": self.plan.epoch(step + 1), "loss": 0.0, "hits": 0, "examples": 0}
+        self._restore(self.opened or {"flushed": step, "trails": [], "epoch": no_epoch})
+        self.stragglers = Stragglers(self.world, comparable=self.comparable)
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
-        self.late = world.device.type == "cuda"
+        self.late = self.world.device.type == "cuda"
         self.ended: deque[Callable[[], Window]] = deque()
-        self.times, self.clock = times, times.clock
-        self.reduced, self.pause = times.reduced, times.clock.pause  # as they are: a step has no call more
+        self.clock = self.times.clock
+        self.reduced, self.pause = self.times.reduced, self.clock.pause  # as they are: a step has no call more
         self.profile: Callable[[Iterator[Any]], Iterator[Any]] = iter  # or one that profiles some steps
         self.examples = 0
 

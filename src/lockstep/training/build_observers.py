@@ -125,7 +125,7 @@ def build_observers(
         samples=_samples(job, run_dir, world, progress),
         times=times,
         step=progress.step,
-        window=progress.window,
+        opened=progress.window,
         peak_rate=state.peak_rate,
         loss_limit=loss_limit,
         hits=job.task.hits if TOP1 in job.task.counted else None,
