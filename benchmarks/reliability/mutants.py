@@ -104,9 +104,9 @@ training/trainer.py: only the ranks that know of a round of a halving stop at it
 telemetry/time_spent.py: the parts of a step divide a time that has the wait for data in it [time_spent]
 - steps * seconds / timed for part
 + total.busy * seconds / timed for part
-telemetry/hardware_watch.py: the energy of an image is that of the last part of the run [spending]
-- JOULES_PER_KWH * spent["kwh"] / (self.watch.step()
-+ JOULES_PER_KWH * (self._kwh() or 0.0) / (self.watch.step()
+telemetry/hardware_watch.py: a budget is that of the last part of the run [spending]
+- round(value + self.before.get(name, 0.0), DIGITS)
++ round(value, DIGITS)
 training/dry_run.py: each rank takes the number of micro-batches that it needs itself [dry_run]
 - return max(needed)
 + return needed[world.rank]

@@ -44,7 +44,7 @@ FACTS: dict[str, Any] = {
         {"item": "workers", "state": "worth trying", "reason": "it waits", "override": "loader.workers=8"},
         {"item": "torch.compile", "state": "done", "reason": "the steps are compiled", "override": None},
     ],
-    "spent": {"kwh": 0.012, "joules_per_image": 0.5, "gpu_hours": 0.1, "usd": 0.25},
+    "spent": {"kwh": 0.012, "gpu_hours": 0.1, "usd": 0.25},
 }
 
 

@@ -124,14 +124,12 @@ class Spending(Observer):
     Fields:
         run_dir: the folder of the run; its summary has the cost of earlier sessions.
         gpus: the GPUs of the job, on all machines.
-        batch: the images of a step, over all ranks.
         watch: counts the energy of this machine, which is the only one of the job, or else counts nothing.
         trained: what this session has trained so far, for `rates`.
     """
 
     run_dir: RunDir
     gpus: int
-    batch: int
     usd_per_gpu_hour: float | None
     budget: BudgetBlock
     watch: HardwareWatch
@@ -178,8 +176,6 @@ class Spending(Observer):
         self.written = time.monotonic()
         spent = self.so_far()
         spent |= {name: round(value + self.before.get(name, 0.0), 3) for name, value in self.trained().items()}
-        if "kwh" in spent and self.watch.step():
-            spent["joules_per_image"] = JOULES_PER_KWH * spent["kwh"] / (self.watch.step() * self.batch)
         self.run_dir.write_summary(spent=spent, seconds=round(3600 * spent["hours"], 3))
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:

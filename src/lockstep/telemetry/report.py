@@ -217,7 +217,6 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         + number(facts.get("data_wait_pct"), ".2g", " % of the time waiting for data", before=", "),
         "corrupt images skipped": number(facts.get("skipped") or None, ","),
         "energy": number(spent.get("kwh"), ".3g", " kWh"),
-        "energy of an image": number(spent.get("joules_per_image"), ".3g", " J"),
         "GPU hours": number(spent.get("gpu_hours") or None, ".3g"),
         "cost": number(spent.get("usd") or None, ",.2f", " USD"),
     }

@@ -147,7 +147,6 @@ def build_observers(
     spending = Spending(
         run_dir=run_dir,
         gpus=max(len(gpus), world.size) if gpus else 0,
-        batch=plan.batch,
         usd_per_gpu_hour=job.cost.usd_per_gpu_hour,
         budget=job.budget,
         watch=watch,

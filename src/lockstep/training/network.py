@@ -71,10 +71,6 @@ class Freezing:
         """Whether the layers are frozen in a step, counted from 1."""
         return self.until is None or step <= self.until
 
-    def frozen_norms(self, step: int) -> tuple[nn.Module, ...]:
-        """The batch norms that keep their running statistics in a step, counted from 1."""
-        return self.norms if self.frozen(step) else ()
-
     def freeze_for(self, step: int) -> None:
         """Freeze or thaw the layers for a step, counted from 1."""
         if not self.switched and not self.norms:

@@ -201,7 +201,8 @@ class Trainer:
                 self.between_blocks(done, rounds)
 
         forward = partial(outputs_of, precision=job.precision, memory_format=transforms.memory_format, views=1)
-        frozen = self.state.freezing.frozen_norms(step)
+        freezing = self.state.freezing
+        frozen = freezing.norms if freezing.frozen(step) else ()
         with self.stop.interrupting(self.world.size == 1):
             average.renew_statistics(frozen, blocks(), number, forward, self.loader.world)
 
