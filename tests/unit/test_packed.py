@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,15 @@ def test_what_a_killed_pack_has_left_is_removed_but_nothing_of_a_pack_that_runs(
         pack(folder, tmp_path / "target")
     left = {".target.running.partial", ".target.mine", ".other.killed.partial", "target"}
     assert {path.name for path in tmp_path.iterdir()} == left
+
+
+def test_a_split_without_an_image_that_can_be_decoded_is_not_packed(tmp_path: Path) -> None:
+    source = fill(tmp_path / "images")
+    for path in Path(source.path, "val").rglob("*.*"):
+        path.write_bytes(b"no image")
+    with pytest.raises(InputError, match="dataset: no image of the evaluation split can be decoded"):
+        pack(replace(source, skip=99), tmp_path / "target")
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link"])

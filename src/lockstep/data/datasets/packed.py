@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config.options import option
-from lockstep.core.data_protocols import ReadResult, Source, Split
+from lockstep.core.data_protocols import SPLIT_NAMES, ReadResult, Source, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError
 from lockstep.core.fields import pathname
 from lockstep.core.model_card import CLASSES, CROP, FITS, TARGETS
@@ -234,6 +234,8 @@ def pack(source: Source, target: Path, *, threads: int, advanced: Callable[[int]
                 images = _whole_images(split, split.skip - len(broken), threads, failures, advanced)
                 hashes = {"images": _write_hashed(folder / f"{name}.images", images)}
                 labels = split.labels[[index not in failures for index in range(len(split))]]
+                if not len(labels):
+                    raise InputError(f"dataset: no image of the {SPLIT_NAMES[name]} split can be decoded")
                 hashes["labels"] = _write_hashed(folder / f"{name}.labels", [labels])
                 facts[name] = {"count": len(labels), "sha256": hashes}
                 broken += failures.values()
