@@ -83,6 +83,8 @@ def test_a_prediction_of_labels_has_those_above_the_threshold(
     assert [row["probability"] for row in record["classes"]] == shares[:1]
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=1.0, **options)
     assert "1 image: 1 no label" in capsys.readouterr().out
+    predict(str(runs["multilabel"].path), [str(tmp_path)], form="csv", threshold=1.0, **options)
+    assert capsys.readouterr().out == "file,rank,label,class,probability\n"
     with pytest.raises(InputError, match="--threshold is 2, expected a probability"):
         predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=2.0, **options)
     with pytest.raises(InputError, match=r"--threshold is 0\.5, but this model predicts values"):

@@ -165,4 +165,4 @@ def _lines(results: Results, targets: str, form: str) -> list[str]:
         else:
             for rank, (label, name, share) in enumerate(answers, start=1):
                 rows.append({**file, "rank": rank, "label": label, "class": name, "probability": digits(share)})
-    return row_lines(rows, form)
+    return row_lines(rows, form) or ["file,rank,label,class,probability"] * (targets != VALUES)
