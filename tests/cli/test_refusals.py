@@ -273,8 +273,9 @@ def test_a_network_that_memory_has_no_room_for_is_refused(tmp_path: Path, monkey
 def test_a_pipe_is_no_folder(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for key in ("data_root", "output_root", "resume", "init_from"):
+        data = "dataset=mnist" if key == "data_root" else "dataset=digits"
         with pytest.raises(InputError, match=f"{key}|pipe"):
-            prepared(f"output_root={tmp_path / 'runs'}", f"{key}={tmp_path / 'pipe'}")
+            prepared(data, f"output_root={tmp_path / 'runs'}", f"{key}={tmp_path / 'pipe'}")
     assert [path.name for path in tmp_path.iterdir()] == ["pipe"]
 
 

@@ -239,7 +239,8 @@ class Published(ArraySource):
                 f"downloaded ({reason}); {self.remedy}, or name another folder with data_root=FOLDER"
             ) from error
         finally:
-            lock.unlink(missing_ok=True)  # a process that still waits for it will find the files
+            with contextlib.suppress(OSError):  # a process that still waits for it will find the files
+                lock.unlink()
             for folder in (f"{self.factory}/raw", self.factory, "."):
                 with contextlib.suppress(OSError):  # not empty, or not there
                     (root / folder).rmdir()
