@@ -1,4 +1,7 @@
-"""The cores and memory that the container (cgroup) and the sweep of this process leave it."""
+"""What this process may use of its machine: the cores and memory that its container and its sweep leave it.
+
+torch is imported where it is needed: the plugins of a sweep read the cores before it is loaded.
+"""
 
 from __future__ import annotations
 
