@@ -182,8 +182,7 @@ class Checkpointer:
                 torch.save(state, opened)
             (temporary / files.FACTS).write_text(json.dumps(facts, indent=2) + "\n")
             (temporary / MANIFEST).write_text(files.manifest_text(temporary, digests))
-            # After a power cut, the log must have all steps of the checkpoint, and the checkpoint and the run folder
-            # all their files.
+            # After a power cut, the log must have all steps of the checkpoint, and each folder all its files.
             logs = (self.run_dir.metrics, self.run_dir.table)
             for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():

@@ -19,8 +19,7 @@ from lockstep.core.model_card import SIGMOID, VALUES
 # The base classes of all batch norms and of all convolutions, torch's and timm's. They have no public names.
 BatchNorm = _BatchNorm
 Convolution = _ConvNd
-# A single layer with at least this many parameters is gathered on its own. Smaller layers are gathered with the rest
-# of the model, because a call costs as much as about 100 kB on the wire.
+# A layer with at least so many parameters is gathered on its own: a call costs as much as about 100 kB.
 LARGE = 2**17
 
 

@@ -28,8 +28,7 @@ CROP, PAD, SQUASH = FITS
 # with sigmoid each class is judged by itself; the outputs of a regression are the values themselves.
 PROBABILITIES = ("softmax", "sigmoid", "values")
 SOFTMAX, SIGMOID, VALUES = PROBABILITIES
-# What the targets of a task are: one of the classes; a share for each label, of which an image can have several; or
-# numbers.
+# What the targets of a task are: one of the classes; a share for each of several labels; or numbers.
 CLASSES, LABELS = "classes", "labels"
 TARGETS = (CLASSES, LABELS, VALUES)
 MOST_CLASSES, MOST_CHANNELS, LONGEST_SIDE = 1_000_000, 1024, 16_384

@@ -20,8 +20,7 @@ METRIC, TEST = "metric/", "test/"
 LOSS, TOP1 = "loss", "top1"
 CALIBRATION_ERROR = "calibration_error"
 PERCENT = {"top1": "top-1", "top5": "top-5", CALIBRATION_ERROR: "calibration error"}  # in words, by name
-# The metrics of ours of which less is better: their classes, by option. A metric of a user says so with
-# `higher_is_better = False`.
+# Our metrics of which less is better, by option. A user's metric says so with `higher_is_better = False`.
 LESS_IS_BETTER = {"calibration": "Calibration", "mae": "MAE", "rmse": "RMSE"}
 # What `monitor=auto` is for a task, by the name of its option; the loss for a task of the user that does not say it.
 USUAL = {"multiclass": TOP1, "distill": TOP1, "multilabel": "map", "regression": "-mae"}

@@ -25,8 +25,7 @@ from lockstep.strategy import DDP, Single, Strict
 from lockstep.strategy import Auto as AutoStrategy
 from lockstep.training.resolved_job import ResolvedJob
 
-# The limits of `train.eval_batch=auto`: images and pixels of a block. A block of 256 images of 336x336 takes 10 GB in
-# a usual network.
+# The limits of `train.eval_batch=auto`: images and pixels of a block. 256 images of 336x336 usually take 10 GB.
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 

@@ -29,8 +29,7 @@ from lockstep.runtime import program
 WAIT_S, JOIN_S, REACHED_S = 30 * 60.0, 10 * 60.0, 15.0
 SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
-# Seconds for a file of another machine to become visible (NFS caches the content of a folder for up to a minute, by
-# default for 3 to 60 s).
+# Seconds for a file of another machine to become visible: NFS caches a folder for 3 to 60 s by default.
 SEEN_S = 30.0
 OK, FAILED = "ok", "failed"
 # Keys of the store: who a rank of an attempt is, main's answer with the folder, and whether a rank sees the folder.

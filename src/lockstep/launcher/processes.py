@@ -17,8 +17,7 @@ from lockstep.runtime import signals
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
-# Seconds that the other ranks have to end after one has failed. After a stop, a rank only closes its files; after a
-# fault, a rank may hang in a collective.
+# Seconds that the other ranks have to end after one has failed: they may hang in a collective.
 RANKS_GRACE_S = 5.0
 # Why a process gets a SIGKILL that nobody of ours has sent.
 KILLED = "probably because the machine, or its memory cgroup (container), ran out of memory"

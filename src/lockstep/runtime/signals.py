@@ -35,8 +35,7 @@ STOP_SIGNALS = _stop_signals()
 AGAIN_S = 1.0
 # The seconds that the main thread has to finish if there is nothing to save, and the seconds for the exit handlers.
 GRACE_S, LEAVE_S = 3.0, 3.0
-# Environment variables with a process number: the launcher of this rank, and the process that this command must not
-# outlive.
+# Environment variables with a process number: the launcher of this rank, and whom this command must not outlive.
 LAUNCHER, PARENT = "LOCKSTEP_LAUNCHER", "LOCKSTEP_PARENT"
 # The environment variable with the share of its steps at which a job of a successive halving stops.
 RUNG_END = "LOCKSTEP_RUNG_END"

@@ -125,8 +125,7 @@ class Watchdog(threading.Thread):
         begun = self.stop.begun
         if self.received.force:
             return Interrupted()
-        # A stop does not interrupt an import (see `importing`), so end the process here: there is nothing to save
-        # yet.
+        # A stop does not interrupt an import (see `importing`); end the process: there is nothing to save yet.
         if not begun and (self.since_stop > GRACE_S or (self.since_stop and importing(_main_frame()))):
             return not_begun(self.stop.saved)
         suspended = any(map(_is_suspended, self.local_peer_pids.values()))

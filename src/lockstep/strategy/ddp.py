@@ -30,8 +30,7 @@ NO_BUFFERS: dict[str, Any] = {
     else "broadcast_buffers": False
 }
 
-# Environment variables that `accelerate launch` and its config file set, their values that change nothing, and the
-# override that has the same effect here.
+# What `accelerate launch` and its config file set, the values that change nothing, and our override.
 LAUNCH_SETTINGS = {
     "ACCELERATE_MIXED_PRECISION": (("", "no"), "precision=bf16"),
     "ACCELERATE_DYNAMO_BACKEND": (("", "no"), "model.compile=true"),

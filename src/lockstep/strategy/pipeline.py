@@ -143,8 +143,7 @@ class Neighbours:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        # NCCL processes the messages of a group in the order of the calls, so one direction would wait for the other;
-        # gloo has tags.
+        # In one group of NCCL, one direction would wait for the other; gloo has tags.
         own_groups = dist.get_backend() == "nccl"
         self.groups: list[Any] = [dist.new_group() if own_groups else None for _ in (ACTIVATIONS, GRADIENTS)]
         self.pending: dict[int, tuple[Any, Tensor]] = {}

@@ -23,8 +23,7 @@ from lockstep.data.datasets.targets import class_notes
 
 AUTO = "auto"
 SIZES = ("fit", "decode_size", "input_size", "crop")
-# torchvision and timm evaluate photographs in this way: the shorter side is resized to 256 pixels, the central 224
-# pixels are the model's input.
+# As torchvision and timm evaluate: the shorter side is resized to 256 pixels, the central 224 are the input.
 USUAL_STORED, USUAL_SEEN = 256, 224
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's

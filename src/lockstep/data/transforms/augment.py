@@ -19,8 +19,7 @@ from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import steps
 from lockstep.data.transforms.operations import operate_all
 
-# Tries of a random resized crop to find a box that fits, as in torchvision. Their draws start at 2**20, so they never
-# collide with other draws.
+# Tries to find a box that fits, as in torchvision. Their draws start at 2**20, far from all other draws.
 TRIES, FIRST_TRY = 10, 2**20
 
 
