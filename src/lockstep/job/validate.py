@@ -56,6 +56,11 @@ def check_effects(job: ResolvedJob) -> None:
     for sentence, applies in doubled.items():
         if applies:
             raise InputError(f"{sentence}; remove one of them")
+    if job.train.freeze_until is not None and not job.train.freeze:
+        raise InputError(
+            f"train.freeze_until is {job.train.freeze_until}, but train.freeze is empty, so nothing is frozen; add "
+            "train.freeze=[backbone], or set train.freeze_until=null"
+        )
     if job.budget.usd is not None and (job.cost.usd_per_gpu_hour is None or job.device == "cpu"):
         reason = "there is no GPU here" if job.device == "cpu" else "cost.usd_per_gpu_hour is not set"
         raise InputError(
@@ -64,7 +69,6 @@ def check_effects(job: ResolvedJob) -> None:
         )
     mixes = [alpha for alpha in (job.train.mixup, job.train.cutmix) if alpha]
     unused = {
-        "train.freeze is empty, so nothing is frozen": ("freeze_until",) * (not job.train.freeze),
         "train.ema is null, so nothing is averaged": ("ema_warmup", "ema_every") * (job.train.ema is None),
         "train.swa_from is null, so nothing is averaged": (
             ("swa_every", "swa_images") * (job.train.swa_from is None)
