@@ -20,7 +20,7 @@ SMALLEST = {
     "mobilenet_v3_large": ("model=test_efficientnet",),
     "efficientnet_v2_s": ("model=test_efficientnet", "train.size=24"),
     "vit_b16": ("model=test_vit",),
-    "convnext_t": ("model=test_convnext", "train.size=24"),
+    "convnext_t": ("model=test_convnext", "train.size=32"),
     "rsb_a1": ("model=test_resnet",),
     "rsb_a2": ("model=test_resnet",),
     "rsb_a3": ("model=test_resnet", "train.size=24"),
