@@ -146,6 +146,15 @@ def test_the_line_that_trained_a_run_can_be_tried(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out == shown.out
 
 
+def test_the_parts_of_a_job_are_shown_as_three_lines() -> None:
+    parts = lockstep.compose(["dataset=digits", "model=linear", "batch=100", "steps=7", "device=cpu"])
+    assert repr(parts).splitlines() == [
+        "Parts: Linear on cpu, 650 parameters",  # 64 weights and a bias of each of 10 classes
+        "  data   Digits(input_size=None), 355 images to evaluate",
+        "  steps  7 of global batch 100",
+    ]
+
+
 def test_a_model_with_dropout_can_be_called_in_a_loop_of_ones_own() -> None:
     parts = lockstep.compose([*JOB[:3], "model.dropout=0.5", "steps=2"])
     (_, images, _), (_, other_images, _) = parts.batches()

@@ -29,7 +29,7 @@ from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_a
 from lockstep.training.graph_step import GraphStep
 from lockstep.training.learning import Patience
 from lockstep.training.predictions import collected
-from lockstep.training.resolved_job import ResolvedJob, card_of
+from lockstep.training.resolved_job import ResolvedJob, card_of, named
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_step import TrainStep, inputs_of
 from lockstep.training.trainer import Trainer
@@ -158,7 +158,7 @@ def explaining(
         raise
 
 
-@dataclass(kw_only=True, repr=False)
+@dataclass(kw_only=True)
 class Parts(TrainStep):
     """A job in parts, on one device.
 
@@ -181,6 +181,14 @@ class Parts(TrainStep):
         super().__post_init__()
         self.model, self.optimizer, self.criterion = self.state.model, self.state.optimizer, self.loss.loss
         self.set_keys = self.state.draws.set_keys
+
+    def __repr__(self) -> str:
+        data = named(self.job.dataset, frozenset({"root"}))
+        return (
+            f"Parts: {named(self.job.model)} on {self.world.device}, {self.state.parameters:,} parameters\n"
+            f"  data   {data}, {len(self.loader.eval_labels):,} images to evaluate\n"
+            f"  steps  {self.plan.total_steps:,} of global batch {self.plan.batch}"
+        )
 
     def batches(self, after: int = 0) -> Iterator[tuple[int, Tensor, Tensor]]:
         """The global batches of the steps after step `after`: the step, images and targets, on the device.
