@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import forks
 from helpers import Done, command, forked, weights
 from processes import FRESH
 
@@ -58,10 +62,31 @@ def run(folder: Path, *overrides: str) -> Done:
 
 def test_a_new_project_is_linted_and_passes_its_own_tests(project: Path) -> None:
     assert command(sys.executable, "-m", "ruff", "check", "--isolated", "--ignore=I001", ".", cwd=project).code == 0
-    program = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider']))"
-    done = forked("-c", program, cwd=project)
+    done = forked("test_extensions:own_tests", cwd=project)
     assert done.code == 0, done.out
     assert "5 passed" in done.out
+
+
+def own_tests() -> None:
+    """Run the tests of the current folder's project, with forks in place of the interpreters that they start."""
+    plain = subprocess.run
+
+    def run(words: list[str], cwd: Path, check: bool) -> None:
+        assert check
+        if os.fork() == 0:
+            os.chdir(cwd)
+            subprocess.run = plain
+            try:
+                forks.run([], *words[1:])
+            except SystemExit as left:
+                os._exit(left.code or 0)
+            os._exit(0)
+        assert os.wait()[1] == 0
+
+    torch.set_num_threads(1)  # a fork has no threads of its parent
+    subprocess.run = run
+    sys.path.insert(0, "")
+    sys.exit(pytest.main(["-q", "-p", "no:cacheprovider"]))
 
 
 def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:
