@@ -301,7 +301,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
 @pytest.mark.parametrize(
     "change",
     [
-        *map(without, ("format", "targets", "classes", "shape", "mean", "std", "splits")),
+        *map(without, ("format", "classes", "shape", "mean", "std", "splits")),
         lambda manifest: manifest.update(format=3),
         lambda manifest: manifest.update(targets="other"),
         lambda manifest: manifest.update(classes=[]),
@@ -321,6 +321,16 @@ def test_a_manifest_with_wrong_fields_is_refused(target: Path, tmp_path: Path, c
     path.write_text(json.dumps(manifest))
     with pytest.raises(InputError, match=r"\(manifest.json is not a manifest of `lockstep pack`\)"):
         Packed(path=str(path.parent)).prepare()
+
+
+def test_a_set_of_format_1_which_names_no_targets_has_classes(target: Path, tmp_path: Path) -> None:
+    path = copied(target, tmp_path) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["targets"], manifest["fit"]
+    path.write_text(json.dumps({**manifest, "format": 1}))
+    old, new = Packed(path=str(path.parent)), Packed(path=str(target))
+    assert (old.targets, old.classes, old.fit) == ("classes", new.classes, "crop")
+    assert torch.equal(old.train().labels, new.train().labels)
 
 
 def test_a_label_that_is_no_class_is_refused(target: Path, tmp_path: Path) -> None:

@@ -118,9 +118,9 @@ class Manifest:
     @classmethod
     def from_json(cls, parsed: Any) -> Manifest:
         """A manifest from parsed JSON. Raises ValueError if it is not one."""
-        match parsed:
+        match {"targets": CLASSES, **parsed} if isinstance(parsed, dict) else parsed:  # format 1 has no targets
             case {
-                "format": 2,
+                "format": 1 | 2,
                 "targets": str(targets),
                 "classes": [str(), *_] as classes,
                 "shape": [int() as channels, int() as height, int() as width],
