@@ -417,6 +417,14 @@ def test_a_sweep_that_was_moved_has_the_same_jobs(tmp_path: Path) -> None:
     assert ledger.enter([(["output_root=./a", "seed=1"], "seed=1")]) == first
 
 
+def test_the_sweep_of_an_earlier_version_has_a_score_without_a_figure(tmp_path: Path) -> None:
+    file = begun(tmp_path).folder / "sweep.json"
+    facts = json.loads(file.read_text())
+    del facts["figure"]
+    file.write_text(json.dumps(facts))
+    assert Ledger(tmp_path).identity().monitor == Monitor("score")
+
+
 def test_a_line_finds_its_sweep_and_says_which_it_cannot_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,7 +106,7 @@ class Ledger:
                 swept=tuple(map(str, facts["swept"])),
                 words=tuple(map(str, facts["words"])),
                 direction=Direction(facts["direction"]),
-                figure=str(facts["figure"]),
+                figure=str(facts.get("figure", SCORE)),  # an earlier version names none
                 id=str(facts["id"]),
             )
         except UnreadableFile as error:
