@@ -9,7 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.files import find_corruption, manifest_text, whole_weights
-from lockstep.checkpoint.reading import (
-    check_fingerprint,
-    latest_valid,
-    load_newest,
-    newest_of_run,
-)
+from lockstep.checkpoint.reading import check_fingerprint, latest_valid, load_newest, newest_of_run
 from lockstep.checkpoint.state import host_copies
 from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.checkpoint.writing import RETRY_S, Checkpointer
@@ -60,13 +55,7 @@ class Parts:
 
     def everything(self) -> list[Any]:
         """The state of all parts, copied."""
-        states = (
-            self.model.state_dict(),
-            self.ema.state_dict(),
-            self.optimizer.state_dict(),
-            self.scaler.state_dict(),
-        )
-        return [host_copies(dict(state)) for state in states]
+        return [host_copies(dict(part.state_dict())) for part in vars(self).values()]
 
 
 def parts(seed: int = 0, optimizer: Any = None) -> Parts:
@@ -96,10 +85,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def writer(run_dir: RunDir, /, **options: Any) -> Checkpointer:
-    return Checkpointer(
-        run_dir=run_dir,
-        **{"fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options},
-    )
+    options = {"fingerprint": IDENTITY, "keep": 3, "keep_best": 1, "writes": True, **options}
+    return Checkpointer(run_dir=run_dir, **options)
 
 
 CARD = ModelCard(
@@ -126,29 +113,14 @@ def progress(step: int, best: bool = True, score: float | None = None) -> dict[s
     window = {"flushed": 0, "trails": [TRAIL], "epoch": EPOCH}
     figures = {} if score is None else {"top1": score}
     scores = [] if score is None else [(step, score)]
-    best_step = step if best else 0
-    return {
-        "step": step,
-        "scores": scores,
-        "figures": figures,
-        "best": 12.5,
-        "best_step": best_step,
-        "best_figures": {},
-        "window": window,
-    }
+    of_best = {"best": 12.5, "best_step": step if best else 0, "best_figures": {}}
+    return {"step": step, "scores": scores, "figures": figures, "window": window, **of_best}
 
 
 def save(
     target: Checkpointer, step: int, contents: Parts | None = None, best: bool = False, score: float | None = None
 ) -> None:
-    contents = contents or parts()
-    target.save(
-        model=contents.model,
-        ema=contents.ema,
-        optimizer=contents.optimizer,
-        scaler=contents.scaler,
-        progress=progress(step, best, score),
-    )
+    target.save(**vars(contents or parts()), progress=progress(step, best, score))
 
 
 def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
@@ -161,10 +133,7 @@ def saved(run: RunDir, *steps: int, **options: Any) -> list[Path]:
 
 
 def restore(path: Path, contents: Parts) -> dict[str, Any]:
-    loaded = reading.load(path)
-    return reading.restore(
-        loaded, model=contents.model, ema=contents.ema, optimizer=contents.optimizer, scaler=contents.scaler
-    )
+    return reading.restore(reading.load(path), **vars(contents))
 
 
 @pytest.mark.parametrize(
@@ -194,14 +163,16 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run:
     assert same(resumed.everything(), before)
 
 
-def test_weights_of_any_layout_and_shared_ones_are_kept(run: RunDir) -> None:
+def test_weights_of_any_layout_and_shared_ones_are_kept_and_the_best_without_an_average(run: RunDir) -> None:
+    contents, target = parts(), writer(run)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
-    target, contents = writer(run), parts()
-    optimizer = SGD().build(model)
-    target.save(model=model, ema=None, optimizer=optimizer, scaler=contents.scaler, progress=progress(1))
+    contents.model, contents.optimizer = model, SGD().build(model)
+    target.save(**{**vars(contents), "ema": None}, progress=progress(1))
     target.close()
     assert same(load_file(run.weights), dict(model.state_dict()))
+    with pytest.raises(InputError, match=r"has no averaged weights; use train\.ema=null"):
+        restore(run.checkpoints / "step-00000001", contents)
 
 
 def steps_left(run: RunDir) -> list[int]:
@@ -215,7 +186,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
+def test_one_flipped_bit_and_a_file_that_is_cut_short_huge_or_missing_are_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     bits = 8 * (path / name).stat().st_size
     for bit in {*range(0, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
@@ -223,11 +194,6 @@ def test_one_flipped_bit_is_found(run: RunDir, name: str) -> None:
         assert find_corruption(path), f"bit {bit} of {name}"
         flip(path / name, bit)
     assert find_corruption(path) == ""
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_cut_short_huge_or_missing_is_found(run: RunDir, name: str) -> None:
-    (path,) = saved(run, 1)
     os.truncate(path / name, (path / name).stat().st_size - 8)
     assert find_corruption(path)
     os.truncate(path / name, 2**42)  # a file of holes, which must not be read to its end
@@ -280,6 +246,8 @@ def test_a_run_goes_on_from_its_own_checkpoint_before_the_one_that_it_began_with
 
 
 def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> None:
+    saved(run, 1, writes=False)
+    assert list(run.checkpoints.iterdir()) == [], "a rank that does not write leaves nothing"
     assert newest_of_run(run) is None
     run.metrics.write_text('{"step": 1}\n')
     (run.path / "events.out.tfevents.1").write_bytes(b"")
@@ -287,10 +255,7 @@ def test_a_run_that_has_saved_nothing_yet_starts_from_nothing(run: RunDir) -> No
     assert newest_of_run(run) is None
 
 
-LOST_PARTS = ("checkpoints", "pointers", "all but the weights")
-
-
-@pytest.mark.parametrize("lost", LOST_PARTS)
+@pytest.mark.parametrize("lost", ["checkpoints", "pointers", "all but the weights"])
 def test_a_run_that_lost_its_checkpoints_is_not_taken_for_one_that_never_had_any(run: RunDir, lost: str) -> None:
     run.metrics.write_text('{"step": 1}\n')
     event = run.path / "events.out.tfevents.1"
@@ -409,7 +374,7 @@ def test_a_file_of_holes_in_the_place_of_weights_is_not_read_to_its_end(run: Run
     assert not whole_weights(best)
 
 
-def test_a_later_save_leaves_the_best_weights_that_wait_for_their_export(run: RunDir, full_disk: FullDisk) -> None:
+def test_a_later_save_leaves_the_best_weights_that_wait_for_their_export(run: RunDir, full_disk: Any) -> None:
     target, best = writer(run), parts(1)
     best.train(2)
     expected = {name: tensor.clone() for name, tensor in best.ema.module.state_dict().items()}
@@ -479,27 +444,8 @@ def test_an_export_that_fails_frees_the_checkpoints_that_are_to_go(run: RunDir) 
         assert steps_left(run) == [step]
 
 
-def test_without_an_average_the_best_weights_are_the_models(run: RunDir) -> None:
-    contents, target = parts(), writer(run)
-    target.save(
-        model=contents.model, ema=None, optimizer=contents.optimizer, scaler=contents.scaler, progress=progress(1)
-    )
-    target.close()
-    assert same(load_file(run.weights), dict(contents.model.state_dict()))
-    with pytest.raises(InputError, match=r"has no averaged weights; use train\.ema=null"):
-        restore(run.checkpoints / "step-00000001", contents)
-
-
-def test_a_rank_that_does_not_write_leaves_nothing(run: RunDir) -> None:
-    saved(run, 1, writes=False)
-    assert list(run.checkpoints.iterdir()) == []
-
-
-FullDisk = Callable[[int], AbstractContextManager[None]]
-
-
 def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
-    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str]
+    run: RunDir, full_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = writer(run)
     with full_disk(1700):  # too small for the optimizer's state (1.8 kB), not for the weights (1.6 kB)
@@ -513,7 +459,7 @@ def test_a_write_that_fails_is_a_warning_and_an_error_when_it_was_the_last(
 
 @pytest.mark.parametrize("every_s", [None, 3600.0], ids=["steps decide", "time decides"])
 def test_a_failed_write_is_reported_retried_later_and_its_end_is_reported(
-    run: RunDir, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], every_s: float | None
+    run: RunDir, full_disk: Any, capsys: pytest.CaptureFixture[str], every_s: float | None
 ) -> None:
     target = writer(run, every_s=every_s)
     with full_disk(100):
@@ -581,17 +527,14 @@ def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, 
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
-def test_weights_of_another_model_are_refused_by_the_names_of_their_tensors(run: RunDir) -> None:
+def test_weights_of_another_model_are_refused_by_their_tensors_and_broken_or_missing_ones(
+    run: RunDir, tmp_path: Path
+) -> None:
     saved(run, 1)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
-    with pytest.raises(InputError) as caught:
+    says = "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here"
+    with pytest.raises(InputError, match=re.escape(says)):
         load_start(model, run.path)
-    assert "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here" in str(
-        caught.value
-    )
-
-
-def test_weights_that_are_not_there_or_broken_are_refused(run: RunDir, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="there are no weights at"):
         load_start(parts().model, tmp_path / "none")
     run.weights.write_bytes(b"no tensors")
@@ -620,23 +563,21 @@ def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: boo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
-def test_a_link_or_a_pipe_in_the_place_of_a_file_is_damage(run: RunDir, tmp_path: Path, name: str) -> None:
-    (path,) = saved(run, 1)
-    (path / name).rename(tmp_path / name)
-    (path / name).symlink_to(tmp_path / name)
-    assert find_corruption(path) == f"{name} is a symbolic link, expected a plain file"
-    (path / name).unlink()
-    os.mkfifo(path / name)
-    assert find_corruption(path) == f"{name} is a pipe, expected a plain file"
-
-
-def test_a_link_in_the_place_of_a_checkpoint_is_passed_over(run: RunDir, tmp_path: Path) -> None:
-    first, second = saved(run, 1, 2)
-    second.rename(tmp_path / "elsewhere")
-    second.symlink_to(tmp_path / "elsewhere")
-    assert latest_valid(run.checkpoints) == first
+def test_a_link_or_a_pipe_in_the_place_of_a_file_and_a_link_to_a_checkpoint_are_damage(
+    run: RunDir, tmp_path: Path, name: str
+) -> None:
+    first, second, third = saved(run, 1, 2, 3)
+    third.rename(tmp_path / "elsewhere")
+    third.symlink_to(tmp_path / "elsewhere")
+    assert latest_valid(run.checkpoints) == second
     with pytest.raises(InputError, match="the folder is a symbolic link"):
-        reading.load(second)
+        reading.load(third)
+    (second / name).rename(tmp_path / name)
+    (second / name).symlink_to(tmp_path / name)
+    assert find_corruption(second) == f"{name} is a symbolic link, expected a plain file"
+    (first / name).unlink()
+    os.mkfifo(first / name)
+    assert find_corruption(first) == f"{name} is a pipe, expected a plain file"
 
 
 @pytest.mark.parametrize("facts", [[], {"format": 2}, {"progress": {"step": "2"}}])

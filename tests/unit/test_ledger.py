@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -234,9 +235,6 @@ def test_a_job_beside_others_has_its_share_of_the_cores_and_a_job_alone_all() ->
     assert share is not None
     assert share.environment == {CORES: "2"}
     assert replace(share, alone=True).environment == {}
-
-
-def test_without_gpus_jobs_share_the_cores_and_a_job_gets_no_more_than_there_are() -> None:
     devices = Devices([], cores=4)
     assert devices.take(Needs(gpus=1, cores=3)) == Share(cores=3)
     assert devices.take(Needs(cores=2)) is None
@@ -295,7 +293,7 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
     assert capsys.readouterr().out.startswith(says if free else "")
 
 
-def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new_numbers(tmp_path: Path) -> None:
+def test_a_job_is_found_again_by_its_overrides_in_any_order_and_wherever_the_sweep_was_moved(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     first = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
     again = ledger.enter([(["batch=8", "seed=2"], "x"), (["seed=3", "batch=8"], "seed=3")])
@@ -304,6 +302,8 @@ def test_a_job_is_found_again_by_its_overrides_in_any_order_and_new_ones_get_new
     (tmp_path / "jobs" / "000.json").unlink()
     (after_a_loss,) = ledger.enter([(["seed=4"], "seed=4")])
     assert after_a_loss.number == 3, "the numbers of other jobs stay theirs"
+    first = ledger.enter([(["seed=1", "output_root=a"], "seed=1")])
+    assert ledger.enter([(["output_root=./a", "seed=1"], "seed=1")]) == first
 
 
 def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
@@ -355,14 +355,11 @@ def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
     assert not job(0, **facts).runs_here
 
 
-def test_a_call_runs_what_is_not_done_and_what_failed_on_request() -> None:
+def test_a_call_runs_what_is_not_done_and_what_failed_or_was_submitted_on_request() -> None:
     records = [job(number, state=state) for number, state in enumerate(State)]
     names = [record.state for record in to_run(records, retry=False)]
     assert names == [State.waiting, State.running, State.stopped, State.pruned, State.killed, State.damaged]
     assert [record.state for record in to_run(records, retry=True)] == [*names[:2], State.failed, *names[2:]]
-
-
-def test_a_job_that_a_cluster_has_is_submitted_again_on_request_only() -> None:
     records = [job(number, state=state, submitted="77_1") for number, state in enumerate(State)]
     again = [State.stopped, State.pruned, State.killed, State.damaged]
     assert [record.state for record in to_run(records, retry=False)] == again
@@ -398,23 +395,13 @@ def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: P
     assert path.with_suffix(".damaged").exists()
 
 
-def test_a_line_goes_on_with_a_sweep_that_has_lost_its_records(tmp_path: Path) -> None:
-    ledger = begun(tmp_path)
-    (tmp_path / "jobs").rmdir()
-    assert ledger.enter([(["seed=1"], "seed=1")]) == ledger.records()
-
-
-def test_records_come_by_number_also_after_a_thousand(tmp_path: Path) -> None:
+def test_records_come_by_number_after_a_thousand_too_and_a_sweep_that_has_lost_them_goes_on(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     records = [ledger.write(dataclasses.replace(job(n), folder=f"{n:03}-job")) for n in (7, 999, 1000)]
     (tmp_path / "jobs" / "007 (copy).json").write_text("{}")
     assert ledger.records() == records
-
-
-def test_a_sweep_that_was_moved_has_the_same_jobs(tmp_path: Path) -> None:
-    ledger = begun(tmp_path)
-    first = ledger.enter([(["seed=1", "output_root=a"], "seed=1")])
-    assert ledger.enter([(["output_root=./a", "seed=1"], "seed=1")]) == first
+    shutil.rmtree(tmp_path / "jobs")
+    assert ledger.enter([(["seed=1"], "seed=1")]) == ledger.records()
 
 
 def test_the_sweep_of_an_earlier_version_has_a_score_without_a_figure(tmp_path: Path) -> None:
@@ -506,12 +493,12 @@ def evaluated(ledger: Ledger, record: Record, *scores: float, averaged: bool = F
     folder.mkdir()
     (folder / "summary.json").write_text('{"steps": 4}')
     lines = [
-        json.dumps({"step": step, "acc/val_top1": -score, "acc/val_ema_top1": score})
+        {"step": step, "acc/val_top1": -score, "acc/val_ema_top1": score}
         if averaged
-        else json.dumps({"step": step, "acc/val_top1": score})
+        else {"step": step, "acc/val_top1": score}
         for step, score in enumerate(scores, start=1)
     ]
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
 
 
 @pytest.mark.parametrize(
@@ -528,8 +515,8 @@ def test_the_score_of_a_round_is_the_best_one_until_its_end(
 
 
 @pytest.mark.parametrize(("jobs", "factor", "pruned"), [(3, 2, [0]), (5, 2, [0, 1, 2]), (7, 3, [0, 1, 2, 3])])
-def test_of_an_odd_number_of_jobs_the_larger_part_goes_on(
-    tmp_path: Path, jobs: int, factor: int, pruned: list[int]
+def test_of_an_odd_number_of_jobs_the_larger_part_goes_on_and_a_rung_that_ends_late_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: int, factor: int, pruned: list[int]
 ) -> None:
     ledger = begun(tmp_path)
     records = jobs_of_rates(ledger, jobs)
@@ -537,21 +524,11 @@ def test_of_an_odd_number_of_jobs_the_larger_part_goes_on(
         evaluated(ledger, record, *[float(record.number)] * 3)
     halve(ledger, records, factor)
     assert [record.number for record in ledger.records() if record.state is State.pruned] == pruned
-
-
-def test_a_rung_that_ends_late_because_jobs_are_rarely_evaluated_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ledger = begun(tmp_path)
-    records = jobs_of_rates(ledger, 2)
-    for record in records:
-        evaluated(ledger, record, 1.0)
+    for record in records:  # jobs that are rarely evaluated
         (ledger.folder / record.folder / "metrics.jsonl").write_text('{"step": 4, "acc/val_top1": 1.0}\n')
-    halve(ledger, records, 2)
-    assert (
-        "round 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
-        "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
-    )
+    halve(ledger, records[:2], 2)
+    late = "round 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
+    assert late + "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
 
 
 class EndedPool:
@@ -587,6 +564,10 @@ def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
     assert ended.states() == [State.done, State.stopped, State.failed, State.failed]
     assert "ran out of memory" not in ended.ledger.read(job(2)).error
     assert "was killed (SIGKILL), probably because the machine, or" in ended.ledger.read(job(3)).error
+    killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
+    for task in killed.tasks:
+        killed.pool.run([task])
+    assert killed.states() == [State.failed, State.failed]
 
 
 @pytest.mark.parametrize(
@@ -667,13 +648,6 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
     SweepView(ledger, ledger.records()).show_table()
     assert capsys.readouterr().out.count("  pruned at step ") == 3
     assert not any(record.exit_code or record.error for record in ledger.records())
-
-
-def test_a_job_that_is_killed_alone_has_failed_also_in_a_later_run_of_the_pool() -> None:
-    killed = EndedPool(-signal.SIGKILL, -signal.SIGKILL)
-    for task in killed.tasks:
-        killed.pool.run([task])
-    assert killed.states() == [State.failed, State.failed]
 
 
 @pytest.mark.parametrize("round_of_failure", [0.125, 0.5, 1.0])
