@@ -72,25 +72,11 @@ class Step:
         return PLAN.epoch(self.step)
 
 
-def recorder(
-    sink: Collector,
-    *,
-    step: int = 0,
-    window: WindowState | None = None,
-    peak_rate: float = 0.0,
-    world: World | None = None,
-) -> Telemetry:
-    return Telemetry(
-        world=world or World.solo(),
-        plan=PLAN,
-        observer=sink,
-        display=Closed(),
-        times=TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every),
-        step=step,
-        opened=window,
-        peak_rate=peak_rate,
-        hits=lambda outputs, labels: (outputs.argmax(1) == labels).sum(),
-    )
+def recorder(sink: Collector, **options: Any) -> Telemetry:
+    options = {"world": World.solo(), "step": 0, "opened": None, "peak_rate": 0.0, **options}
+    options["times"] = TimeSpent(None, torch.device("cpu"), reduces=False, period=PLAN.log_every)
+    options["hits"] = lambda outputs, labels: (outputs.argmax(1) == labels).sum()
+    return Telemetry(plan=PLAN, observer=sink, display=Closed(), **options)
 
 
 def count(telemetry: Telemetry, losses: list[float], hits: list[bool | None]) -> None:
@@ -321,10 +307,8 @@ def test_waiting_for_data_is_measured_and_pauses_are_left_out(monkeypatch: pytes
             now += 10
     window = ended(telemetry, 2)
     assert (window.waited, window.seconds) == (6, 8)
-    figures = sink.lines[0][1]
-    assert figures["perf/data_wait_pct"] == 75
-    assert figures["perf/step_ms"] == 4000
-    assert figures["perf/img_per_s"] == 0.25
+    shown = [sink.lines[0][1][f"perf/{name}"] for name in ("data_wait_pct", "step_ms", "img_per_s")]
+    assert shown == [75, 4000, 0.25]
     totals = rates(telemetry.trained())
     assert (totals["img_per_s"], totals["data_wait_pct"]) == (0.25, 75)
 
@@ -374,10 +358,8 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 # Evaluations between log points and at one, a checkpoint in a window, an epoch's end in a window.
-JOB = (
-    *("model=linear", "batch=200", "steps=14", "telemetry.interval=3", "train.eval_every=5", "checkpoint.every=4"),
-    "precision=fp64",
-)
+WORDS = "model=linear batch=200 steps=14 telemetry.interval=3 train.eval_every=5 checkpoint.every=4 precision=fp64"
+JOB = tuple(WORDS.split())
 
 
 def test_windows_that_are_read_late_are_the_same_lines(tmp_path: Path, request: pytest.FixtureRequest) -> None:

@@ -56,9 +56,7 @@ def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
 def study_in(folder: Path) -> Any:
     """The newest study in the journal of a sweep."""
     storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(folder / "optuna.log")))
-    return optuna.load_study(
-        study_name=[study.study_name for study in storage.get_all_studies()][-1], storage=storage
-    )
+    return optuna.load_study(study_name=storage.get_all_studies()[-1].study_name, storage=storage)
 
 
 def test_a_study_finds_the_best_and_goes_on_where_it_ended(tmp_path: Path) -> None:
@@ -158,37 +156,25 @@ class LatePool(FakePool):
 
 
 def test_values_that_are_drawn_again_as_their_job_ends_are_answered_once(tmp_path: Path) -> None:
-    sweeper(tmp_path, LatePool(tmp_path, lambda job: 1.0), n_trials=12, n_jobs=3, pruner="median").sweep(
-        ["x=1,2,3,4"]
-    )
+    pool = LatePool(tmp_path, lambda job: 1.0)
+    sweeper(tmp_path, pool, n_trials=12, n_jobs=3, pruner="median").sweep(["x=1,2,3,4"])
     assert [trial.value for trial in study_in(tmp_path).trials] == [1.0] * 12
 
 
-def of_two_trials(
-    ledger: Ledger, study: optuna.Study, values: optuna.distributions.BaseDistribution, *, retries: bool
-) -> Search:
+def of_two_trials(ledger: Ledger, study: optuna.Study, values: Any, *, retries: bool) -> Search:
     """A search for the best `x`, one trial at a time."""
-    return Search(
-        study=study,
-        space={"x": values},
-        fixed=(),
-        ledger=ledger,
-        objectives=["score"],
-        trials=2,
-        at_once=1,
-        sampler=lambda ended: optuna.samplers.RandomSampler(seed=ended),
-        retries=retries,
-        prunes=False,
-    )
+    ledger.create(Identity(base={}, swept=("x",), words=()))
+    facts: dict[str, Any] = {"fixed": (), "objectives": ["score"], "trials": 2, "at_once": 1, "prunes": False}
+    random_values = lambda ended: optuna.samplers.RandomSampler(seed=ended)  # noqa: E731
+    return Search(study=study, space={"x": values}, ledger=ledger, sampler=random_values, retries=retries, **facts)
 
 
 @pytest.mark.parametrize("retries", [False, True])
 def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: Path, retries: bool) -> None:
     ledger, study = Ledger(tmp_path), optuna.create_study()
-    ledger.create(Identity(base={}, swept=("x",), words=()))
+    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=retries)
     (record,) = ledger.enter([(["x=a"], "x=a")])
     failed = ledger.end(record, State.failed, exit_code=70, error="it is wrong")
-    search = of_two_trials(ledger, study, optuna.distributions.CategoricalDistribution(["a"]), retries=retries)
     assert search.ask() == [["x=a"]] * retries
     assert not retries or search.follow(failed) == []
     assert [trial.user_attrs["error"] for trial in study.trials] == ["it is wrong"] * 2
@@ -196,7 +182,6 @@ def test_a_job_that_failed_runs_again_once_in_a_call_that_asks_for_it(tmp_path: 
 
 def test_a_trial_ends_when_its_job_has_failed_and_not_when_it_was_stopped(tmp_path: Path) -> None:
     ledger, study = Ledger(tmp_path), optuna.create_study()
-    ledger.create(Identity(base={}, swept=("x",), words=()))
     search = of_two_trials(ledger, study, optuna.distributions.FloatDistribution(0.0, 1.0), retries=False)
     (job,) = search.ask()
     (record,) = ledger.enter([(job, "job")])
@@ -338,11 +323,7 @@ def test_spaces_are_written_in_hydras_words(word: str, expected: str) -> None:
     [
         ({"sampler": "nope"}, LINE, "hydra.sweeper.sampler is 'nope', expected one of tpe, random, qmc"),
         ({"n_trials": 0}, LINE, "hydra.sweeper.n_trials is 0, expected a whole number from 1"),
-        (
-            {"storage": "nonsense"},
-            LINE,
-            r"storage: nonsense cannot be used \(\w+: .*; start anew with sweep\.resume=new",
-        ),
+        ({"storage": "nonsense"}, LINE, r"storage: nonsense cannot be used \(\w+: .*; start anew with sweep\.resume"),
         ({"pruner": "median"}, LINE, "hydra.sweeper.pruner works with hydra/launcher=pool"),
         ({}, ("seed=1",), "has nothing to search; add for example optimizer.lr=0.001,0.01"),
         ({}, ("x=interval(1,0)",), r"'x=interval\(1,0\)' is not a search space"),

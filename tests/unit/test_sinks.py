@@ -8,8 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,7 +42,6 @@ from lockstep.training.banner import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}
-FullDisk = Callable[[int], AbstractContextManager[None]]
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -60,7 +58,7 @@ def test_a_row_behind_a_resume_has_the_figures_of_training_before_it(tmp_path: P
     table = CsvTable(path, PLAN, 12, latest)
     table.write(15, {"acc/val_top1": 90.0})
     table.end("completed")
-    (row,) = csv.DictReader(path.read_text().splitlines())
+    (row,) = rows(path)
     shown = {key: row[key] for key in ("step", "train_loss", "train_top1", "lr", "val_top1")}
     assert shown == {"step": "15", "train_loss": "0.5", "train_top1": "75", "lr": "0.1", "val_top1": "90"}
 
@@ -113,7 +111,7 @@ def test_a_record_that_was_cut_anywhere_is_left_out(tmp_path: Path, capsys: pyte
         assert "line 2 cannot be read" in capsys.readouterr().out
 
 
-def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: FullDisk) -> None:
+def test_metrics_that_cannot_be_written_are_a_storage_error(tmp_path: Path, full_disk: Any) -> None:
     sink, table = JsonLines(tmp_path / "metrics.jsonl", 0), CsvTable(tmp_path / "metrics.csv", PLAN, 0)
     with full_disk(1):
         for sink_or_table in (sink, table):
@@ -128,7 +126,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_row_of_a_column_for_each_figure_and_the_last_ones_of_training(tmp_path: Path) -> None:
     table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
     table.write(10, {"loss/train_epoch": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})
@@ -137,14 +135,11 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert list(row) == ["step", "epoch", *COLUMNS.values()]
     assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123457", "90")
     assert row["img_per_s"] == ""
-
-
-def test_the_table_has_a_column_for_each_figure_of_its_job(tmp_path: Path) -> None:
-    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])
+    table = CsvTable(tmp_path / "own.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])
     table.write(10, {"distill/kl": 0.5})
     table.write(10, {"loss/val": 0.25, "metric/map": 0.75})
     table.end("completed")
-    (row,) = rows(tmp_path / "metrics.csv")
+    (row,) = rows(tmp_path / "own.csv")
     assert [row["val_loss"], row["map"], row["distill/kl"]] == ["0.25", "0.75", "0.5"]
     assert not [name for name in row if "top" in name], "the job has no accuracy"
 
@@ -178,28 +173,15 @@ def hparams_page(folder: Path) -> Any:
 
 
 def tensorboard(
-    folder: Path,
-    after: float = 0,
-    facts: Mapping[str, Any] = FACTS,
-    *,
-    monitor: str = "top1",
-    text: str = "",
-    model: torch.nn.Module | None = None,
+    folder: Path, after: float = 0, facts: Any = FACTS, *, monitor: str = "top1", text: str = "", model: Any = None
 ) -> TensorBoard:
     """TensorBoard's files of a run in a folder, which resumes after a step, with the `text` as its config."""
     run_dir = RunDir(folder)
     if text:
         run_dir.config.write_text(text)
     config = {"monitor": monitor, "input": {"mean": [0.5], "std": [0.5]}}
-    info = RunInfo(
-        run_dir=run_dir,
-        plan=PLAN,
-        step=int(after),
-        after=after,
-        config=config,
-        hyperparameters=facts,
-        model=model,
-    )
+    place: dict[str, Any] = {"run_dir": run_dir, "plan": PLAN, "step": int(after), "after": after}
+    info = RunInfo(**place, config=config, hyperparameters=facts, model=model)
     return TensorBoard(info, histograms=model is not None)
 
 
@@ -286,9 +268,7 @@ def _ordered_files(monkeypatch: pytest.MonkeyPatch) -> None:
 def written(folder: Path) -> dict[tuple[str, int], int]:
     """How often TensorBoard shows each (tag, step) of a folder."""
     read = plugin_event_accumulator.EventAccumulator(str(folder), {"tensors": 0}).Reload()
-    return dict(
-        collections.Counter((tag, event.step) for tag in read.Tags()["tensors"] for event in read.Tensors(tag))
-    )
+    return collections.Counter((tag, event.step) for tag in read.Tags()["tensors"] for event in read.Tensors(tag))
 
 
 def part(folder: Path, after: int, steps: range, value: float = 1.0) -> None:
@@ -343,11 +323,8 @@ def test_a_file_of_something_else_does_not_end_tensorboard(tmp_path: Path, conte
 
 
 def test_flushed_figures_survive_a_kill(tmp_path: Path) -> None:
-    sinks = [
-        JsonLines(tmp_path / "metrics.jsonl", 0),
-        CsvTable(tmp_path / "metrics.csv", PLAN, 0),
-        tensorboard(tmp_path),
-    ]
+    table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
+    sinks = [JsonLines(tmp_path / "metrics.jsonl", 0), table, tensorboard(tmp_path)]
     for sink in sinks:
         sink.write(1, {"loss/val": 0.5, "acc/val_top1": 50.0})
         sink.flush()
@@ -370,7 +347,7 @@ def _writer_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.usefixtures("_writer_threads")
 @pytest.mark.parametrize("writes", [0, 1, 2000])
 def test_a_full_disk_is_reported_once_and_ends_nothing(
-    tmp_path: Path, full_disk: FullDisk, capsys: pytest.CaptureFixture[str], writes: int
+    tmp_path: Path, full_disk: Any, capsys: pytest.CaptureFixture[str], writes: int
 ) -> None:
     with full_disk(300):
         sink = tensorboard(tmp_path)
@@ -383,16 +360,10 @@ def test_a_full_disk_is_reported_once_and_ends_nothing(
 
 
 PNG = pictures.in_base64(np.zeros((1, 4, 4), np.uint8))
-PREDICTIONS = Predictions(
-    step=2,
-    names=["a/b <c>", "d"],
-    examples=[2, 1],
-    predicted=[1, 2],
-    hits=[1, 1],
-    confusion=[[1, 1], [0, 1]],
-    curves=[[[0] * 126 + [2], [1] + [0] * 126], [[0] * 126 + [1], [2] + [0] * 126]],
-    worst=[{"sample": "7", "label": 0, "predicted": 1, "probability": None, "loss": None, "png": PNG}],
-)
+COUNTS: dict[str, Any] = {"examples": [2, 1], "predicted": [1, 2], "hits": [1, 1], "confusion": [[1, 1], [0, 1]]}
+CURVES = [[[0] * 126 + [2], [1] + [0] * 126], [[0] * 126 + [1], [2] + [0] * 126]]
+WORST = [{"sample": "7", "label": 0, "predicted": 1, "probability": None, "loss": None, "png": PNG}]
+PREDICTIONS = Predictions(step=2, names=["a/b <c>", "d"], **COUNTS, curves=CURVES, worst=WORST)
 PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
 
 
@@ -413,9 +384,7 @@ def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **option
 def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp_path: Path) -> None:
     session(tmp_path)
     scalars = {(tag, 2) for tag in ("loss/epoch", "acc/epoch/top1", "loss", "metric/f1")}
-    assert set(written(tmp_path / "val")) == scalars | PICTURES, (
-        "the curves of evaluations have a colour of their own"
-    )
+    assert set(written(tmp_path / "val")) == scalars | PICTURES, "curves of evaluations have a colour of their own"
     read = events(tmp_path)
     (augmented,) = read.Images("input/augmented")
     pixels = np.asarray(Image.open(BytesIO(augmented.encoded_image_string)).convert("L"))

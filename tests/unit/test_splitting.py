@@ -87,10 +87,7 @@ def test_a_limit_leaves_a_share_of_each_class(limit: float, left: list[int], tmp
         ({"folds": 3}, r"dataset.fold is null, expected a fold from 0 to 2 .*: dataset.fold=0,1,2 -m"),
         ({"folds": 3, "fold": 3}, "dataset.fold is 3, expected a fold from 0 to 2"),
         ({"folds": 3, "fold": 0, "val_share": 0.1}, "both choose the evaluation split"),
-        (
-            {"folds": 5, "fold": 0},
-            "the class b has 4 images, and a fold would have none; use dataset.folds=4, or remove the class",
-        ),
+        ({"folds": 5, "fold": 0}, "the class b has 4 images, and a fold would have none; use dataset.folds=4, or"),
     ],
 )
 def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expected: str, tmp_path: Path) -> None:
@@ -99,16 +96,13 @@ def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expe
         Folder(path=path, **options).eval()
 
 
-FILE_SOURCES = [cls for cls in declared("dataset").values() if issubclass(cls, FileSource)]
-
-
-@pytest.mark.parametrize("source", FILE_SOURCES, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("options", [{"fold": 1}, {"folds": 3}, {"folds": 3, "fold": 0, "val_share": 0.1}])
-def test_every_source_of_files_refuses_half_a_choice_of_folds(
-    source: type[FileSource], options: dict[str, Any]
-) -> None:
-    with pytest.raises(InputError, match=r"dataset\.fold"):
-        source(path="nowhere", **options)
+def test_every_source_of_files_refuses_half_a_choice_of_folds_and_is_walked(options: dict[str, Any]) -> None:
+    sources = {name: cls for name, cls in declared("dataset").items() if issubclass(cls, FileSource)}
+    for source in sources.values():
+        with pytest.raises(InputError, match=r"dataset\.fold"):
+            source(path="nowhere", **options)
+    assert sources.keys() == FILES.keys()
 
 
 def test_folds_beside_an_evaluation_split_are_refused(tmp_path: Path) -> None:
@@ -119,21 +113,13 @@ def test_folds_beside_an_evaluation_split_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_folds_of_a_setting_are_samples_of_its_score(tmp_path: Path) -> None:
-    records = [
-        Record(
-            number=number,
-            overrides=(f"optimizer.lr={rate}", f"dataset.fold={fold}"),
-            folder=f"{number:03}-a",
-            state=State.done,
-            objective=score,
-        )
-        for number, (rate, fold, score) in enumerate([(1, 0, 90.0), (1, 1, 92.0), (2, 0, 80.0), (2, 1, 82.0)])
-    ]
-    rows = groups([JobRun(Ledger(tmp_path), record, Monitor()) for record in records])
-    assert [(row["optimizer.lr"], row["score"], row["jobs"]) for row in rows] == [
-        ("1", 91.0, [0, 1]),
-        ("2", 81.0, [2, 3]),
-    ]
+    jobs = []
+    for number, (rate, fold, score) in enumerate([(1, 0, 90.0), (1, 1, 92.0), (2, 0, 80.0), (2, 1, 82.0)]):
+        words, facts = (f"optimizer.lr={rate}", f"dataset.fold={fold}"), {"state": State.done, "objective": score}
+        jobs.append(JobRun(Ledger(tmp_path), Record(number=number, overrides=words, folder="a", **facts), Monitor()))
+    rows = groups(jobs)
+    shown = [(row["optimizer.lr"], row["score"], row["jobs"]) for row in rows]
+    assert shown == [("1", 91.0, [0, 1]), ("2", 81.0, [2, 3])]
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -195,10 +181,6 @@ def levels(source: FileSource) -> list[set[tuple[int, ...]]]:
     return [set(map(tuple, pixels[:, :2, 0, 0].tolist())) for pixels in images]
 
 
-def test_every_source_of_files_is_walked() -> None:
-    assert {name for name, cls in declared("dataset").items() if issubclass(cls, FileSource)} == FILES.keys()
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_every_source_of_files_has_a_test_split(name: str, root: Path) -> None:
     shards = "{}.tar" if name == "webdataset" else "{}"
@@ -241,10 +223,7 @@ def test_a_choice_of_splits_that_contradicts_itself_is_one_sentence(name: str, r
     val, shards = key.replace("test", "val"), ".tar" if name == "webdataset" else ""
     for options, sentence in (
         ({key: "x", "test_share": 0.1}, f"dataset.test_share and dataset.{key} both choose the test split"),
-        (
-            {key: f"val{shards}", val: f"val{shards}"},
-            f"dataset.{key} and dataset.{val} both name .*val.*val_share=0.1",
-        ),
+        ({key: f"val{shards}", val: f"val{shards}"}, f"dataset.{key} and dataset.{val} both name .*val.*val_share=0"),
         ({key: f"train{shards}"}, f"dataset.{key} and dataset.train_.* both name .*train"),
         ({key: "nowhere"}, f"dataset.{key}.*nowhere.*dataset.test_share=0.1"),
         ({"val_share": 0.1, val: f"val{shards}"}, f"dataset.val_share is 0.1, but dataset.{val} names .*{key}=val"),
@@ -346,9 +325,7 @@ def test_a_cut_that_leaves_a_side_without_a_label_is_refused() -> None:
     with pytest.raises(InputError, match="the label b has 1 group, and a fold would have none; remove the label"):
         grouped.fold(2, 0)
     values = Examples(names, labels, (), "values", [b"x"] * 12)
-    with pytest.raises(
-        InputError, match=r"the data set has 1 group, and a fold would have none; remove dataset.folds"
-    ):
+    with pytest.raises(InputError, match=r"the data set has 1 group, and a fold would have none; remove dataset\.f"):
         values.fold(2, 0)
     assert not grouped.share("val_share", 0.3)[-1], "the only group with a label is trained"
 

@@ -45,9 +45,8 @@ from thread_ranks import ThreadRanks
 
 
 def plan(micro_batches: int = 1) -> Plan:
-    return Plan(
-        examples=100, batch=10, total_steps=10, micro_batches=micro_batches, log_every=1, eval_every=1, save_every=1
-    )
+    every: dict[str, Any] = {"log_every": 1, "eval_every": 1, "save_every": 1}
+    return Plan(examples=100, batch=10, total_steps=10, micro_batches=micro_batches, **every)
 
 
 def world(size: int) -> World:
@@ -79,6 +78,8 @@ def test_a_strategy_takes_the_gpus_that_it_can_use_or_some_ranks(strategy: Singl
     assert [strategy.ranks(gpus) for gpus in (0, 3, 8)] == ranks
     for number in ranks:
         strategy.check(number, "cpu")
+    for number in (1, 4):
+        FSDP(replicas=2).check(number, "cpu")  # the same job must run on any machine
 
 
 @pytest.mark.parametrize(
@@ -90,17 +91,13 @@ def test_a_strategy_takes_the_gpus_that_it_can_use_or_some_ranks(strategy: Singl
         (Strict(), 8, r"launcher\.ranks is 8, but repro=strict cuts"),
         (Pipeline(stages=2), 4, "a pipeline is not data parallel as well; remove strategy"),
         (Pipeline(cuts=["a"]), 3, r"strategy\.cuts is \[a\], which makes 2 stages, .* use launcher\.ranks=2"),
+        (FSDP(replicas=2), 3, r"replicas is 2, which does not divide the 3 ranks .*replicas=3"),
     ],
     ids=repr,
 )
 def test_a_strategy_refuses_ranks_on_which_it_does_not_work(strategy: Single, ranks: int, says: str) -> None:
     with pytest.raises(InputError, match=says):
         strategy.check(ranks, "cpu")
-
-
-def test_strict_refuses_shards_that_make_no_tree() -> None:
-    with pytest.raises(InputError, match=r"expected a power of two: strategy.shards=4"):
-        Strict(shards=3)
 
 
 def table_of_compositions() -> dict[str, list[str]]:
@@ -133,10 +130,12 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
     assert accepts(micro_batches="auto") == ("auto" not in accumulation)
 
 
-def test_low_precision_needs_a_format_of_16_bits() -> None:
+def test_low_precision_needs_a_format_of_16_bits_and_strict_shards_that_make_a_tree() -> None:
     FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
     with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or remove strategy\.low_"):
         FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
+    with pytest.raises(InputError, match=r"expected a power of two: strategy.shards=4"):
+        Strict(shards=3)
 
 
 NORMED, PLAIN = nn.Sequential(nn.BatchNorm2d(2)), nn.Linear(2, 2)
@@ -266,18 +265,15 @@ def test_a_static_graph_is_refused_with_accumulation() -> None:
 def test_threads_of_dp_compute_in_the_number_format_of_their_caller() -> None:
     """DataParallel's threads need GPUs. Any other thread does not inherit its caller's autocast either."""
     replica = DataParallel().wrap(nn.Linear(2, 2), World.solo(), plan(), ())
-    dtypes: list[torch.dtype] = []
 
-    def in_a_thread() -> torch.dtype:
+    def dtypes() -> list[torch.dtype]:
+        first = replica(torch.ones(1, 2)).dtype
         with ThreadPoolExecutor(1) as threads:
-            return threads.submit(lambda: replica.module(torch.ones(1, 2)).dtype).result()
+            return [first, threads.submit(lambda: replica.module(torch.ones(1, 2)).dtype).result()]
 
     with torch.autocast("cpu", torch.bfloat16):
-        dtypes.append(replica(torch.ones(1, 2)).dtype)
-        dtypes.append(in_a_thread())
-    dtypes.append(replica(torch.ones(1, 2)).dtype)
-    dtypes.append(in_a_thread())
-    assert dtypes == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+        assert dtypes() == [torch.bfloat16] * 2
+    assert dtypes() == [torch.float32] * 2
 
 
 class Overwriting(nn.Module):
@@ -300,13 +296,9 @@ def _deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_deterministic")
-def test_strict_refuses_a_model_without_deterministic_kernels_and_names_the_operation() -> None:
+def test_strict_tries_a_model_without_a_trace_and_names_an_operation_without_deterministic_kernels() -> None:
     with pytest.raises(InputError, match=r"but put_, which the model uses, has no .* on cpu; use repro=exact, or a"):
         Strict().wrap(Overwriting(), World.solo(), plan(micro_batches=4), (torch.zeros(2, 3),))
-
-
-@pytest.mark.usefixtures("_deterministic")
-def test_strict_tries_a_model_without_a_trace() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     Strict().wrap(model, World.solo(), plan(micro_batches=4), (torch.ones(2, 3),))
@@ -414,16 +406,8 @@ def test_ddp_has_its_buckets_before_the_first_step(monkeypatch: pytest.MonkeyPat
 def test_fsdp_adds_gradients_in_the_format_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     policies: list[Any] = []
     monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "torch.distributed.fsdp.fully_shard", lambda block, *, mp_policy, **_: policies.append(mp_policy)
-    )
+    fully_shard = "torch.distributed.fsdp.fully_shard"
+    monkeypatch.setattr(fully_shard, lambda block, *, mp_policy, **_: policies.append(mp_policy))
     for low_precision, format_ in ((False, None), (True, torch.bfloat16)):
         FSDP(low_precision=low_precision).cut(nn.Linear(2, 2), world(2), BF16())
         assert (policies[-1].param_dtype, policies[-1].reduce_dtype) == (format_, torch.float32)
-
-
-def test_groups_of_ranks_are_of_one_size() -> None:
-    FSDP(replicas=2).check(4, "cpu")
-    FSDP(replicas=2).check(1, "cpu")  # the same job must run on any machine
-    with pytest.raises(InputError, match=r"replicas is 2, which does not divide the 3 ranks .*replicas=3"):
-        FSDP(replicas=2).check(3, "cpu")
