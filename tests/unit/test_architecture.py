@@ -100,10 +100,8 @@ def modules_imported(path: Path) -> set[str]:
 def modules_named(path: Path) -> set[str]:
     """The modules of ours whose names are strings in a file, so that it could import them at run time."""
     texts = [node.value for node in ast.walk(parsed(path)) if isinstance(node, ast.Constant)]
-    names = [
-        text.removeprefix("lockstep.") for text in texts if isinstance(text, str) and text.startswith("lockstep.")
-    ]
-    return {name for name in names if name in MODULES}
+    ours = [text for text in texts if isinstance(text, str) and text.startswith("lockstep.")]
+    return {name for text in ours if (name := text.removeprefix("lockstep.")) in MODULES}
 
 
 def packages_imported(*paths: Path) -> set[str]:
@@ -140,10 +138,8 @@ def test_the_table_of_the_documentation_has_every_package_once() -> None:
 def test_imports_go_downward() -> None:
     layer = layers()
     edges = [(name, there) for name, path in MODULES.items() for there in modules_imported(path)]
-    between_packages = [(name, there) for name, there in edges if package_of(name) != package_of(there)]
-    assert not [
-        (name, there) for name, there in between_packages if layer[package_of(there)] >= layer[package_of(name)]
-    ]
+    between = [(name, there) for name, there in edges if package_of(name) != package_of(there)]
+    assert not [(name, there) for name, there in between if layer[package_of(there)] >= layer[package_of(name)]]
 
 
 def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:
@@ -211,16 +207,10 @@ def test_only_modules_that_write_or_show_ask_who_is_main() -> None:
     assert asking == ASKS_FOR_MAIN.keys()
 
 
-def test_a_launcher_does_not_know_what_it_launches() -> None:
+def test_launchers_sweeps_and_the_trainer_know_nothing_of_what_they_run() -> None:
     assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "config", "runtime", "launcher"}
-
-
-def test_sweeps_and_plugins_know_nothing_of_training() -> None:
     known = packages_imported(*sources(PACKAGE / "sweep", PLUGINS))
     assert known == {"core", "config", "runtime", "launcher", "telemetry", "sweep"}
-
-
-def test_the_trainer_knows_no_concrete_strategy_precision_or_model() -> None:
     loop = [MODULES[f"training.{name}"] for name in ("trainer", "train_step", "evaluate")]
     known = {name for path in loop for name in modules_imported(path)}
     assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}
@@ -242,9 +232,8 @@ def test_hydra_and_omegaconf_stay_at_the_border() -> None:
 def test_the_training_loop_has_no_rank_test_no_path_and_no_device_by_name(name: str) -> None:
     tree = parsed(MODULES[name])
     words = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    docstrings = {
-        ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-    }
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    docstrings = {ast.get_docstring(node, clean=False) for node in functions}
     assert not asks_for_main(tree)
     assert not any("rank" in ast.unparse(node) for node in ast.walk(tree) if isinstance(node, (ast.If, ast.IfExp)))
     assert not {name.split(".")[0] for name in imports(MODULES[name])} & {"pathlib", "os", "shutil", "io"}
@@ -347,14 +336,11 @@ def test_every_file_is_read_by_the_guarded_reader() -> None:
     assert reading == READS.keys()
 
 
-def test_locks_are_taken_in_one_way() -> None:
-    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.safe_write"]
-
-
-def test_files_are_written_in_one_way() -> None:
+def test_files_are_written_and_locks_taken_in_one_way() -> None:
     """A folder may be somebody else's, with links in the place of files."""
     found_in = set()
     for path in sources(PACKAGE, PLUGINS):
         if any(isinstance(node, ast.Call) and writes(node) for node in ast.walk(parsed(path))):
             found_in.add(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
     assert found_in == WRITES_FILES.keys()
+    assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.safe_write"]

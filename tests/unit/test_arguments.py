@@ -19,25 +19,18 @@ from lockstep.core.errors import InputError
 from lockstep.job.resume import refuse_resume
 
 # A command that trained a run, with a key of each kind that says where and how.
-TRAINED = [
-    *("epochs=3", "schedule=step", "schedule.warmup=3", "logger=wandb", "launcher=slurm", "launcher.ranks=2"),
-    "sweep.halving=3",
-]
+OF_MACHINES = ("logger=wandb", "launcher=slurm", "launcher.ranks=2", "sweep.halving=3")
+TRAINED = ["epochs=3", "schedule=step", "schedule.warmup=3", *OF_MACHINES]
 OF_JOBS: dict[str, Callable[[list[str]], object]] = {
     "lr-find": lambda words: lr_find(words, steps=2, low=1e-3, high=1.0, out=None),
     "lockstep.compose": compose,
 }
 
 
-@pytest.mark.parametrize(
-    ("keys", "used"),
-    [
-        ({*OF_RUN, *OF_TEST}, []),
-        (OF_RUN, TRAINED[:3]),
-        (OF_RUNS, TRAINED[1:3]),
-        (OF_RUNGS, TRAINED[:3]),
-    ],
-)
+USED = [({*OF_RUN, *OF_TEST}, []), (OF_RUN, TRAINED[:3]), (OF_RUNS, TRAINED[1:3]), (OF_RUNGS, TRAINED[:3])]
+
+
+@pytest.mark.parametrize(("keys", "used"), USED)
 def test_a_command_takes_the_line_that_trained_without_the_keys_that_it_does_not_use(
     keys: Collection[str], used: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -177,9 +177,8 @@ def test_a_value_that_refers_to_a_choice_refers_to_the_choice_of_the_run(tmp_pat
     run = run_dir(tmp_path / "run", "model=linear")
     for file in (run.overrides, run.composed):
         values = read_overrides(file) if file == run.overrides else components.load(file)
-        file.write_text(
-            components.dump([*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"})
-        )
+        more = [*values, word] if isinstance(values, list) else {**values, "data_root": "/data/linear"}
+        file.write_text(components.dump(more))
     assert decided(f"resume={run.path}", "epochs=7").values["data_root"] == "/data/linear"
 
 

@@ -170,11 +170,8 @@ def test_each_rank_reports_its_gpu_and_main_watches_those_of_its_machine(
     monkeypatch: pytest.MonkeyPatch, shown: int
 ) -> None:
     """Four ranks on two machines: this one is the first of the second machine, and sees one GPU or all four."""
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda index: SimpleNamespace(uuid=["aa", "bb", "cc", "dd"][:shown][index]),
-    )
+    names = ["aa", "bb", "cc", "dd"][:shown]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=names[index]))
     uuids_by_rank = {0: ["GPU-xx"], 1: ["GPU-yy"], 3: ["GPU-bb"]}
     monkeypatch.setattr(World, "gather", lambda self, own: [uuids_by_rank.get(rank, own) for rank in range(4)])
     here = World(rank=2, local_rank=0, size=4, local_size=2, device=torch.device("cuda:0"), local_peer_pids={3: 1234})
@@ -245,10 +242,13 @@ def test_without_nvml_the_run_goes_on_with_a_warning(
     assert "NVML is not available" in capsys.readouterr().out
 
 
-def test_without_a_gpu_only_the_processes_are_watched(tmp_path: Path) -> None:
+def test_without_a_gpu_only_the_processes_that_have_not_ended_are_watched(tmp_path: Path) -> None:
     (part,) = parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid()])
     assert isinstance(part, Processes)
     assert not (tmp_path / "gpu.jsonl").exists()
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    assert parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid(), ended.pid]) == []
 
 
 def test_the_processes_of_the_ranks_have_their_cores_memory_and_traffic(tmp_path: Path) -> None:
@@ -280,12 +280,8 @@ def test_the_energy_of_the_processors_is_counted_where_it_can_be_read(tmp_path: 
 
 def test_a_rank_that_has_ended_ends_the_figures_of_processes_only(nvml: FakeNvml, tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    watching = HardwareWatch(
-        parts=[Processes([child.pid], counters=[]), Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")],
-        observer=Observer(),
-        step=lambda: 0,
-        period=0.01,
-    )
+    parts = [Processes([child.pid], counters=[]), Gpus(["GPU-aa"], tmp_path / "gpu.jsonl")]
+    watching = HardwareWatch(parts=parts, observer=Observer(), step=lambda: 0, period=0.01)
     child.kill()
     child.wait()
     assert child.stdin is not None
@@ -311,12 +307,6 @@ def test_of_memory_the_largest_sample_counts(tmp_path: Path, nvml: FakeNvml) -> 
     assert watch(tmp_path, ["GPU-aa"], Recorder())["gpu_mem_gb"] == 3.0
 
 
-def test_a_rank_that_has_ended_already_is_not_sampled(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    assert parts_of(gpus=[], path=tmp_path / "gpu.jsonl", processes=[os.getpid(), ended.pid]) == []
-
-
 def test_the_page_of_a_run_has_a_name_for_each_figure(tmp_path: Path) -> None:
     joules = tmp_path / "energy_uj"
     joules.write_text("0")
@@ -339,6 +329,5 @@ def test_the_processor_time_of_all_ranks_is_added(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hardware.time, "monotonic", lambda: clock[0])
     processes = Processes([1, 2], counters=[])
     clock[0] = 2.0
-    assert processes.sample(1) == pytest.approx(
-        {"cpu/cores": 4.0, "cpu/mem_gb": 3.0, "cpu/read_mb_s": 3.0, "cpu/write_mb_s": 4.0}
-    )
+    expected = {"cpu/cores": 4.0, "cpu/mem_gb": 3.0, "cpu/read_mb_s": 3.0, "cpu/write_mb_s": 4.0}
+    assert processes.sample(1) == pytest.approx(expected)

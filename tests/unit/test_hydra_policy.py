@@ -29,10 +29,9 @@ def test_three_undocumented_names_of_hydra_and_omegaconf_are_used() -> None:
     )
     files = {path.name: private.findall(path.read_text()) for path in (ROOT / "src").rglob("*.py")}
     assert {name for name, names in files.items() if names} == {"command_line.py", "hydra_policy.py"}
-    own = set(
-        re.findall(r"\b(?:Singleton|BaseContainer)\._\w+", (ROOT / "src/lockstep/config/hydra_policy.py").read_text())
-    )
-    assert own == {"Singleton._instances", "BaseContainer._resolvers"}
+    text = (ROOT / "src/lockstep/config/hydra_policy.py").read_text()
+    own = re.findall(r"\b(?:Singleton|BaseContainer)\._\w+", text)
+    assert {*own} == {"Singleton._instances", "BaseContainer._resolvers"}
 
 
 @pytest.mark.parametrize("deep", ["x: " + "[" * 50_000, "x:\n  " + "- " * 50_000 + "1"], ids=["flow", "block"])
@@ -68,11 +67,10 @@ def test_only_the_command_line_chooses_a_plugin(tmp_path: Path, group: str) -> N
             content = {"defaults": ["config", {f"override hydra/{group}": option}]}
             if option in own:
                 assert first(tmp_path, content).runtime.choices[f"hydra/{group}"] == option
-            else:
-                with pytest.raises(
-                    InputError, match=f"hydra/{group} is '{option}' in a config file, which may choose"
-                ):
-                    first(tmp_path, content)
+                continue
+            sentence = f"hydra/{group} is '{option}' in a config file, which may choose"
+            with pytest.raises(InputError, match=sentence):
+                first(tmp_path, content)
             assert composed(f"hydra/{group}={option}").runtime.choices[f"hydra/{group}"] == option
     finally:
         del ConfigStore.instance().repo["hydra"][group]["other.yaml"]
@@ -105,10 +103,8 @@ def test_a_job_of_a_sweep_has_no_value_of_another_one() -> None:
         second = loader.load_sweep_config(master, ["epochs=2"])
         assert (first.seed, first.epochs, [*first.optimizer.betas]) == (3, 20, [0.1, 0.2])
         assert (second.seed, second.epochs, [*second.optimizer.betas]) == (0, 2, [0.9, 0.999])
-        assert [[*job.hydra.overrides.task][-1] for job in (first, second)] == [
-            "optimizer.betas=[0.1,0.2]",
-            "epochs=2",
-        ]
+        words = [[*job.hydra.overrides.task][-1] for job in (first, second)]
+        assert words == ["optimizer.betas=[0.1,0.2]", "epochs=2"]
 
 
 def test_a_job_of_a_sweep_is_composed_to_what_hydra_composes() -> None:
@@ -134,10 +130,8 @@ def plain(config: DictConfig) -> Any:
 
 def test_what_our_own_config_says_to_hydra_is_what_the_policy_says_it_does() -> None:
     node = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "config.yaml").hydra, resolve=False)
-    values = {
-        key: value for key, value in nested(node) if not {key, key[:1]} & {*hydra_policy.FREE, *hydra_policy.FOLDERS}
-    }
-    assert values == hydra_policy.OURS
+    free = {*hydra_policy.FREE, *hydra_policy.FOLDERS}
+    assert {key: value for key, value in nested(node) if not {key, key[:1]} & free} == hydra_policy.OURS
 
 
 def composed(*overrides: str) -> Any:
@@ -162,20 +156,16 @@ def sent(folder: Path, content: dict[str, Any], *words: str) -> Any:
 FOLDERS = [".".join(key) for key in hydra_policy.FOLDERS]
 
 
+OUTSIDE = ("../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x")
+
+
 @pytest.mark.parametrize(
     ("key", "folder"),
-    [
-        *((key, "a/../../x") for key in (*FOLDERS, "output_subdir")),
-        *(
-            ("run.dir", path)
-            for path in ("../x", "/x", "${name}", "a/${hydra.job.name}", "${now:..}/x", ".${now:.}/x")
-        ),
-    ],
+    [*((key, "a/../../x") for key in (*FOLDERS, "output_subdir")), *(("run.dir", path) for path in OUTSIDE)],
 )
 def test_a_file_places_no_run_outside(tmp_path: Path, key: str, folder: str) -> None:
-    inside = {"sweep.subdir": "expected a folder below its sweep's", "output_subdir": ""}.get(
-        key, r"\$\{output_root\} or"
-    )
+    inside = {"sweep.subdir": "expected a folder below its sweep's", "output_subdir": ""}
+    inside = inside.get(key, r"\$\{output_root\} or")
     with pytest.raises(InputError, match=rf"hydra.{key} is .*{inside}"):
         sent(tmp_path, {"hydra": OmegaConf.to_container(OmegaConf.from_dotlist([f"{key}={folder}"]), resolve=False)})
 
@@ -204,8 +194,5 @@ def test_no_refusal_prints_a_variable_that_hydra_would_copy(
 def test_a_file_in_place_of_one_of_hydras_own_gets_one_sentence(tmp_path: Path, group: str) -> None:
     (tmp_path / "hydra" / group).mkdir(parents=True)
     (tmp_path / "hydra" / group / "basic.yaml").write_text("_target_: shutil.copyfile\n")
-    with (
-        pytest.raises(InputError, match=r"shutil\.copyfile"),
-        initialize_config_dir(str(tmp_path)),
-    ):
+    with pytest.raises(InputError, match=r"shutil\.copyfile"), initialize_config_dir(str(tmp_path)):
         compose(overrides=[], return_hydra_config=True)

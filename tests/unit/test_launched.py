@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -51,26 +52,12 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, **variables: str) -> None:
         monkeypatch.setenv(name, value)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "first"),
-    [
-        ("login", "login"),
-        ("node[7,01-03]", "node7"),
-        ("login,gpu[1-2]", "login"),
-        ("rack[2-3]node[08-16,20]", "rack2node08"),
-        ("a[1-2]b[3,5]c[7]d.example.org,z9", "a1b3c7d.example.org"),
-    ],
-)
-def test_the_first_host_of_a_list_is_found(hosts: str, first: str) -> None:
-    assert launch_env.first_host(hosts) == first
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [("4", [4]), ("2(x3)", [2, 2, 2]), ("2(x3),1", [2, 2, 2, 1]), ("1,3(x2),16(x1)", [1, 3, 3, 16])],
-)
-def test_the_tasks_of_each_machine_are_found(text: str, sizes: list[int]) -> None:
-    assert launch_env.tasks_per_node(text) == sizes
+def test_the_first_host_of_a_list_and_the_tasks_of_each_machine_are_found() -> None:
+    hosts = {"login": "login", "node[7,01-03]": "node7", "login,gpu[1-2]": "login"}
+    hosts |= {"rack[2-3]node[08-16,20]": "rack2node08", "a[1-2]b[3,5]c[7]d.example.org,z9": "a1b3c7d.example.org"}
+    assert {text: launch_env.first_host(text) for text in hosts} == hosts
+    sizes = {"4": [4], "2(x3)": [2, 2, 2], "2(x3),1": [2, 2, 2, 1], "1,3(x2),16(x1)": [1, 3, 3, 16]}
+    assert {text: launch_env.tasks_per_node(text) for text in sizes} == sizes
 
 
 def test_jobs_and_steps_that_run_beside_each_other_have_ports_of_their_own() -> None:
@@ -121,30 +108,18 @@ def test_a_task_whose_variables_do_not_fit_together_is_refused(
         ({"RANK": "0"}, r"the environment has RANK=0, but no WORLD_SIZE; .* env -u RANK"),
         ({"WORLD_SIZE": "2"}, r"the environment has WORLD_SIZE=2, but no RANK; .* env -u WORLD_SIZE"),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, r"MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), and each would"),
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}, None),
     ],
 )
 def test_variables_that_leave_the_rank_open_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str | None
 ) -> None:
     set_environment(monkeypatch, **variables)
-    with pytest.raises(InputError, match=says):
+    with pytest.raises(InputError, match=says) if says else nullcontext():
         check_launched()
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {},
-        {"WORLD_SIZE": "1"},
-        {"OMPI_COMM_WORLD_SIZE": "1"},
-        {"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"},
-    ],
-)
-def test_variables_that_say_which_rank_this_is_are_no_mistake(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]
-) -> None:
-    set_environment(monkeypatch, **variables)
-    check_launched()
 
 
 def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,9 +148,8 @@ def test_an_invalid_store_address_is_refused(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
 ) -> None:
     set_environment(monkeypatch, **variables)
-    with pytest.raises(InputError) as raised:
+    with pytest.raises(InputError, match=says):
         store_address()
-    assert says in str(raised.value)
 
 
 def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,13 +161,10 @@ def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: p
     assert launched_place() == Place(rank=4, size=5, local_rank=1, local_size=2)
 
 
-def test_the_interface_of_an_address_is_found() -> None:
+def test_an_address_of_this_machine_is_known_as_its_own_and_has_its_interface() -> None:
     assert addresses.interface_of("127.0.0.1") == "lo"
     assert addresses.interface_to("127.0.0.2", 9) == "lo"
     assert addresses.interface_of("198.51.100.1") is None
-
-
-def test_an_address_of_this_machine_is_known_as_its_own() -> None:
     assert addresses.is_own("127.0.0.1", 29500)
     assert addresses.is_own("localhost", 29500)
     assert not addresses.is_own("198.51.100.1", 29500)

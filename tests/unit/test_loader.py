@@ -154,12 +154,12 @@ def test_a_sample_is_spread_over_the_split_and_has_no_broken_image(folder: Folde
 def test_images_of_one_number_that_are_broken_in_both_splits_are_two(damaged: Folder) -> None:
     source = replace(damaged, skip=2)
     both = replace(loader(source, Streaming(workers=0)), plan=replace(PLAN, examples=2, batch=2))
-    list((*both.train(after=0), *both.eval()))
+    _ = [*both.train(after=0), *both.eval()]
     assert both.train_labels.tolist() == both.eval_labels.tolist() == [0, IGNORE_INDEX]
     assert both.count_skipped() == 2
     one = replace(loader(replace(damaged, skip=1), Streaming(workers=0)), plan=both.plan)
     with pytest.raises(InputError, match=r"dataset\.skip is 1"):
-        list((*one.train(after=0), *one.eval()))
+        _ = [*one.train(after=0), *one.eval()]
 
 
 def test_the_ranks_of_a_machine_decode_a_share_each_and_know_all_images_and_all_broken_ones(

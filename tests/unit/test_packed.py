@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers import NARROW, Case, Done, forked, gang, records, train_here, weights
+from helpers import Case, forked, gang, records, train_here, weights
 from lockstep.cli import data
 from lockstep.core.data_protocols import LoaderContext
 from lockstep.core.errors import InputError, StorageError
@@ -62,7 +62,7 @@ def target(folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def jobs(root: Path, folder: Folder, target: Path) -> list[Case]:
     """A run on the folder, and a run on its packed images with each loader."""
-    common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "optimizer=sgd")
+    common = ("batch=32", "steps=7", "telemetry.samples=true", "augment=crop_flip", "model=linear")
     theirs = ("dataset=folder", f"dataset.path={folder.path}", "dataset.decode_size=8", "loader=resident")
     ours = [(f"loader.workers={workers}", "loader=streaming") for workers in (0, 2)]
     named = {"folder": theirs, "resident": ("loader=resident",), "streaming 0": ours[0], "streaming 2": ours[1]}
@@ -124,17 +124,15 @@ def test_a_packed_set_of_any_task_trains_as_its_source(task: str, columns: str, 
         "theirs": (*words, f"dataset.path={tmp_path}/whole.csv"),
     }
     own, theirs = (
-        train_here(tmp_path / name, "batch=8", "epochs=2", NARROW, "augment=crop_flip", "train.mixup=0.2", *words)
+        train_here(tmp_path / name, "batch=8", "epochs=2", "model=linear", "train.mixup=0.2", *words)
         for name, words in runs.items()
     )
-    figures, expected = (
-        [
-            {key: value for key, value in line.items() if key.partition("/")[0] in ("loss", "val", "metric")}
-            for line in records(run)
-        ]
-        for run in (own, theirs)
-    )
-    assert figures == expected
+
+    def scores(line: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in line.items() if key.partition("/")[0] in ("loss", "val", "metric")}
+
+    figures = [*map(scores, records(own))]
+    assert figures == [*map(scores, records(theirs))]
     assert len(figures) == 10, "eight steps and two evaluations"
     assert own.read_summary()["best"] == theirs.read_summary()["best"]
     pairs = zip(weights(own).values(), weights(theirs).values(), strict=True)
@@ -162,29 +160,21 @@ def test_a_test_split_is_packed_where_there_is_one(folder: Folder, target: Path,
         packed.check(tmp_path / "new", lambda number: None)
 
 
-def test_a_packed_split_is_the_folders_split(folder: Folder, target: Path) -> None:
+def test_a_packed_set_and_its_splits_are_what_the_folder_is(folder: Folder, target: Path) -> None:
     source = Packed(path=str(target))
     for ours, theirs in ((source.train(), folder.train()), (source.eval(), folder.eval())):
         assert torch.equal(ours.labels, theirs.labels)
         assert torch.equal(ours.images, theirs.fetch(list(range(len(theirs)))))
         assert torch.equal(ours.fetch([5, 2, 5]), theirs.fetch([5, 2, 5]))
         assert ours.fetch([]).shape == (0, 3, 8, 8)
-
-
-def test_the_source_is_what_the_folder_is(folder: Folder, target: Path) -> None:
     source = Packed(path=str(target), input_size=6, crop=0.5)
     for name in ("classes", "image_shape", "mean", "std"):
         assert getattr(source, name) == getattr(folder, name)
     assert (source.input_shape, source.eval_crop) == ((3, 6, 6), 0.5)
     assert Packed(path=str(target)).input_shape == (3, 8, 8)
-    sums = {
-        split: {
-            kind: hashlib.sha256((target / f"{split}.{kind}").read_bytes()).hexdigest()
-            for kind in ("images", "labels")
-        }
-        for split in ("train", "val")
-    }
-    assert source.fingerprint() == sums
+    for split, sums in source.fingerprint().items():
+        contents = {kind: (target / f"{split}.{kind}").read_bytes() for kind in ("images", "labels")}
+        assert sums == {kind: hashlib.sha256(content).hexdigest() for kind, content in contents.items()}
 
 
 def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
@@ -201,9 +191,8 @@ def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
 def test_workers_auto_has_workers_read_what_is_mapped(target: Path) -> None:
     source = Packed(path=str(target))
     splits = (source.train(), source.eval())
-    task = LoaderContext(
-        world=World.solo(), splits=splits, gigabytes=1.0, reads=10**9, boxes=False, training_rate=lambda: None
-    )
+    facts: dict[str, Any] = {"gigabytes": 1.0, "reads": 10**9, "boxes": False, "training_rate": lambda: None}
+    task = LoaderContext(world=World.solo(), splits=splits, **facts)
     chosen, reason = Auto(resident_gb=0.5).choose(task)
     assert chosen.workers == cores()  # also for small images: rows are copied without holding Python's lock
     assert "one worker" in reason
@@ -256,21 +245,15 @@ def test_nothing_that_exists_is_overwritten(folder: Folder, tmp_path: Path, kind
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-FullDisk = Callable[[int], AbstractContextManager[None]]
-
-
-def test_a_disk_that_fills_up_is_a_storage_error_and_leaves_nothing(
-    folder: Folder, tmp_path: Path, full_disk: FullDisk
+def test_a_disk_that_is_too_small_or_fills_up_is_a_storage_error_and_leaves_nothing(
+    folder: Folder, tmp_path: Path, full_disk: Any
 ) -> None:
     with full_disk(20_000), pytest.raises(StorageError, match=r"target cannot be written \(File too large\)"):
         pack(folder, tmp_path / "target")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_disk_without_the_room_is_refused_before_anything_is_decoded(folder: Folder, tmp_path: Path) -> None:
     huge = Folder(path=folder.path, decode_size=10**7)
     with pytest.raises(StorageError, match=r"needs [\d.]+ GB, and [\d.]+ GB are free"):
         pack(huge, tmp_path / "target")
+    assert list(tmp_path.iterdir()) == []
 
 
 def copied(target: Path, tmp_path: Path) -> Path:
@@ -288,9 +271,8 @@ def test_a_file_of_another_size_is_refused_before_anything_runs(
     path.write_bytes(content[:-1] if change == "cut" else content + b"0")
     if change == "gone":
         path.unlink()
-    with pytest.raises(
-        InputError, match=rf"is not a complete packed data set \(.*{file}.*; make one with lockstep pack"
-    ):
+    sentence = rf"is not a complete packed data set \(.*{file}.*; make one with lockstep pack"
+    with pytest.raises(InputError, match=sentence):
         Packed(path=str(path.parent)).prepare()
 
 
@@ -355,19 +337,14 @@ def test_the_check_finds_one_flipped_bit(target: Path, tmp_path: Path) -> None:
         packed.check(path, lambda n: None)
 
 
-def pack_command(*arguments: str) -> Done:
-    return forked("lockstep", "pack", *arguments)
-
-
 def test_the_command_packs_checks_and_refuses(folder: Folder, target: Path, tmp_path: Path) -> None:
+    pack_command = functools.partial(forked, "lockstep", "pack")
     done = pack_command(folder.path, str(tmp_path / "new"), "--size", "8")
     assert done.code == 0, done.err
     assert f"packed 159 images, 0.00 GB; train with dataset=packed dataset.path={tmp_path}/new" in done.out
     assert (tmp_path / "new" / "train.images").read_bytes() == (target / "train.images").read_bytes()
-    assert (
-        pack_command("--check", str(tmp_path / "new")).out
-        == f"{tmp_path}/new is complete: every file matches its sha256\n"
-    )
+    checked = pack_command("--check", str(tmp_path / "new"))
+    assert checked.out == f"{tmp_path}/new is complete: every file matches its sha256\n"
     again = pack_command(folder.path, str(tmp_path / "new"))
     assert (again.code, again.err.count("\n")) == (2, 1)
     wrong = pack_command(str(tmp_path), str(tmp_path / "other"))

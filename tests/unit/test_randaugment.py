@@ -73,15 +73,13 @@ def test_an_operation_is_torchvisions_to_the_bit(policy: str, shape: tuple[int, 
     assert {NAMES[name] for name in space} == {*ours.ops.tolist()} - ({IDENTITY} - {NAMES[name] for name in space})
     for name, (magnitudes, signed) in space.items():
         place = torch.full((len(stored),), ours.ops.tolist().index(NAMES[name]))
-        for magnitude in range(0, ours.amounts.shape[1], 3):
-            for up in (True, False):
-                value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
-                expected = [theirs(image, name, -value if signed and not up else value) for image in stored]
+        for magnitude in range(0, ours.amounts.shape[1] if magnitudes.dim() else 1, 3):
+            value = float(magnitudes[magnitude]) if magnitudes.dim() else 0.0
+            for up in (True, False)[: 1 + signed]:
+                expected = [theirs(image, name, value if up else -value) for image in stored]
                 result = operate(stored, *ours.step(place, magnitude, torch.full((len(stored),), up)))
                 wrong = (result != torch.stack(expected)).float().mean().item()
-                assert wrong <= HALF_WAY * (NAMES[name] in MOVING), (
-                    f"{name}, magnitude {magnitude}, up {up}: {wrong:.2%}"
-                )
+                assert wrong <= HALF_WAY * (NAMES[name] in MOVING), f"{name}, {magnitude}, up {up}: {wrong:.2%}"
 
 
 def pillow(image: Tensor) -> Image.Image:
@@ -207,12 +205,10 @@ def test_augmix_is_torchvisions_with_the_same_draws(depth: int, alpha: int, monk
 
 @pytest.mark.parametrize("increasing", [True, False])
 def test_timms_operations_probabilities_and_strengths_have_timms_distribution(increasing: bool) -> None:
-    options = timm.rand_augment_transform(
-        f"rand-m7-n1-mstd2-inc{int(increasing)}", {"translate_pct": 0.45, "magnitude_std": 2.0}
-    ).ops
-    ((op, amount),) = TimmRandAugment(ops=1, magnitude=7, magnitude_std=2, increasing=increasing).steps(
-        draws(30_000), (20, 40)
-    )
+    hints = {"translate_pct": 0.45, "magnitude_std": 2.0}
+    options = timm.rand_augment_transform(f"rand-m7-n1-mstd2-inc{int(increasing)}", hints).ops
+    ours = TimmRandAugment(ops=1, magnitude=7, magnitude_std=2, increasing=increasing)
+    ((op, amount),) = ours.steps(draws(30_000), (20, 40))
     counts = torch.bincount(op, minlength=17)
     assert counts[IDENTITY] == pytest.approx(15_000, abs=400)
     for option in options:
@@ -224,9 +220,9 @@ def test_timms_operations_probabilities_and_strengths_have_timms_distribution(in
             option.prob, option.aug_fn = 1, lambda _, value, values=values, **__: values.append(value)
             for _ in range(2000):
                 option(None)
-            ours = amount[op == number] + (number in BLENDS)
+            own = amount[op == number] + (number in BLENDS)
             side = {geometry.TRANSLATE_X: 40, geometry.TRANSLATE_Y: 20}.get(number, 1)
-            assert ks_2samp(ours, np.array(values) * side).pvalue > 1e-4, name
+            assert ks_2samp(own, np.array(values) * side).pvalue > 1e-4, name
 
 
 def test_colour_changes_are_pillows_as_torchvision_and_timm_apply_them() -> None:

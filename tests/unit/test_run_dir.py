@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,19 +31,11 @@ from lockstep.sweep.pool import Pool
 from lockstep.sweep.record import Record
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("digits-resnet18", "digits-resnet18"),
-        ("model=resnet18,seed=1", "model=resnet18,seed=1"),
-        ("../../../etc/passwd", "etc_passwd"),
-        ("a b\n[c]", "a_b_c"),
-        ("..", "job"),
-        ("", "job"),
-    ],
-)
-def test_a_name_becomes_one_safe_folder_name(text: str, expected: str) -> None:
-    assert slug(text) == expected
+def test_a_name_becomes_one_safe_folder_name_and_two_long_ones_stay_two() -> None:
+    names = {"../../../etc/passwd": "etc_passwd", "a b\n[c]": "a_b_c", "..": "job", "": "job"}
+    plain = ("digits-resnet18", "model=resnet18,seed=1")
+    assert {text: slug(text) for text in (*names, *plain)} == names | dict(zip(plain, plain, strict=True))
+    assert len({slug("x" * 200), slug("x" * 201), slug("x" * 200 + "/"), slug("訓練" * 60), slug("訓練" * 61)}) == 5
 
 
 @given(st.text())
@@ -56,10 +46,6 @@ def test_no_text_leaves_its_folder_hides_or_grows_too_long(text: str) -> None:
     assert name.isprintable()
     assert not name.startswith(".")
     assert 0 < len(name.encode()) <= NAME_LIMIT
-
-
-def test_two_long_names_stay_two() -> None:
-    assert len({slug("x" * 200), slug("x" * 201), slug("x" * 200 + "/"), slug("訓練" * 60), slug("訓練" * 61)}) == 5
 
 
 def test_twenty_jobs_that_start_at_once_get_twenty_folders(tmp_path: Path) -> None:
@@ -86,12 +72,15 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_remedy() -> None:
         RunDir.create(Path("/proc/none"), "job")
 
 
-def test_the_summary_is_changed_and_added_to(tmp_path: Path) -> None:
+def test_the_summary_is_changed_and_added_to_and_gets_no_number_that_json_does_not_have(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     assert run.read_summary() == {}
     run.write_summary(status="running", step=0)
     run.write_summary(status="completed", objective=98.5)
     assert json.loads(run.summary.read_text()) == {"status": "completed", "step": 0, "objective": 98.5}
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        run.write_summary(objective=float("nan"))
+    assert run.read_summary()["objective"] == 98.5
 
 
 def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Path) -> None:
@@ -135,13 +124,6 @@ def test_a_stop_before_a_step_says_how_far_the_run_was_saved_before(tmp_path: Pa
             assert str(sentence).startswith(says)
 
 
-def test_a_number_that_json_does_not_have_never_reaches_the_summary(tmp_path: Path) -> None:
-    run = RunDir.at(tmp_path / "run")
-    with pytest.raises(ValueError, match="not JSON compliant"):
-        run.write_summary(objective=float("nan"))
-    assert run.read_summary() == {}
-
-
 def begun(path: Path) -> RunDir:
     """A run folder with all files that are written before training starts."""
     run = RunDir.at(path)
@@ -153,13 +135,9 @@ def begun(path: Path) -> RunDir:
     return run
 
 
-def test_nothing_is_left_of_a_job_that_was_refused_before_it_began(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
-    Preparation.write(run, {}).close(InputError("the model does not fit"))
+def test_nothing_is_left_of_a_job_that_was_refused_before_it_began_but_what_the_user_had(tmp_path: Path) -> None:
+    Preparation.write(begun(tmp_path / "run"), {}).close(InputError("the model does not fit"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_the_user_had_in_the_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "precious.bin").write_text("precious")
     Preparation.write(begun(tmp_path), {}).close(InputError("the model does not fit"))
@@ -167,25 +145,20 @@ def test_what_the_user_had_in_the_folder_stays(tmp_path: Path) -> None:
 
 
 def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path) -> None:
-    for number, (error, status, code, sentence) in enumerate(
-        [
-            (InputError("no"), "failed", 2, "no"),
-            (Stopped("stopped at step 3"), "stopped", 75, "stopped at step 3"),
-            (NumericalError("the loss is nan"), "failed", 76, "the loss is nan"),
-            (ValueError("odd"), "failed", 70, "ValueError: odd"),
-            (KeyboardInterrupt(), "failed", 70, "KeyboardInterrupt: "),
-        ]
+    for error, status, code, sentence in (
+        (InputError("no"), "failed", 2, "no"),
+        (Stopped("stopped at step 3"), "stopped", 75, "stopped at step 3"),
+        (NumericalError("the loss is nan"), "failed", 76, "the loss is nan"),
+        (ValueError("odd"), "failed", 70, "ValueError: odd"),
+        (KeyboardInterrupt(), "failed", 70, "KeyboardInterrupt: "),
     ):
-        run = begun(tmp_path / str(number))
+        run = begun(tmp_path / type(error).__name__)
         run.metrics.write_text("")
         preparation = Preparation.write(run, {})
         run.start_summary(started=1.5)
         preparation.close(error)
         assert run.read_summary() == {"started": 1.5, "status": status, "exit_code": code, "error": sentence}
-
-
-def test_a_fault_before_training_keeps_its_folder_too(tmp_path: Path) -> None:
-    run = begun(tmp_path / "run")
+    run = begun(tmp_path / "a fault before training")
     Preparation.write(run, {}).close(ValueError("odd"))
     assert run.read_summary()["error"] == "ValueError: odd"
 
@@ -224,21 +197,19 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
     assert {path for path in before if path not in after} <= {run.checkpoints, run.logs}  # empty ones
 
 
-def test_latest_points_to_the_newest_run(tmp_path: Path) -> None:
+def test_latest_points_to_the_newest_run_and_a_folder_of_this_name_is_left_alone(tmp_path: Path) -> None:
     for name in ("one", "two"):
         RunDir.at(tmp_path / name).mark_latest(tmp_path)
         assert latest(tmp_path, "resume=latest") == RunDir(tmp_path / name)
     assert (tmp_path / "latest").read_text() == "two\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "two"]
-
-
-def test_a_folder_named_latest_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "latest").unlink()
     (tmp_path / "latest").mkdir()
     RunDir.at(tmp_path / "run").mark_latest(tmp_path)
     with pytest.raises(InputError, match="latest is a folder, expected a plain file; name a run folder"):
         latest(tmp_path, "resume=latest")
     assert (tmp_path / "latest").is_dir()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one", "run", "two"]
 
 
 def test_the_latest_run_can_be_elsewhere_if_it_says_that_it_is_of_this_root(tmp_path: Path) -> None:
@@ -264,9 +235,7 @@ def test_a_damaged_summary_is_said_where_it_is_read_and_made_anew_where_it_is_wr
     assert run.read_summary() == {"status": "running"}
 
 
-def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(
-    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
-) -> None:
+def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_path: Path, full_disk: Any) -> None:
     run = begun(tmp_path / "old")
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
         Preparation.write(run, {run.config: "other", run.command: "x" * 1000})
@@ -275,15 +244,9 @@ def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
         Preparation.write(new, {new.config: "other", new.command: "x" * 1000})
     assert not new.path.exists()
-
-
-def test_a_summary_that_cannot_be_written_does_not_hide_why_the_job_ended(
-    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    run = begun(tmp_path / "run")
     run.metrics.write_text("")
     with full_disk(10):
-        run.write_ending(Stopped("stopped at step 3"))
+        run.write_ending(Stopped("stopped at step 3"))  # hides nothing of why the job ended
     assert run.read_summary() == {"status": "running"}
 
 

@@ -82,12 +82,8 @@ def metric_of(name: str, option: str) -> Any:
 def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor) -> Any:
     """What scikit-learn says of a metric; a list with a number for each class for the average `none`."""
     shares, predicted, classes = logits.softmax(1), logits.argmax(1), logits.shape[1]
-    scores = {
-        "accuracy": reference.recall_score,
-        "recall": reference.recall_score,
-        "precision": reference.precision_score,
-        "f1": reference.f1_score,
-    }
+    scores = {"accuracy": reference.recall_score, "recall": reference.recall_score}
+    scores |= {"precision": reference.precision_score, "f1": reference.f1_score}
     if name in scores:
         if average == "micro":
             return reference.accuracy_score(labels, predicted)
@@ -126,20 +122,15 @@ def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(ca
             warnings.simplefilter("ignore")  # of scikit-learn, where there is no score
             values = expected(name, option, logits, labels)
         named = {f"it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {}
-        assert scores.compute() == pytest.approx(named or {"it": values}, rel=1e-5, nan_ok=True), (
-            name,
-            option,
-        )
+        theirs = pytest.approx(named or {"it": values}, rel=1e-5, nan_ok=True)
+        assert scores.compute() == theirs, f"{name} {option}"
 
 
 def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:
-    top2 = metrics.Accuracy(average="micro", top_k=2)
-    assert scores_of(metrics.Accuracy(), 203)["it"] == pytest.approx(
-        reference.balanced_accuracy_score(LABELS, PREDICTED), rel=1e-6
-    )
-    assert scores_of(top2, 100, 100, 3)["it"] == pytest.approx(
-        reference.top_k_accuracy_score(LABELS, SHARES, k=2), rel=1e-6
-    )
+    balanced, top2 = metrics.Accuracy(), metrics.Accuracy(average="micro", top_k=2)
+    theirs = reference.balanced_accuracy_score(LABELS, PREDICTED), reference.top_k_accuracy_score(LABELS, SHARES, k=2)
+    ours = scores_of(balanced, 203)["it"], scores_of(top2, 100, 100, 3)["it"]
+    assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 @pytest.mark.parametrize("labels", [LABELS, LABELS.clamp(max=2)])
@@ -236,10 +227,8 @@ def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest
 
 def test_a_run_writes_the_metrics_of_the_weights_that_decide(tmp_path: Path) -> None:
     job = ("steps=6", "train.eval_every=3", "metric=[accuracy,recall]", "metric.recall.average=none", "device=cpu")
-    plain, averaged = (
-        records(train_here(tmp_path / name, *job, f"train.ema={ema}")) for name, ema in (("a", "null"), ("b", 0.5))
-    )
-    lines = [[line for line in run if "metric/accuracy" in line] for run in (plain, averaged)]
+    runs = [records(train_here(tmp_path / ema, *job, f"train.ema={ema}")) for ema in ("null", "0.5")]
+    lines = [[line for line in run if "metric/accuracy" in line] for run in runs]
     assert [[line["step"] for line in run] for run in lines] == [[3, 6], [3, 6]]
     for tag, run in zip(("acc/val_top1", "acc/val_ema_top1"), lines, strict=True):
         for line in run:
@@ -260,9 +249,7 @@ def test_a_score_without_a_value_is_null_in_every_file(tmp_path: Path) -> None:
     run = train_here(tmp_path / "run", *words, *chosen, "batch=4", "steps=2", "logger=[jsonl,tensorboard]")
     (line,) = [line for line in records(run) if "metric/auroc" in line]
     tags = {tag: value for tag, value in line.items() if tag.startswith("metric/")}
-    precision = {
-        f"metric/average_precision/{name}": value for name, value in zip("abc", (1.0, None, None), strict=True)
-    }
+    precision = {f"metric/average_precision/{name}": {"a": 1.0}.get(name) for name in "abc"}
     assert tags == {"metric/auroc": None, **precision, "metric/kappa": tags["metric/kappa"]}
     assert tags["metric/kappa"] in (0.0, None)  # 0/0 if all are right
     events = EventAccumulator(str(run.path / "val"))
@@ -273,9 +260,7 @@ def test_a_score_without_a_value_is_null_in_every_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path) -> None:
-    score = SimpleNamespace(
-        update=lambda probabilities, labels: None, compute=lambda: torch.tensor([0.5, value]), reset=lambda: None
-    )
+    score = SimpleNamespace(update=None, compute=lambda: torch.tensor([0.5, value]), reset=lambda: None)
     scores = Scores({"it": SimpleNamespace(build=lambda classes: score)}, 2, (), World.solo())
     figures = scores.compute()
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)

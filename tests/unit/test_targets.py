@@ -88,12 +88,9 @@ def test_a_share_is_held_out_of_any_targets(targets: str, tmp_path: Path) -> Non
         assert val.labels.sum(0).tolist() == [4, 8], "four of each kind of image"
 
 
-def test_a_number_that_float32_does_not_hold_is_one_sentence(tmp_path: Path) -> None:
+def test_a_number_that_float32_does_not_hold_and_a_label_of_the_evaluation_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has .1e99. for .label., expected a finite number; correct it"):
         CSV(path=table(tmp_path, "label", [*"12", "1e99", *"45678"]), targets="values").prepare()
-
-
-def test_a_label_of_the_evaluation_split_alone_is_refused(tmp_path: Path) -> None:
     source = CSV(path=table(tmp_path, "label", ["cat"] * 7 + ["cat;dog"]), targets="labels")
     with pytest.raises(InputError, match=r"line 9 of .* has the label 'dog', which no training example has"):
         source.prepare()
@@ -101,10 +98,8 @@ def test_a_label_of_the_evaluation_split_alone_is_refused(tmp_path: Path) -> Non
 
 def test_the_targets_of_a_data_set_are_those_of_the_task(tmp_path: Path) -> None:
     words = ("dataset=csv", f"dataset.path={table(tmp_path, 'label', ['1'] * 8)}")
-    kinds = {
-        task: resolved(*words, f"task={task}").dataset.targets for task in ("multiclass", "multilabel", "regression")
-    }
-    assert kinds == {"multiclass": "classes", "multilabel": "labels", "regression": "values"}
+    for task, targets in {"multiclass": "classes", "multilabel": "labels", "regression": "values"}.items():
+        assert resolved(*words, f"task={task}").dataset.targets == targets
     with pytest.raises(InputError, match=r"the targets of dataset=digits are classes, .* of csv, fake, hf"):
         resolved("task=regression")
 
@@ -266,11 +261,7 @@ def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("labels", "targets", "sentence"),
     [
-        (
-            torch.tensor([[0.0, 1.0], [0.5, 1.5]]),
-            "labels",
-            r"example 1 of .* \[0\.5, 1\.5\], expected shares from 0 to 1",
-        ),
+        (torch.tensor([[0.5, 1.5]]), "labels", r"example 0 of .* \[0\.5, 1\.5\], expected shares from 0 to 1"),
         (torch.tensor([[0.0, torch.nan]]), "values", r"example 0 of .* label \[0\.0, nan\], expected finite numbers"),
         (torch.ones(4, 3), "values", r"the values of .* are float32 \(4, 3\), expected floats \(N, 2\)"),
         (torch.ones(4, dtype=torch.int64), "labels", r"the labels of .* are int64 \(4,\), expected floats"),
@@ -305,12 +296,10 @@ def test_what_is_known_of_labels_and_values_before_a_run() -> None:
     assert "classes" not in {finding.check for finding in findings}, "warnings are of labels too"
 
 
-@given(
-    labels=st.lists(
-        st.lists(st.sampled_from([0.0, 1.0, -3.5, float("nan")]), min_size=2, max_size=2), min_size=2, max_size=8
-    ),
-    kind=st.sampled_from(["mixup", "cutmix"]),
-)
+CELL = st.sampled_from([0.0, 1.0, -3.5, float("nan")])
+
+
+@given(st.lists(st.lists(CELL, min_size=2, max_size=2), min_size=2, max_size=8), st.sampled_from(["mixup", "cutmix"]))
 def test_mixed_targets_are_shares_of_both_and_no_broken_partner_leaks(labels: list[list[float]], kind: str) -> None:
     stored = torch.tensor(labels, dtype=torch.float64)
     size = len(labels)
@@ -332,10 +321,7 @@ def test_mixed_targets_are_shares_of_both_and_no_broken_partner_leaks(labels: li
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> None:
     cells = [";".join(own) for own in LABELS] if task == "multilabel" else [str(row[0]) for row in VALUES]
-    words = (
-        *("dataset=csv", "dataset.decode_size=8", "model=linear", "batch=4", "steps=4", "precision=fp64"),
-        "augment=none",
-    )
+    words = "dataset=csv dataset.decode_size=8 model=linear batch=4 steps=4 precision=fp64 augment=none".split()
     whole = table(tmp_path, "label", cells)
     lines = (tmp_path / "all.csv").read_text().splitlines()
     (tmp_path / "fewer.csv").write_text("\n".join(line for line in lines if not line.startswith("6.png")))
@@ -345,7 +331,6 @@ def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> N
     skipped = train_here(tmp_path / "skipped", *job, f"dataset.path={whole}", "dataset.skip=2")
     tags = [tag for line in records(fewer) for tag in line if tag.startswith(("loss/val", "metric/"))]
     assert len({*tags}) == 4
-    for line, other in zip(records(fewer), records(skipped), strict=True):
-        assert {tag: line[tag] for tag in line if tag in tags} == pytest.approx(
-            {tag: other[tag] for tag in other if tag in tags}, rel=1e-12
-        )
+    for lines in zip(records(fewer), records(skipped), strict=True):
+        one, other = ({tag: line[tag] for tag in line if tag in tags} for line in lines)
+        assert one == pytest.approx(other, rel=1e-12)

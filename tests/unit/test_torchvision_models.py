@@ -45,10 +45,9 @@ def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() 
         assert sketch(option, 7, (3, *option.trained_input().size))
 
 
-HEADS = [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("densenet121", "classifier")]
-
-
-@pytest.mark.parametrize(("name", "head"), HEADS)
+@pytest.mark.parametrize(
+    ("name", "head"), [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("densenet121", "classifier")]
+)
 def test_published_weights_fill_all_but_the_head(
     name: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

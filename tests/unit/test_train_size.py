@@ -15,14 +15,11 @@ from lockstep.job.validate import check_job
 PHOTOS = (*FAKE, "dataset.channels=3", "dataset.size=32", "dataset.examples=40", "batch=20", "model=test_resnet")
 
 
+RESIZED = ("trivialaugment augment.crop=resized", "[6,4]")
+
+
 @pytest.mark.parametrize(
-    ("augment", "size"),
-    [
-        ("standard", "6"),
-        ("none", "[6,4]"),
-        ("randaugment", "[6,10]"),
-        ("trivialaugment augment.crop=resized", "[6,4]"),
-    ],
+    ("augment", "size"), [("standard", "6"), ("none", "[6,4]"), ("randaugment", "[6,10]"), RESIZED]
 )
 def test_training_images_are_those_of_a_job_with_this_size_for_both(augment: str, size: str) -> None:
     words = ["dataset=digits", *f"augment={augment}".split(), "train.cutout=4", "train.cutmix=1", "train.mixup=0.2"]
@@ -40,15 +37,10 @@ PROGRESSIVE = "train.sizes={0: 16, 2: [24,16], 75%: 32}"  # of 8 steps, 2 an epo
 )
 def test_each_step_has_the_images_of_a_run_with_its_size_alone(tmp_path: Path, loader: str) -> None:
     data = photos_of_two_classes(tmp_path, 40, "png") / "photos"
-    words = [
-        *("dataset=folder", f"dataset.path={data}", "dataset.decode_size=40", "batch=27", "steps=8"),
-        "train.mixup=0.2",
-    ]
-    words += ["model=test_resnet", "augment=standard", "dataset.input_size=48", *f"loader={loader}".split()]
-    alone = {
-        size: [images for _, images, _ in lockstep.compose([*words, f"train.size={size}"]).batches()]
-        for size in ("16", "[24,16]", "32")
-    }
+    words = f"dataset=folder dataset.path={data} dataset.decode_size=40 batch=27 steps=8 train.mixup=0.2".split()
+    words += f"model=test_resnet augment=standard dataset.input_size=48 loader={loader}".split()
+    jobs = {size: lockstep.compose([*words, f"train.size={size}"]) for size in ("16", "[24,16]", "32")}
+    alone = {size: [images for _, images, _ in job.batches()] for size, job in jobs.items()}
     job = lockstep.compose([*words, PROGRESSIVE])
     for after in (0, 1, 2, 6, 7):
         for step, images, _ in job.batches(after):
