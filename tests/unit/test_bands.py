@@ -54,9 +54,7 @@ FILES: dict[str, Callable[[Pixels], bytes]] = {
     "TIFF of tiles": lambda pixels: bands(pixels, tile=(16, 16), compression="zlib"),
     "TIFF of planes": lambda pixels: planes(pixels, compression="zlib"),
     "big TIFF of planes in tiles": lambda pixels: planes(pixels, tile=(16, 16), bigtiff=True),
-    "TIFF turned by 90 degrees": lambda pixels: bands(
-        np.rot90(pixels), extratags=[(274, "H", 1, 6, True)], metadata=None
-    ),
+    "TIFF, turned": lambda pixels: bands(np.rot90(pixels), extratags=[(274, "H", 1, 6, True)], metadata=None),
 }
 
 

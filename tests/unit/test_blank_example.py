@@ -51,16 +51,8 @@ def _group() -> Iterator[None]:
 
 def plan(micro_batches: int) -> Plan:
     """Its last global batch has two examples."""
-    return make_plan(
-        examples=14,
-        batch=6,
-        epochs=1,
-        total_steps=None,
-        micro_batches=micro_batches,
-        log_every=1,
-        eval_every=1,
-        save_every=1,
-    )
+    every: dict[str, int] = {"log_every": 1, "eval_every": 1, "save_every": 1}
+    return make_plan(examples=14, batch=6, epochs=1, total_steps=None, micro_batches=micro_batches, **every)
 
 
 @pytest.mark.parametrize("synchronised", [False, True])

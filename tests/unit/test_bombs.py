@@ -77,10 +77,7 @@ def pax(kind: bytes = b"x", **records: str) -> bytes:
 PLAIN, END_OF_DATA = "its member 'a.jpg' is a link, a device or sparse", "unexpected end of data"
 PHOTO = member(size=3, content=b"abc")
 TARS: dict[str, tuple[bytes, str]] = {
-    "a negative size": (
-        member(size=3, content=b"abc", name="b.jpg") + member(size=-512) + END,
-        "has -512 bytes|header",
-    ),
+    "a negative size": (member(name="b.jpg") + member(size=-512) + END, "has -512 bytes|header"),
     "a negative size of pax": (pax(size="-512") + PHOTO + END, "has -512 bytes|header"),
     "a size of pax that is no number": (pax(size="many") + PHOTO + END, "its header at byte 1,536 is damaged"),
     "a header of pax of a negative size": (member(b"x", -512) + PHOTO, "header|negative"),
@@ -135,11 +132,8 @@ def test_a_tar_file_that_leads_astray_is_one_sentence(tmp_path: Path, name: str)
 def tiles_of_grey(side: int) -> bytes:
     """GREY as a TIFF of tiles, padded with zeros."""
     padded = np.pad(GREY, [(0, -size % side) for size in GREY.shape])
-    tiles = [
-        part.tobytes()
-        for row in np.split(padded, len(padded) // side)
-        for part in np.split(row, row.shape[1] // side, 1)
-    ]
+    rows = np.split(padded, len(padded) // side)
+    tiles = [part.tobytes() for row in rows for part in np.split(row, row.shape[1] // side, 1)]
     return tiff({256: [64], 257: [48], 259: [8], 322: [side], 323: [side]}, [*map(zlib.compress, tiles)])
 
 

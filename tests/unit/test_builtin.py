@@ -51,27 +51,21 @@ def write_mnist(root: Path, **changed: np.ndarray) -> Path:
     return root
 
 
-def test_digits_holds_out_a_fifth_of_each_class() -> None:
-    train, val = (torch.bincount(split.labels) for split in (Digits().train(), Digits().eval()))
-    assert torch.equal(val, (train + val) // 5)
-
-
-def test_digits_is_every_image_of_scikit_learn_once() -> None:
+def test_digits_is_every_image_of_scikit_learn_once_a_fifth_held_out() -> None:
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     ours = torch.cat([Digits().train().images, Digits().eval().images]).flatten(1).tolist()
     theirs = (bunch.images * (255 / 16)).astype(np.uint8).reshape(len(bunch.images), -1).tolist()
     assert Counter(map(tuple, ours)) == Counter(map(tuple, theirs))
+    train, val = (torch.bincount(split.labels) for split in (Digits().train(), Digits().eval()))
+    assert torch.equal(val, (train + val) // 5)
 
 
-def test_the_mean_and_deviation_of_digits_are_those_of_its_training_split() -> None:
+def test_digits_has_the_mean_and_deviation_of_its_split_read_once() -> None:
     pixels = Digits().train().images.double() / 255
     assert pixels.mean().item() == pytest.approx(Digits.mean[0], abs=2e-3)
     assert pixels.std().item() == pytest.approx(Digits.std[0], abs=2e-3)
-
-
-def test_a_split_is_read_once_per_process() -> None:
     assert Digits().train() is Digits().train()
 
 
@@ -93,15 +87,9 @@ def test_mnist_reads_the_real_files(tmp_path: Path) -> None:
     assert pixels.std().item() == pytest.approx(MNIST.std[0], abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"train_labels_idx1": np.zeros(5, dtype=np.uint8)},
-        {"train_images_idx3": np.zeros((12, 20, 20), dtype=np.uint8)},
-    ],
-    ids=["fewer labels", "other images"],
-)
-def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, changed: dict[str, np.ndarray]) -> None:
+@pytest.mark.parametrize(("name", "shape"), [("train_labels_idx1", 5), ("train_images_idx3", (12, 20, 20))])
+def test_files_that_do_not_fit_each_other_are_refused(tmp_path: Path, name: str, shape: Any) -> None:
+    changed = {name: np.zeros(shape, dtype=np.uint8)}
     with pytest.raises(InputError, match=r"has images \(12, .*, expected one for each label, \(\d+, 1, 28, 28\)"):
         MNIST(root=str(write_mnist(tmp_path, **changed))).train()
 
@@ -269,10 +257,8 @@ def prepare_in_a_process(arrival: str, root: str, url: str, resources: str) -> N
 
 def test_two_processes_that_want_a_missing_data_set_at_once_download_it_once(tmp_path: Path, mirror: Mirror) -> None:
     places = (tmp_path / "data", mirror.url, json.dumps(mirror.resources))
-    processes = [
-        forks().start(f"{__name__}:prepare_in_a_process", str(tmp_path / "arrivals" / str(number)), *map(str, places))
-        for number in range(2)
-    ]
+    function, arrivals = f"{__name__}:prepare_in_a_process", [str(tmp_path / "arrivals" / name) for name in "ab"]
+    processes = [forks().start(function, arrival, *map(str, places)) for arrival in arrivals]
     assert [result(process).code for process in processes] == [0, 0]
     assert sorted(mirror.requests) == sorted(mirror.files)
 

@@ -50,12 +50,8 @@ def test_the_number_of_images_and_the_weights_choose(
 def test_what_is_typed_is_kept_and_every_choice_is_said(missing: str) -> None:
     job = built(*RECIPE)
     lines = by_images.notes(job, resolve(job, sweep=False, images=80), 80)
-    assert lines[1:] == [
-        "chosen for 80 images: epochs=120 train.ema=0.99 train.patience=50%"
-        if missing
-        else "chosen for 80 images: epochs=40 train.freeze=[backbone] train.freeze_until=10% train.ema=0.99 "
-        "train.patience=50%"
-    ]
+    start = "epochs=120" if missing else "epochs=40 train.freeze=[backbone] train.freeze_until=10%"
+    assert lines[1:] == [f"chosen for 80 images: {start} train.ema=0.99 train.patience=50%"]
     assert bool(missing) == any(REASON in line and "init_from=FILE" in line for line in lines)
     block = ("train.ema=null", "train.mixup=0", "train.freeze=[conv1]", "train.freeze_until=1ep", "train.patience=2")
     words = ("epochs=3", "model.pretrained=false", *block)
@@ -74,14 +70,8 @@ def test_a_resume_keeps_the_choices_when_the_weights_come_or_go(
 ) -> None:
     monkeypatch.setattr(Timm, "missing_weights", lambda self: REASON)
     monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
-    words = (
-        "dataset.path=photos",
-        "dataset.decode_size=32",
-        "loader.workers=0",
-        "device=cpu",
-        "train.patience=null",
-        "dataset.input_size=32",
-    )
+    words = ("dataset.path=photos", "dataset.decode_size=32", "loader.workers=0", "device=cpu", "train.patience=null")
+    words = (*words, "dataset.input_size=32")
     run = lockstep.train([*RECIPE[::2], *words, "epochs=2"]).folder
     monkeypatch.setattr(Timm, "missing_weights", lambda self: "")
     lockstep.train([f"resume={run}", "epochs=3"])

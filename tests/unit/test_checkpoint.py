@@ -163,7 +163,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_although_training_goes_on(run:
     assert same(resumed.everything(), before)
 
 
-def test_weights_of_any_layout_and_shared_ones_are_kept_and_the_best_without_an_average(run: RunDir) -> None:
+def test_weights_of_any_layout_shared_or_without_an_average_are_kept(run: RunDir) -> None:
     contents, target = parts(), writer(run)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Linear(4, 4)).to(memory_format=torch.channels_last)
     model[2].weight = model[1].weight
@@ -186,7 +186,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_one_flipped_bit_and_a_file_that_is_cut_short_huge_or_missing_are_found(run: RunDir, name: str) -> None:
+def test_a_flipped_bit_and_a_file_cut_short_huge_or_missing_are_found(run: RunDir, name: str) -> None:
     (path,) = saved(run, 1)
     bits = 8 * (path / name).stat().st_size
     for bit in {*range(0, bits, max(1, bits // 50)), *range(16), *range(bits - 16, bits)}:
@@ -527,9 +527,7 @@ def test_weights_are_found_in_a_run_folder_a_checkpoint_and_a_file(run: RunDir, 
     assert same(dict(model.state_dict()), dict(parts(0).model.state_dict()))
 
 
-def test_weights_of_another_model_are_refused_by_their_tensors_and_broken_or_missing_ones(
-    run: RunDir, tmp_path: Path
-) -> None:
+def test_weights_that_are_missing_broken_or_of_another_model_are_refused(run: RunDir, tmp_path: Path) -> None:
     saved(run, 1)
     model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(64, 3))
     says = "is of another model: 2 tensors differ, e.g. 0.bias (here (8,), there (4,)), 0.weight (here"
@@ -563,7 +561,7 @@ def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: boo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
-def test_a_link_or_a_pipe_in_the_place_of_a_file_and_a_link_to_a_checkpoint_are_damage(
+def test_a_link_or_a_pipe_in_the_place_of_a_file_or_a_folder_is_damage(
     run: RunDir, tmp_path: Path, name: str
 ) -> None:
     first, second, third = saved(run, 1, 2, 3)

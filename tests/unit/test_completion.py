@@ -104,7 +104,7 @@ def test_a_name_of_timm_composes_to_every_field_of_its_class(words: str) -> None
     assert node == components.node(Timm(name=words.rpartition("=")[2], drop_rate=0.1))
 
 
-def test_files_and_names_are_listed_together_and_a_file_wins_over_a_name_of_timm() -> None:
+def test_files_and_names_are_listed_together_and_a_file_wins() -> None:
     with initialize_config_dir(str(ROOT / "conf")):
         options = GlobalHydra.instance().config_loader().get_group_options("model")
     assert {"digitnet", "resnet34", "resnet50d", "vit_tiny_patch16_224"} <= set(options)

@@ -64,9 +64,8 @@ def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.Captu
     lines.evaluated(12, AVERAGED, None, best=True)
     lines.close()
     first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith(
-        "epoch 2/3  step 11/25  loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %  val loss 0.25"
-    )
+    figures = "loss 0.5123  top-1  81.2 %   1,500 img/s  wait  25 %  val loss 0.25"
+    assert first.startswith(f"epoch 2/3  step 11/25  {figures}")
     assert second.startswith("epoch 2/3  step 12/25  val loss 0.2500  val top-1 93.46 %  average 95.00 %  left 0:0")
 
 
@@ -88,9 +87,8 @@ def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
         bar.evaluated(7, AVERAGED, LARGE, best=False)
     finally:
         bar.close()
-    (line,) = (
-        line for line in re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue()).splitlines() if "epoch" in line
-    )
+    text = re.sub(r"\x1b\[[?\d;]*[a-zA-Z]", "", screen.getvalue())
+    (line,) = (line for line in text.splitlines() if "epoch" in line)
     assert len(line.rpartition("\r")[2]) <= width
 
 
@@ -106,9 +104,10 @@ def test_at_eighty_columns_the_rate_stays(monkeypatch: pytest.MonkeyPatch) -> No
 def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    green = "\x1b[32m"
     for scores, best, coloured in (
-        (SCORES, True, "\x1b[32m93.46 %"),
-        (AVERAGED, True, "\x1b[32m95.00 %"),
+        (SCORES, True, f"{green}93.46 %"),
+        (AVERAGED, True, f"{green}95"),
         (SCORES, False, ""),
     ):
         screen = terminal(monkeypatch)
@@ -167,19 +166,18 @@ def test_a_terminal_gets_a_bar_that_goes_away(monkeypatch: pytest.MonkeyPatch) -
     assert "epoch 2/3  step 20/25" in seen
 
 
-def test_a_pipe_gets_lines_even_where_colours_are_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_ranks_show_nothing_and_a_pipe_gets_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = display(PLAN, left(0), Monitor(), is_main=False)
+    assert type(nothing) is Display
+    nothing.evaluated(1, SCORES, WINDOW, best=True)
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(log, "console", Console(file=io.StringIO(), force_terminal=True))
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     lines = display(PLAN, left(0), Monitor(), is_main=True)
     lines.close()
     assert type(lines) is Lines
-
-
-def test_other_ranks_show_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    nothing = display(PLAN, left(0), Monitor(), is_main=False)
-    assert type(nothing) is Display
-    nothing.evaluated(1, SCORES, WINDOW, best=True)
-    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("width", [120, 80, 24])

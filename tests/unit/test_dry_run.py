@@ -38,9 +38,14 @@ def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of
     assert examples == tried
 
 
-def test_a_trial_of_one_example_works_where_batch_norm_takes_none() -> None:
+def test_a_trial_needs_neither_two_examples_nor_published_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     job = resolved("model=test_resnet", "dataset=fake", "dataset.size=16", "batch=1")
     dry_run_step(job, World.solo(), 1)()
+    job = resolved("model=test_resnet", "model.pretrained=true", "dataset=fake", "dataset.size=32")
+    monkeypatch.setattr(zoo, "published_weights", None)
+    dry_run_step(job, World.solo(), 2)()
 
 
 def test_a_trial_has_all_that_takes_memory_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +94,6 @@ def test_a_trial_trains_the_layers_that_thaw_in_the_run(monkeypatch: pytest.Monk
         dry_run_step(resolved("train.freeze=[backbone]", until), World.solo(), 2)()
     thawed, frozen = [len(state.optimizer.state) for state in states]
     assert (thawed, frozen) == (len(list(states[0].model.parameters())), 2)
-
-
-def test_a_trial_needs_no_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = resolved("model=test_resnet", "model.pretrained=true", "dataset=fake", "dataset.size=32")
-    monkeypatch.setattr(zoo, "published_weights", None)
-    dry_run_step(job, World.solo(), 2)()
 
 
 def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
@@ -166,11 +165,8 @@ def test_a_step_fits_if_it_has_room_in_a_ranks_share_of_the_memory_beside_what_i
     two = World(rank=0, local_rank=0, size=2, local_size=2, device=torch.device("cpu"))
     limits = resource.getrlimit(resource.RLIMIT_AS)
     monkeypatch.setattr(dry_run, "available_memory", lambda: 8 * GB)  # 4 GB for each rank
-    monkeypatch.setattr(
-        dry_run,
-        "dry_run_step",
-        lambda job, world, examples: lambda: torch.empty(int(step_gb * GB), dtype=torch.uint8),
-    )
+    step = lambda job, world, examples: lambda: torch.empty(int(step_gb * GB), dtype=torch.uint8)  # noqa: E731
+    monkeypatch.setattr(dry_run, "dry_run_step", step)
     assert fits(resolved("device=cpu"), two, 1, held_gb) == fitting
     assert resource.getrlimit(resource.RLIMIT_AS) == limits, "training itself is not bounded"
 

@@ -8,31 +8,20 @@ from lockstep.core import errors
 from lockstep.core.errors import BY_EXIT_CODE, InputError, did_you_mean, escaped, masked
 
 
-@pytest.mark.parametrize(
-    ("name", "code"),
-    [
-        ("LockstepError", 70),
-        ("InputError", 2),
-        ("StorageError", 74),
-        ("Stopped", 75),
-        ("NumericalError", 76),
-        ("RankFailed", 70),
-    ],
-)
-def test_every_error_has_the_exit_code_of_its_kind(name: str, code: int) -> None:
-    error = getattr(errors, name)
-    assert issubclass(error, errors.LockstepError)
-    assert error.exit_code == code
-    assert code == 70 or BY_EXIT_CODE[code] is error
+def test_every_error_has_the_exit_code_of_its_kind() -> None:
+    codes = {"InputError": 2, "StorageError": 74, "Stopped": 75, "NumericalError": 76, "RankFailed": 70}
+    for name, code in codes.items() | {("LockstepError", 70)}:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.LockstepError)
+        assert error.exit_code == code
+        assert code == 70 or BY_EXIT_CODE[code] is error
 
 
 def test_a_misspelt_word_gets_suggestions() -> None:
     options = ["momentum", "moment", "weight_decay", "lr"]
     assert did_you_mean("momentun", options) == " Did you mean 'momentum', 'moment'?"
     assert did_you_mean("ADAM-W", ["adam", "adam_w", "adam_wide"]).startswith(" Did you mean 'adam_w', 'adam_wide'")
-    assert did_you_mean("vit_base", ["gcvit_base", "vit_base_patch16_224"]).startswith(
-        " Did you mean 'vit_base_patch"
-    )
+    assert did_you_mean("vit_base", ["gcvit_base", "vit_base_patch16"]).startswith(" Did you mean 'vit_base_patch")
     assert did_you_mean("weigth_decay", options, prefix="optimizer.") == " Did you mean 'optimizer.weight_decay'?"
     assert did_you_mean("xyz", options) == ""
     assert did_you_mean("lr", []) == ""
@@ -72,11 +61,8 @@ def test_no_text_that_is_shown_has_a_secret_of_a_url(url: str, sentence: str) ->
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        *("sqlite:///a/b.db", "https://host:8080/a?page=2", "ann@host", "a: b@c", "postgresql://ann@db/x"),
-        "tcp://[::1]:29500",
-    ],
+    "text", ["sqlite:///a/b.db", "https://host:8080/a?page=2", "ann@host", "a: b@c", "tcp://[::1]:29500"]
 )
 def test_a_url_without_a_secret_is_shown_as_it_is(text: str) -> None:
     assert escaped(text) == text
+    assert escaped("postgresql://ann@db/x") == "postgresql://ann@db/x"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,40 +52,22 @@ def two_greys(root: Path) -> Folder:
     return Folder(path=str(root), decode_size=8)
 
 
-def scores(
-    model: nn.Module,
-    source: Any,
-    *,
-    block: int = 64,
-    kind: Any = None,
-    precision: FP32 | None = None,
-    views: int = 1,
-    loss: Any = None,
-    world: World | None = None,
-    observers: tuple[EvaluationObserver, ...] = (),
-    between: Callable[[int, int], None] = lambda done, blocks: None,
-) -> Any:
-    world, chosen = world or World.solo(), kind or Resident()
-    val, format_ = source.eval(), precision or FP64()
+USUAL = {"block": 64, "kind": Resident(), "precision": FP64(), "loss": CrossEntropy(), "world": World.solo()}
+QUIET = {"observers": (), "between": lambda done, blocks: None}
+
+
+def scores(model: nn.Module, source: Any, **options: Any) -> Any:
+    block, kind, precision, loss, world = ({**USUAL, **options}[key] for key in USUAL)
+    val, observed = source.eval(), {key: options.get(key, value) for key, value in QUIET.items()}
+    feed = {"eval_labels": val.labels.clone(), "eval_feed": kind.feed(val, world), "skip": val.skip}
+    built = loss.build(source.classes, source.train().labels)
     return evaluate(
         model,
         task=Multiclass(),
-        loss=MaskedLoss(
-            (loss or CrossEntropy()).build(source.classes, source.train().labels), tolerates_broken=val.skip > 0
-        ),
-        loader=EvalLoader(
-            world=world,
-            eval_batch=block,
-            eval_labels=val.labels.clone(),
-            eval_feed=chosen.feed(val, world),
-            skip=val.skip,
-        ),
-        transforms=DeviceTransforms.of(source, CropFlip(), device=world.device, precision=format_, seed=0),
-        precision=format_,
-        world=world,
-        views=views,
-        observers=observers,
-        between=between,
+        loss=MaskedLoss(built, tolerates_broken=val.skip > 0),
+        loader=EvalLoader(world=world, eval_batch=block, **feed),
+        transforms=DeviceTransforms.of(source, CropFlip(), device=world.device, precision=precision, seed=0),
+        **{"precision": precision, "world": world, "views": 1, **observed},
     )
 
 
@@ -241,10 +222,8 @@ def test_six_views_move_an_image_by_a_pixel_both_ways_for_half_of_the_weight() -
     assert torch.equal(views_of_image[0], images)
     assert torch.equal(views_of_image[1][..., 1:, 1:], images[..., :-1, :-1])
     assert torch.equal(views_of_image[2][..., :-1, :-1], images[..., 1:, 1:])
-    assert all(
-        torch.equal(plain.flip(-1), mirrored)
-        for plain, mirrored in zip(views_of_image[:3], views_of_image[3:], strict=True)
-    )
+    for plain, mirrored in zip(views_of_image[:3], views_of_image[3:], strict=True):
+        assert torch.equal(plain.flip(-1), mirrored)
 
 
 def test_evaluation_leaves_the_model_as_it_was() -> None:
@@ -259,7 +238,7 @@ def test_evaluation_leaves_the_model_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", [Resident(), Streaming(workers=0)], ids=repr)
-def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
+def test_broken_images_do_not_count_and_a_split_of_them_alone_is_refused(tmp_path: Path, kind: Any) -> None:
     whole = two_greys(tmp_path)
     # One image of the dark class is bright: one error in twelve images, and then in ten.
     Image.fromarray(np.full((8, 8, 3), 255, dtype=np.uint8)).save(tmp_path / "val" / "a" / "0.png")
@@ -273,10 +252,6 @@ def test_broken_images_do_not_count(tmp_path: Path, kind: Any) -> None:
     LISTINGS.clear()
     assert actual["top1"] == pytest.approx(90)
     assert actual == pytest.approx(scores(Mean(), whole, kind=kind), rel=1e-12)
-
-
-def test_a_split_of_broken_images_alone_is_refused(tmp_path: Path) -> None:
-    two_greys(tmp_path)
     for path in (tmp_path / "val").glob("*/*.png"):
         path.write_bytes(b"no image")
     with pytest.raises(InputError, match="no image of the split can be decoded"):

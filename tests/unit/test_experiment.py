@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -82,11 +81,9 @@ def folder_of_noise(root: Path) -> None:
 def test_the_data_has_the_options_of_its_job(tmp_path: Path) -> None:
     folder_of_noise(tmp_path)
     words = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8", "dataset.crop_from=file")
-    words += (
-        *("loader=streaming", "loader.workers=0", "batch=1", "seed=7", "input.interpolation=bicubic"),
-        *("train.mixup=0.25", "train.cutmix=0.5", "train.mix_by=batch", "train.mix_switch=0.1"),
-        *("train.mix_prob=0.9", "epochs=10", "train.mix_until=90%"),
-    )
+    words += ("loader=streaming", "loader.workers=0", "batch=1", "seed=7", "input.interpolation=bicubic")
+    words += ("train.mixup=0.25", "train.cutmix=0.5", "train.mix_by=batch", "train.mix_switch=0.1")
+    words += ("train.mix_prob=0.9", "epochs=10", "train.mix_until=90%")
     _, data = build_data(resolved(*words), World.solo())
     split: Any = data.train
     assert (split.crop.seed, data.transforms.seed) == (7, 7)
@@ -148,12 +145,10 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
 def test_the_energy_of_a_job_on_several_machines_is_not_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "lockstep.training.build_observers.HardwareWatch", lambda **options: SimpleNamespace(joules=1.0, **options)
-    )
+    watch = "lockstep.training.build_observers.HardwareWatch"
+    monkeypatch.setattr(watch, lambda **options: SimpleNamespace(joules=1.0, **options))
     job, data = build_data(resolved("model=linear"), World.solo())
     state = build_state(job, World.solo(), data.plan, lambda number: data.normalised(number, World.solo()))
-
     one, two = (RunDir.at(tmp_path / name) for name in ("one", "two"))
 
     def end_at_once(run: RunDir, world: World) -> None:
@@ -186,13 +181,10 @@ def test_a_loop_of_ones_own_takes_the_steps_of_the_run_to_the_bit(option: str, t
     assert not [name for name, value in parts.model.state_dict().items() if not torch.equal(value, trained[name])]
 
 
-@pytest.mark.parametrize(
-    ("loop", "loss"),
-    [
-        ("own", "cross_entropy"),
-        *(("lockstep", loss) for loss in ("bce", "focal", "cross_entropy loss.class_weights=[2,2]")),
-    ],
-)
+LOSSES = ("bce", "focal", "cross_entropy loss.class_weights=[2,2]")
+
+
+@pytest.mark.parametrize(("loop", "loss"), [("own", "cross_entropy"), *(("lockstep", loss) for loss in LOSSES)])
 def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
     loop: str, loss: str, tmp_path: Path
 ) -> None:
@@ -227,9 +219,7 @@ def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
     expected = {
         "cross_entropy": F.cross_entropy(logits, targets),
         "bce": F.binary_cross_entropy_with_logits(logits, F.one_hot(targets).double()),
-        "focal": (
-            (1 - logits.softmax(1)[range(6), labels]) ** 2 * F.cross_entropy(logits, targets, reduction="none")
-        ),
+        "focal": (1 - logits.softmax(1)[range(6), labels]) ** 2 * F.cross_entropy(logits, targets, reduction="none"),
         "cross_entropy loss.class_weights=[2,2]": 2 * F.cross_entropy(logits, targets),
     }
     assert line["loss/train"] == pytest.approx(float(expected[loss].mean()), rel=1e-9)
@@ -258,10 +248,8 @@ def test_a_run_ends_with_a_line_about_an_average_that_is_worse_than_the_weights(
     run = train_here(tmp_path / "run", "model.width=8", "steps=20", "train.eval_every=20", *ema.split())
     last = records(run)[-1]
     printed = " ".join(capsys.readouterr().out.split())
-    scores = (
-        f"average {last.get('acc/val_ema_top1', 0):.2f} % top-1 at the last step, "
-        f"and the raw weights {last['acc/val_top1']:.2f} %"
-    )
+    average, raw = last.get("acc/val_ema_top1", 0), last["acc/val_top1"]
+    scores = f"average {average:.2f} % top-1 at the last step, and the raw weights {raw:.2f} %"
     assert (scores in printed) == bool(says)
     assert says in printed
 
@@ -270,7 +258,7 @@ DIVERGING = ("optimizer=sgd", "optimizer.lr=1e6", "steps=8", "train.eval_every=1
 
 
 def test_a_crash_dump_without_room_on_the_disk_is_a_warning_and_leaves_nothing(
-    tmp_path: Path, full_disk: Callable[[int], AbstractContextManager[None]], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, full_disk: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with full_disk(20_000), pytest.raises(NumericalError):  # enough for the batch, too little for the weights
         train_here(tmp_path / "run", *DIVERGING)

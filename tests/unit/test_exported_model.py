@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,11 +58,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
 
 def exported(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, *, fault: float) -> float:
     """Export a model in a format whose logits are the model's and a fault; returns how far they differ."""
-    form = exporting.Format(
-        ".file",
-        lambda *arguments: arguments[-1].touch(),
-        lambda _: lambda images: predictor.logits(images).clamp(max=LARGEST) + fault,
-    )
+    logits = lambda images: predictor.logits(images).clamp(max=LARGEST) + fault  # noqa: E731
+    form = exporting.Format(".file", lambda *arguments: arguments[-1].touch(), lambda _: logits)
     monkeypatch.setitem(exporting.FORMATS, "faulty", form)
     return exporting.write_export(predictor, IMAGES, path / "model.file", kind="faulty", floats=False)
 
@@ -69,12 +67,7 @@ def exported(predictor: Predictor, path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.numerics
 @pytest.mark.parametrize(("fault", "warns"), [(0.5, False), (50.0, True)])
 def test_large_logits_may_differ_by_a_share_of_the_largest(
-    digits: Predictor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    fault: float,
-    warns: bool,
+    digits: Predictor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, fault: float, warns: bool
 ) -> None:
     with torch.no_grad():
         large = replace(digits, model=Large())

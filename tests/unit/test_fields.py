@@ -45,12 +45,8 @@ RULED = [(key, cls, field.name) for key, cls, field in keys() if fields.rule_of(
 
 
 def test_every_number_and_every_text_of_a_config_has_a_rule() -> None:
-    without = {
-        key
-        for key, cls, field in keys()
-        if re.search(r"\b(int|float|str)\b", str(field.type)) and fields.rule_of(cls, field.name) is None
-    }
-    assert without == set(MANY)
+    unruled = [(key, field) for key, cls, field in keys() if fields.rule_of(cls, field.name) is None]
+    assert {key for key, field in unruled if re.search(r"\b(int|float|str)\b", str(field.type))} == set(MANY)
 
 
 def beyond(end: float, direction: float, rule: Number) -> float:
@@ -96,9 +92,14 @@ def test_a_value_out_of_range_is_refused_in_one_short_sentence_and_a_default_is_
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語", "👩\u200d💻", "می\u200cخواهم", "a\u00a0b", "$(touch x)"])
-def test_other_text_is_text(text: str) -> None:
+def test_other_text_is_text_and_a_name_in_a_path_is_measured_in_bytes(text: str) -> None:
     assert TEXT.fits(text)
     assert PATH.fits(text)
+    assert [PATH.fits(name) for name in ("photos/" + "é" * 127, "photos/" + "é" * 128, "é/" * 2000)] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_the_first_and_the_last_number_of_a_range_are_in_it() -> None:
@@ -147,9 +148,8 @@ def test_a_subclass_keeps_the_rule_of_a_field_whose_default_it_changes() -> None
     class Faster(Base):
         rate: float = 0.9
 
-    assert list(fields.problems(Faster, {"rate": 2.0}, "x.")) == [
-        "x.rate is 2.0, expected a number above 0 and at most 1: x.rate=0.9"
-    ]
+    (sentence,) = fields.problems(Faster, {"rate": 2.0}, "x.")
+    assert sentence == "x.rate is 2.0, expected a number above 0 and at most 1: x.rate=0.9"
 
 
 def test_the_views_of_an_evaluation_are_those_that_a_config_may_name() -> None:
@@ -161,22 +161,14 @@ def test_the_views_of_an_evaluation_are_those_that_a_config_may_name() -> None:
 
 @pytest.mark.parametrize("number", ["2", "9223372036854775808"])
 def test_a_number_is_refused_where_an_option_would_take_it_for_true(number: str) -> None:
-    with pytest.raises(
-        InputError, match=rf"^augment.alternate is {number}, expected true or false: augment.alternate=true$"
-    ):
+    sentence = rf"^augment.alternate is {number}, expected true or false: augment.alternate=true$"
+    with pytest.raises(InputError, match=sentence):
         built("augment=crop_flip", f"augment.alternate={number}")
     built("augment=crop_flip", "augment.alternate=1")
 
 
 def test_every_value_of_a_list_and_of_a_block_is_checked() -> None:
-    assert [*problems(Job, {"train": {"eval_every": "1ep", "mixup": -1}})] == [
-        next(problems(Job, {"train": {"mixup": -1}}))
-    ]
+    refused = [*problems(Job, {"train": {"eval_every": "1ep", "mixup": -1}})]
+    assert refused == [*problems(Job, {"train": {"mixup": -1}})] != []
     (sentence,) = problems(AdamW, {"betas": [0.9, 2]})
     assert sentence.startswith("betas is [0.9, 2], expected each a number from 0")
-
-
-def test_a_name_in_a_path_is_measured_in_bytes() -> None:
-    assert PATH.fits("photos/" + "é" * 127)
-    assert not PATH.fits("photos/" + "é" * 128)
-    assert not PATH.fits("é/" * 2000)

@@ -17,12 +17,9 @@ from lockstep.telemetry.profile import STEPS, peak_flops, training_flops
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def test_training_on_an_example_is_three_times_the_published_forward_of_resnet18() -> None:
+def test_training_on_an_example_is_three_times_the_known_forward() -> None:
     flops = training_flops(timm.create_model("resnet18"), (3, 224, 224))
     assert flops == pytest.approx(3 * 2 * 1.82e9, rel=0.02)
-
-
-def test_a_linear_layer_is_counted_exactly() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10)).double()
     assert training_flops(model, (1, 8, 8)) == 3 * 2 * 64 * 10
 
@@ -85,9 +82,6 @@ def test_the_peak_of_a_gpu_is_that_of_its_data_sheet_or_unknown(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(CUDA, dtype, tf32=tf32) == pytest.approx(expected)
-
-
-def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops(CPU, torch.float32, tf32=False) == 0
 
 

@@ -66,9 +66,8 @@ def test_files_that_are_no_images_are_left_out_counted_and_reported(root: Path) 
     (root / "train" / "cat" / ".thumbnails" / "040.png").write_text("hidden")
     folder = Folder(path=str(root), decode_size=8)
     assert len(folder.train()) == 6
-    assert folder.notes()[0] == (
-        f"{root}/train: skipped 8 other files (3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix)"
-    )
+    kinds = "3 hidden, 2 .txt, 1 .csv, 1 .db, 1 without a suffix"
+    assert folder.notes()[0] == f"{root}/train: skipped 8 other files ({kinds})"
 
 
 def test_a_class_without_an_image_to_evaluate_is_reported(root: Path) -> None:
@@ -169,9 +168,8 @@ def test_a_folder_is_listed_once_however_often_it_is_asked_for(root: Path, monke
         assert (source.classes, len(source.train()), len(source.eval())) == (3, 6, 2)
         source.fingerprint()
         looked_for = [str(root), str(root / "train"), str(root / "val")]
-    assert sorted(scanned) == sorted(
-        [*looked_for, *looked_for[1:], *(str(file) for name in ("train", "val") for file in (root / name).iterdir())]
-    )
+    classes = [str(file) for name in ("train", "val") for file in (root / name).iterdir()]
+    assert sorted(scanned) == sorted([*looked_for, *looked_for[1:], *classes])
 
 
 def test_the_fingerprint_is_that_of_the_names_by_class_wherever_the_folder_lies(root: Path, tmp_path: Path) -> None:

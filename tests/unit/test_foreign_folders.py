@@ -112,24 +112,20 @@ def test_no_writer_writes_elsewhere_or_waits(tmp_path: Path, writer: str, trap: 
     assert not [*folder.rglob("*.tmp")]
 
 
-def run_at(path: Path) -> object:
-    return RunDir.at(path.parent)
+MAKERS: dict[str, Callable[[Path], object]] = {
+    "plots": make_folder,
+    **dict.fromkeys(("logs", "checkpoints", ".hydra"), lambda path: RunDir.at(path.parent)),
+    JOBS: lambda path: Ledger(path.parent).create(IDENTITY),
+}
 
 
-def sweep_at(path: Path) -> object:
-    return Ledger(path.parent).create(IDENTITY)
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [(make_folder, "plots"), (run_at, "logs"), (run_at, "checkpoints"), (run_at, ".hydra"), (sweep_at, JOBS)],
-)
-def test_no_subfolder_is_a_link(tmp_path: Path, name: str, make: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize("name", MAKERS)
+def test_no_subfolder_is_a_link(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(InputError, match=f"{name} is a symbolic link, expected a folder"):
-        make(tmp_path / "run" / name)
+        MAKERS[name](tmp_path / "run" / name)
     assert [*(tmp_path / "elsewhere").iterdir()] == []
 
 

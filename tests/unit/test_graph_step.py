@@ -88,10 +88,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
 
 def run(folder: Path, *overrides: str, stop_at: int | None = None) -> Path:
     # An epoch has three full batches and one of six examples.
-    job = (
-        *("dataset=fake", "dataset.size=8", "dataset.classes=10", "dataset.examples=30", "batch=8", "precision=fp64"),
-        *("telemetry.interval=1", "train.eval_every=100%", "train.cuda_graph=true"),
-    )
+    job = ("dataset=fake", "dataset.size=8", "dataset.classes=10", "dataset.examples=30", "batch=8", "precision=fp64")
+    job = (*job, "telemetry.interval=1", "train.eval_every=100%", "train.cuda_graph=true")
     return train_here(folder, *job, *overrides, stop_at=stop_at).path
 
 

@@ -75,9 +75,8 @@ def test_every_text_comes_back_through_the_shell_and_hydra(text: str) -> None:
 @pytest.mark.parametrize("text", ["null", "a=b,c", "it's", 'say "x"', "a\\"])
 def test_bash_reads_the_words_that_were_meant(text: str) -> None:
     words = ["python", "train.py", override("resume", text)]
-    shown = subprocess.run(
-        ["bash", "-c", f"printf '%s\\n' {shell_command(words)}"], capture_output=True, text=True, check=True
-    )
+    line = f"printf '%s\\n' {shell_command(words)}"
+    shown = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert shown.stdout.splitlines() == words
 
 

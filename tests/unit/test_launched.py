@@ -161,7 +161,7 @@ def test_ranks_of_a_script_find_out_which_of_them_share_a_machine(monkeypatch: p
     assert launched_place() == Place(rank=4, size=5, local_rank=1, local_size=2)
 
 
-def test_an_address_of_this_machine_is_known_as_its_own_and_has_its_interface() -> None:
+def test_an_address_of_this_machine_is_its_own_and_has_an_interface() -> None:
     assert addresses.interface_of("127.0.0.1") == "lo"
     assert addresses.interface_to("127.0.0.2", 9) == "lo"
     assert addresses.interface_of("198.51.100.1") is None

@@ -293,7 +293,7 @@ def test_gpus_that_others_use_are_left_out_by_name_unless_the_user_names_them(
     assert capsys.readouterr().out.startswith(says if free else "")
 
 
-def test_a_job_is_found_again_by_its_overrides_in_any_order_and_wherever_the_sweep_was_moved(tmp_path: Path) -> None:
+def test_a_job_is_found_by_its_overrides_in_any_order_after_a_move_too(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     first = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
     again = ledger.enter([(["batch=8", "seed=2"], "x"), (["seed=3", "batch=8"], "seed=3")])
@@ -355,7 +355,7 @@ def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
     assert not job(0, **facts).runs_here
 
 
-def test_a_call_runs_what_is_not_done_and_what_failed_or_was_submitted_on_request() -> None:
+def test_a_call_runs_what_is_not_done_and_on_request_what_failed() -> None:
     records = [job(number, state=state) for number, state in enumerate(State)]
     names = [record.state for record in to_run(records, retry=False)]
     assert names == [State.waiting, State.running, State.stopped, State.pruned, State.killed, State.damaged]
@@ -395,7 +395,7 @@ def test_a_damaged_record_is_named_and_its_job_goes_on_in_its_folder(tmp_path: P
     assert path.with_suffix(".damaged").exists()
 
 
-def test_records_come_by_number_after_a_thousand_too_and_a_sweep_that_has_lost_them_goes_on(tmp_path: Path) -> None:
+def test_records_come_by_number_and_a_sweep_that_has_lost_them_goes_on(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     records = [ledger.write(dataclasses.replace(job(n), folder=f"{n:03}-job")) for n in (7, 999, 1000)]
     (tmp_path / "jobs" / "007 (copy).json").write_text("{}")
@@ -515,7 +515,7 @@ def test_the_score_of_a_round_is_the_best_one_until_its_end(
 
 
 @pytest.mark.parametrize(("jobs", "factor", "pruned"), [(3, 2, [0]), (5, 2, [0, 1, 2]), (7, 3, [0, 1, 2, 3])])
-def test_of_an_odd_number_of_jobs_the_larger_part_goes_on_and_a_rung_that_ends_late_says_so(
+def test_the_larger_part_of_odd_jobs_goes_on_and_a_late_rung_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], jobs: int, factor: int, pruned: list[int]
 ) -> None:
     ledger = begun(tmp_path)

@@ -75,11 +75,7 @@ CASES = {
         {**under("memory/a/b", version_1(NONE_1, GIB)), **under("memory/a", version_1(4 * GIB, 3 * GIB))},
         GIB,
     ),
-    "version 1, a path that the container does not show": (
-        "4:hugetlb,memory:/docker/c",
-        under("memory", version_1(4 * GIB, GIB)),
-        3 * GIB,
-    ),
+    "version 1, hidden": ("4:hugetlb,memory:/docker/c", under("memory", version_1(4 * GIB, GIB)), 3 * GIB),
 }
 
 
@@ -172,7 +168,6 @@ def test_threads_that_wait_give_their_core_up_unless_the_user_says_otherwise(
         (tmp_path / f"{name}.py").write_text(SHOW)
     clean = {key: value for key, value in os.environ.items() if key not in (*NAMES, "LOCKSTEP_OPENBLAS")}
     environment = {**clean, "PYTHONPATH": str(tmp_path), **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"], env=environment, capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", f"{CONFIGURE}; {SHOW}"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [*imported, expected]

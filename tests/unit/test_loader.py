@@ -225,7 +225,7 @@ def task(source: Source, where: World | None = None, **changes: Any) -> LoaderCo
     return LoaderContext(world=where or world(), splits=(source.train(), source.eval()), **{**defaults, **changes})
 
 
-def test_auto_keeps_small_data_on_the_device_and_streams_large_data_and_what_is_read_once(folder: Folder) -> None:
+def test_auto_keeps_small_data_on_the_device_and_streams_other_data(folder: Folder) -> None:
     kind, reason = Auto(resident_gb=1.0).choose(task(Digits()))
     assert isinstance(kind, Resident)
     assert reason == "500 MB fit in 1.0 GB"

@@ -37,9 +37,8 @@ SEED = 5
 
 
 def transforms(mix: Mix | None, precision: FP32 | None = None) -> DeviceTransforms:
-    return DeviceTransforms.of(
-        Digits(), CropFlip(), device=torch.device("cpu"), precision=precision or FP32(), seed=SEED, mix=mix
-    )
+    form: Any = {"device": torch.device("cpu"), "precision": precision or FP32(), "seed": SEED}
+    return DeviceTransforms.of(Digits(), CropFlip(), mix=mix, **form)
 
 
 def mixing(kind: str, **options: Any) -> Mix:
@@ -85,18 +84,8 @@ def shards(path: DeviceTransforms, ranks: int, loader: Resident | Streaming, ran
     world = World(rank=rank, local_rank=rank, size=ranks, local_size=ranks, device=torch.device("cpu"))
     split = Digits().train()
     feed = loader.feed(split, world)
-    data_loader = Loader(
-        world=world,
-        plan=PLAN,
-        seed=SEED,
-        eval_batch=4,
-        train_labels=split.labels,
-        eval_labels=split.labels,
-        train_feed=feed,
-        eval_feed=feed,
-        partners=True,
-        stride=3,
-    )
+    data: Any = {"train_labels": split.labels, "eval_labels": split.labels, "train_feed": feed, "eval_feed": feed}
+    data_loader = Loader(world=world, plan=PLAN, seed=SEED, eval_batch=4, partners=True, stride=3, **data)
     return list(path.train(data_loader.train(after=0)))
 
 
@@ -187,10 +176,8 @@ def test_with_both_on_half_of_the_samples_take_each() -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_broken_image_has_no_weight_and_leaves_the_sample_before_it_alone(kind: str, smoothing: float) -> None:
-    images, labels = (
-        torch.rand(6, 1, 8, 8, dtype=torch.float64),
-        torch.tensor([1, 2, IGNORE_INDEX, IGNORE_INDEX, 3, 4]),
-    )
+    labels = torch.tensor([1, 2, IGNORE_INDEX, IGNORE_INDEX, 3, 4])
+    images = torch.rand(6, 1, 8, 8, dtype=torch.float64)
     mix = mixing(kind)
     loss = MaskedLoss(CrossEntropy(label_smoothing=smoothing).build(10, torch.empty(0)), tolerates_broken=True)
     mixed, targets = mix.apply(images, labels, sample_keys(0, 0, torch.arange(6), MIX))

@@ -29,24 +29,23 @@ def logits(model: nn.Module, *shape: int) -> torch.Tensor:
     return model.eval()(torch.zeros(2, *shape))
 
 
-def test_basicnet_is_the_network_of_the_tutorials() -> None:
+def test_basicnet_is_the_network_of_the_tutorials_for_large_enough_images() -> None:
     model = BasicNet().build(10, (1, 28, 28))
     linear = next(layer for layer in model.modules() if isinstance(layer, nn.Linear))
     assert parameters(model) == 1_199_882
     assert linear.in_features == 9216
     assert [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)] == [0.25, 0.5]
     assert logits(model, 1, 28, 28).shape == (2, 10)
-
-
-def test_basicnet_refuses_images_that_its_convolutions_would_swallow() -> None:
     assert logits(BasicNet().build(10, (1, 6, 6)), 1, 6, 6).shape == (2, 10)
     with pytest.raises(InputError, match=r"the data set gives 5x5; use dataset\.input_size=28"):
         BasicNet().build(10, (1, 5, 5))
 
 
-@pytest.mark.parametrize("side", [4, 8, 28])
-def test_digitnet_takes_images_down_to_4x4(side: int) -> None:
-    assert logits(DigitNet().build(10, (1, side, side)), 1, side, side).shape == (2, 10)
+def test_digitnet_takes_images_down_to_4x4_and_is_as_wide_as_asked_for() -> None:
+    for side in (4, 28):
+        assert logits(DigitNet().build(10, (1, side, side)), 1, side, side).shape == (2, 10)
+    model = DigitNet(width=16).build(10, (1, 8, 8))
+    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [16, 32, 64]
 
 
 @pytest.mark.parametrize(("cells", "shape"), [(1, (4, 6)), (2, (4, 6)), (2, (7, 5)), (2, (2, 3)), (2, (14, 14))])
@@ -63,11 +62,6 @@ def test_a_map_is_pooled_as_by_an_adaptive_pool_to_the_bit(cells: int, shape: tu
     (expected, expected_gradient), (pooled, gradient) = results
     assert torch.equal(pooled, expected)
     assert torch.equal(gradient, expected_gradient)
-
-
-def test_digitnet_has_as_many_channels_as_its_width_says() -> None:
-    model = DigitNet(width=16).build(10, (1, 8, 8))
-    assert [layer.out_channels for layer in model.modules() if isinstance(layer, nn.Conv2d)] == [16, 32, 64]
 
 
 @pytest.mark.parametrize(
@@ -95,19 +89,13 @@ def test_resnet34_enters_with_a_large_or_a_small_stem() -> None:
     assert logits(small, 3, 32, 32).shape == (2, 10)
 
 
-def test_timm_builds_for_the_channels_and_classes_of_the_data_set() -> None:
+def test_timm_builds_for_the_data_set_with_its_options() -> None:
     model = Timm(name="resnet18").build(7, (1, 32, 32))
     assert model.conv1.in_channels == 1
     assert logits(model, 1, 32, 32).shape == (2, 7)
-
-
-def test_a_model_of_fixed_size_gets_that_of_the_data_set() -> None:
     model = Timm(name="vit_tiny_patch16_224").build(10, (3, 32, 48))
     assert model.patch_embed.img_size == (32, 48)
     assert logits(model, 3, 32, 48).shape == (2, 10)
-
-
-def test_the_options_of_a_model_of_timm_reach_it() -> None:
     options = {"img_size": 64, "patch_size": 8}
     model = Timm(name="vit_tiny_patch16_224", drop_path_rate=0.1, options=options).build(10, (3, 64, 64))
     assert model.patch_embed.grid_size == (8, 8)
@@ -122,12 +110,9 @@ def test_the_options_of_a_model_of_timm_reach_it() -> None:
         ("", "which timm does not have"),
     ],
 )
-def test_an_unknown_name_is_refused_with_those_close_to_it(name: str, says: str) -> None:
+def test_a_name_or_an_option_that_builds_nothing_is_refused(name: str, says: str) -> None:
     with pytest.raises(InputError, match=says):
         Timm(name=name).check()
-
-
-def test_a_model_that_does_not_fit_the_images_is_refused() -> None:
     with pytest.raises(InputError, match=r"model=vit_tiny_patch16_224 cannot be built for images of 1x8x8 \("):
         Timm(name="vit_tiny_patch16_224", options={"depth": "many"}).build(10, (1, 8, 8))
 
@@ -190,12 +175,9 @@ def test_a_wide_resnet_has_the_parameters_of_its_authors_code(depth: int, width:
         assert parameters(WideResNet(depth=depth, width=width).build(10, (3, 32, 32))) == size
 
 
-def test_a_wide_resnet_of_another_depth_is_refused_with_the_nearest_one() -> None:
+def test_a_block_of_a_wide_resnet_is_the_formula_and_another_depth_is_refused() -> None:
     with pytest.raises(InputError, match=r"model.depth is 30, expected 6 n \+ 4, .* model.depth=28"):
         WideResNet(depth=30)
-
-
-def test_a_block_of_a_wide_resnet_is_the_formula() -> None:
     block = Block(4, 8, 2, 0.0).double().eval()
     features = torch.randn(2, 4, 6, 6, dtype=torch.float64)
     norm = (1 + 1e-5) ** -0.5  # of batch norm with its initial statistics

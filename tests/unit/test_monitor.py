@@ -13,15 +13,7 @@ from lockstep import metrics, tasks
 from lockstep.config.options import declared
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import (
-    LESS_IS_BETTER,
-    USUAL,
-    Direction,
-    Monitor,
-    chosen_monitor,
-    figure_text,
-    tagged,
-)
+from lockstep.core.monitor import LESS_IS_BETTER, USUAL, Direction, Monitor, chosen_monitor, figure_text, tagged
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.inference.predictor import load
@@ -38,16 +30,14 @@ SHORT = ("steps=8", "batch=256", "train.eval_every=1", "device=cpu", "model=line
 
 
 def plan(steps: int = 100, every: int = 10) -> Plan:
-    return make_plan(
-        examples=64 * steps,
-        batch=64,
-        epochs=1,
-        total_steps=steps,
-        micro_batches=1,
-        log_every=steps,
-        eval_every=every,
-        save_every=steps,
-    )
+    size: dict[str, Any] = {
+        "examples": 64 * steps,
+        "batch": 64,
+        "epochs": 1,
+        "total_steps": steps,
+        "micro_batches": 1,
+    }
+    return make_plan(**size, log_every=steps, eval_every=every, save_every=steps)
 
 
 @pytest.mark.parametrize(
@@ -55,14 +45,8 @@ def plan(steps: int = 100, every: int = 10) -> Plan:
     [
         *(("auto", task, monitor) for task, monitor in USUAL.items()),
         ("auto", "one_of_the_user", "-loss"),
-        ("loss", "multiclass", "-loss"),
-        ("-loss", "multiclass", "-loss"),
-        ("top5", "multiclass", "top5"),
-        ("-top1", "multiclass", "-top1"),
-        ("error", "multiclass", "-error"),
-        ("error/cat", "multiclass", "-error/cat"),
-        ("own", "multiclass", "-own"),
-        ("f1", "multiclass", "f1"),
+        *((name, "multiclass", f"-{name}") for name in ("loss", "error", "error/cat", "own")),
+        *((name, "multiclass", name) for name in ("-loss", "top5", "-top1", "f1")),
     ],
 )
 def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str) -> None:
@@ -150,10 +134,7 @@ def test_a_monitor_without_a_value_has_no_best_and_is_told_once(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (
-            ("loss=mse",),
-            "loss: MSE is for values, and the targets of this task are classes; use loss=NAME with one of",
-        ),
+        (("loss=mse",), "loss: MSE is for values, and the targets of this task are classes; use loss=NAME with one"),
         (("metric=mae",), "metric: MAE is for values, and the targets of this task are classes"),
     ],
 )
@@ -195,11 +176,7 @@ def test_patience_ends_where_its_definition_says(
 
 
 def test_patience_can_be_a_duration() -> None:
-    scores, monitor, patience = (
-        [(10 * number, 1.0 - number) for number in range(1, 9)],
-        Monitor(),
-        Patience(limit="50%"),
-    )
+    scores, monitor, patience = [(10 * n, 1.0 - n) for n in range(1, 9)], Monitor(), Patience(limit="50%")
     assert [bool(patience.ended(scores[:n], monitor, plan())) for n in range(1, 9)] == [*[False] * 5, *[True] * 3]
     for limit in (10, "95%"):
         with pytest.raises(InputError, match="so it never ends early"):

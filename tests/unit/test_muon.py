@@ -85,9 +85,8 @@ def test_the_iteration_in_bfloat16_ends_as_near_to_one(shape: tuple[int, int, in
 def test_inner_convolutions_and_linear_layers_are_matrices_and_the_last_one_is_the_head() -> None:
     model = network()
     groups = Muon(lr=0.1, head_lr=0.2, bias_lr=0.4).build(model).param_groups
-    options = {
-        id(parameter): (group["orthogonal"], group["scale"]) for group in groups for parameter in group["params"]
-    }
+    pairs = [(group, parameter) for group in groups for parameter in group["params"]]
+    options = {id(parameter): (group["orthogonal"], group["scale"]) for group, parameter in pairs}
     assert len(options) == len(list(model.parameters()))
     assert [options[id(model[at].weight)] for at in (0, 3, 5)] == [(True, 1)] * 3
     assert options[id(model[7].weight)] == (False, 2)

@@ -95,13 +95,9 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
         (
             "map",
             ["score"],
-            "monitor has map, which an evaluation of this job does not log, expected loss, top1, recall;",
+            "monitor has map, which an evaluation of this job does not log, expected loss, top1, recall",
         ),
-        (
-            "top1",
-            ["speed"],
-            "sweep.objectives has speed, .* expected score, seconds, megabytes, kwh, loss, top1, recall;",
-        ),
+        ("top1", ["speed"], "objectives has speed, .* expected score, seconds, megabytes, kwh, loss, top1, recall;"),
         ("top1", ["score", "-f1"], "sweep.objectives has f1, "),
     ],
 )

@@ -245,7 +245,7 @@ def test_nothing_that_exists_is_overwritten(folder: Folder, tmp_path: Path, kind
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_disk_that_is_too_small_or_fills_up_is_a_storage_error_and_leaves_nothing(
+def test_a_disk_without_room_is_a_storage_error_and_leaves_nothing(
     folder: Folder, tmp_path: Path, full_disk: Any
 ) -> None:
     with full_disk(20_000), pytest.raises(StorageError, match=r"target cannot be written \(File too large\)"):

@@ -11,43 +11,19 @@ from hypothesis import strategies as st
 from lockstep.core.errors import InputError
 from lockstep.core.plan import Event, Plan, make_plan, seconds, steps
 
-OPTIONS: dict[str, Any] = {
-    "examples": 100,
-    "batch": 30,
-    "epochs": 5,
-    "total_steps": None,
-    "micro_batches": 1,
-    "log_every": 3,
-    "eval_every": "1ep",
-    "save_every": "50%",
-}
+OPTIONS: dict[str, Any] = {"examples": 100, "batch": 30, "epochs": 5, "total_steps": None, "micro_batches": 1}
+OPTIONS |= {"log_every": 3, "eval_every": "1ep", "save_every": "50%"}
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [("30s", 30), ("10min", 600), ("2h", 7200), ("1.5h", 5400), (45, 45), ("45", 45), ("2 h", 7200)],
-)
-def test_a_time_is_in_seconds_minutes_or_hours(value: str, expected: float) -> None:
-    assert seconds("key", value) == expected
+def test_a_time_is_in_seconds_minutes_or_hours() -> None:
+    times = {"30s": 30, "10min": 600, "2h": 7200, "1.5h": 5400, 45: 45, "45": 45, "2 h": 7200}
+    assert {value: seconds("key", value) for value in times} == times
 
 
-@pytest.mark.parametrize(
-    ("value", "expected"),
-    [
-        (100, 100),
-        ("100", 100),
-        ("2ep", 80),
-        ("0.5ep", 20),
-        ("0.32ep", 13),
-        ("0.9%", 2),
-        ("5%", 10),
-        ("2.5 %", 5),
-        ("1 ep", 40),
-        (0, 0),
-    ],
-)
-def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run(value: int | str, expected: int) -> None:
-    assert steps("key", value, steps_per_epoch=40, total_steps=200) == expected
+def test_a_duration_is_in_steps_epochs_or_a_share_of_the_run() -> None:
+    durations = {100: 100, "100": 100, "2ep": 80, "0.5ep": 20, "0.32ep": 13, "1 ep": 40, 0: 0}
+    durations |= {"0.9%": 2, "5%": 10, "2.5 %": 5}
+    assert {value: steps("key", value, steps_per_epoch=40, total_steps=200) for value in durations} == durations
 
 
 def test_epochs_end_with_a_short_batch() -> None:
@@ -73,9 +49,8 @@ def test_an_event_falls_on_its_multiples_and_on_the_last_step() -> None:
 
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(1, 1000))
 def test_a_step_is_at_one_place_of_one_epoch(examples: int, batch: int, step: int) -> None:
-    plan = Plan(
-        examples=examples, batch=batch, total_steps=1000, micro_batches=1, log_every=1, eval_every=1, save_every=1
-    )
+    every = {"log_every": 1, "eval_every": 1, "save_every": 1}
+    plan = Plan(examples=examples, batch=batch, total_steps=1000, micro_batches=1, **every)
     assert plan.epoch(step) * plan.steps_per_epoch + plan.position(step) == step - 1
     assert 0 <= plan.position(step) * batch < examples
 

@@ -74,9 +74,6 @@ def test_the_loss_is_scaled_by_nothing_where_no_scaler_is_needed(precision: FP32
     scaler = precision.scaler(CPU)
     assert not scaler.is_enabled()
     assert scaler.scale(torch.tensor(3.0)) == 3
-
-
-def test_float16_scales_the_loss() -> None:
     scaler = FP16().scaler(CPU)
     assert scaler.is_enabled()
     assert scaler.scale(torch.tensor(1.0)) == scaler.get_scale() > 1

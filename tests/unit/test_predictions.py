@@ -16,13 +16,11 @@ import torch
 from PIL import Image
 from sklearn import metrics as reference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 
 from helpers import records, train_here
 from lockstep.core.errors import InputError
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.observer import Observer
-from lockstep.core.protocols import Task
 from lockstep.core.world import World
 from lockstep.scores import Block
 from lockstep.tasks import Multiclass, Multilabel, Regression
@@ -54,18 +52,13 @@ class Numbered(list[int]):
     name = staticmethod(str)
 
 
-def collected(
-    world: World | None = None,
-    *,
-    logits: Tensor = LOGITS,
-    labels: Tensor = LABELS,
-    images: Tensor = IMAGES,
-    losses: Tensor = LOSSES,
-    names: tuple[str, ...] = (),
-    kind: str = "softmax",
-    task: Task = Multiclass(),  # noqa: B008  # it is frozen
-) -> Any:
+USUAL: dict[str, Any] = {"logits": LOGITS, "labels": LABELS, "images": IMAGES, "losses": LOSSES}
+USUAL |= {"names": (), "kind": "softmax", "task": Multiclass()}
+
+
+def collected(world: World | None = None, **options: Any) -> Any:
     """The predictions of this rank's blocks, as `evaluate` passes them on; after an evaluation that was cut short."""
+    logits, labels, images, losses, names, kind, task = (USUAL | options).values()
     world, witness = world or World.solo(), Witness()
     card: Any = SimpleNamespace(class_names=names, classes=logits.shape[1], probabilities=kind)
     split: Any = Numbered(range(max(1, len(labels))))
@@ -167,15 +160,8 @@ def test_the_worst_examples_have_their_true_and_their_predicted_labels() -> None
 
 @pytest.mark.parametrize("factor", [1, 10])
 def test_values_have_points_of_predicted_and_true_numbers(factor: int) -> None:
-    repeated = {
-        key: value.repeat(factor, *[1] * (value.ndim - 1))
-        for key, value in {
-            "labels": OF_VALUES["labels"],
-            "logits": LOGITS,
-            "losses": LOSSES,
-            "images": IMAGES,
-        }.items()
-    }
+    own = {"labels": OF_VALUES["labels"], "logits": LOGITS, "losses": LOSSES, "images": IMAGES}
+    repeated = {key: value.repeat(factor, *[1] * (value.ndim - 1)) for key, value in own.items()}
     predictions = collected(**OF_VALUES | repeated)
     stride = math.ceil(203 * factor / POINTS)
     chosen = [n for n in range(0, 203 * factor, stride) if n % 203 != 7]
@@ -185,10 +171,8 @@ def test_values_have_points_of_predicted_and_true_numbers(factor: int) -> None:
         assert predicted == LOGITS.repeat(factor, 1)[chosen, value].tolist()
     worst = predictions.worst[0]
     number = int(worst["sample"])
-    assert (worst["label"], worst["predicted"]) == (
-        repeated["labels"][number].tolist(),
-        repeated["logits"][number].tolist(),
-    )
+    assert worst["label"] == repeated["labels"][number].tolist()
+    assert worst["predicted"] == repeated["logits"][number].tolist()
     assert predictions.in_words([0.51, -2.0, None, 1234567.0]) == "0 0.51, 1 -2, 2 not a number, 3 1.235e+06"
     assert pictures.against_true(predictions, 0).startswith("data:image/svg+xml")
     assert pictures.worst(predictions).startswith(b"\x89PNG")
@@ -207,12 +191,8 @@ def test_labels_and_values_are_the_same_on_any_number_of_ranks(
 
 
 def test_many_labels_have_no_curves_and_values_that_are_no_numbers_no_points() -> None:
-    wide = {
-        "labels": torch.ones(30, 101),
-        "logits": torch.ones(30, 101),
-        "losses": torch.ones(30),
-        "images": IMAGES[:30],
-    }
+    ones = torch.ones(30, 101)
+    wide = {"labels": ones, "logits": ones, "losses": torch.ones(30), "images": IMAGES[:30]}
     predictions = collected(**OF_LABELS | wide)
     assert (predictions.hits, predictions.curves, predictions.average_precision) == ([30] * 101, [], ())
     wide["logits"] = wide["logits"] * math.inf
@@ -237,9 +217,8 @@ def test_a_stage_without_logits_takes_part(options: dict[str, Any], monkeypatch:
 @pytest.mark.parametrize(("classes", "matrix", "curves"), [(1, True, True), (21, True, False), (101, False, False)])
 def test_many_classes_have_no_matrix_and_no_curves(classes: int, matrix: bool, curves: bool) -> None:
     logits = torch.randn(30, classes)
-    predictions = collected(
-        logits=logits, labels=torch.arange(30) % classes, losses=torch.ones(30), images=IMAGES[:30]
-    )
+    labels = torch.arange(30) % classes
+    predictions = collected(logits=logits, labels=labels, losses=torch.ones(30), images=IMAGES[:30])
     assert (bool(predictions.confusion), bool(predictions.curves)) == (matrix, curves)
     assert len(predictions.examples) == len(predictions.names) == classes
     assert pictures.worst(predictions).startswith(b"\x89PNG")

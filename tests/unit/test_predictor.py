@@ -345,9 +345,7 @@ def test_broken_images_count_in_no_figure_and_are_no_more_than_the_split_allows(
     assert result.figures["loss"] == pytest.approx(whole.figures["loss"], rel=1e-5)
 
 
-def test_loading_a_model_leaves_random_numbers_alone_and_the_run_of_weights_is_known(
-    digits: RunDir, tmp_path: Path
-) -> None:
+def test_a_loaded_model_leaves_random_numbers_alone_and_knows_its_run(digits: RunDir, tmp_path: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
     lockstep.load(digits.path)

@@ -105,9 +105,8 @@ def test_all_means_completed_runs_whose_weights_stay(run: RunDir, status: str, l
 def test_the_best_run_of_a_sweep_keeps_what_a_resume_needs(run: RunDir, is_best: bool) -> None:
     ledger = Ledger(run.path.parent)
     ledger.create(Identity(base={}, swept=("seed",), words=()))
-    for record, objective in zip(
-        ledger.enter([(["a"], "seed=1"), (["b"], "b")]), (2.0, 3.0 - 2 * is_best), strict=True
-    ):
+    records = ledger.enter([(["a"], "seed=1"), (["b"], "b")])
+    for record, objective in zip(records, (2.0, 3.0 - 2 * is_best), strict=True):
         (ledger.folder / record.folder).mkdir(exist_ok=True)  # a job without a folder waits again
         ledger.end(record, State.done, objective=objective)
     assert bool(cleaned(run, everything=True)) == is_best

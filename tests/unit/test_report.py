@@ -312,19 +312,12 @@ EXAMPLE = {"sample": "a", "probability": None, "loss": 1.5, "png": BLACK}
 NONE: dict[str, list[Any]] = {name: [] for name in ("examples", "predicted", "hits", "confusion", "curves")}
 COUNTS: dict[str, list[Any]] = {"examples": [4, 0], "predicted": [3, 1], "hits": [3, 0]}
 CURVES = [[[0] * 126 + [4], [6] + [0] * 126], [[0] * 127, [9] + [0] * 125 + [1]]]
-OF_LABELS = Predictions(
-    **{**NONE, **COUNTS, "curves": CURVES, "worst": [{**EXAMPLE, "label": [0, 1], "predicted": []}]},
-    step=1,
-    names=["cat", "dog"],
-    targets="labels",
-    average_precision=[0.8125, None],
-)
-OF_VALUES = Predictions(
-    **{**NONE, "worst": [{**EXAMPLE, "label": [30.5, 2.0], "predicted": [None, 2.5]}], "targets": "values"},
-    step=1,
-    names=["angle", "size"],
-    points=[[[1.0, 2.0], [1.5, None]], [[0.0, 3.0], [1.0, 1.0]]],
-)
+LABELLED: dict[str, Any] = {"targets": "labels", "curves": CURVES, "average_precision": [0.8125, None]}
+LABELLED["worst"] = [{**EXAMPLE, "label": [0, 1], "predicted": []}]
+OF_LABELS = Predictions(step=1, names=["cat", "dog"], **{**NONE, **COUNTS, **LABELLED})
+VALUED: dict[str, Any] = {"targets": "values", "points": [[[1.0, 2.0], [1.5, None]], [[0.0, 3.0], [1.0, 1.0]]]}
+VALUED["worst"] = [{**EXAMPLE, "label": [30.5, 2.0], "predicted": [None, 2.5]}]
+OF_VALUES = Predictions(step=1, names=["angle", "size"], **{**NONE, **VALUED})
 
 
 def test_a_page_shows_labels_with_their_average_precision(run: RunDir) -> None:
@@ -345,7 +338,12 @@ def test_a_page_shows_predicted_values_against_true_ones(run: RunDir) -> None:
     assert "recall" not in page.text
 
 
-@pytest.mark.parametrize("predictions", [OF_LABELS, OF_VALUES], ids=["labels", "values"])
+ONE_VALUE = replace(
+    OF_VALUES, names=["angle"], points=OF_VALUES.points[:1], worst=[{**VALUED["worst"][0], "label": [1]}]
+)
+
+
+@pytest.mark.parametrize("predictions", [OF_LABELS, ONE_VALUE], ids=["labels", "values"])
 def test_any_wrong_value_of_labels_and_values_still_gives_a_page(run: RunDir, predictions: Predictions) -> None:
     predictions.write(run.validation)
     check_wrong_values(run, run.validation, 3)

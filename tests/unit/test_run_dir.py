@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_with_its_remedy() -> None:
         RunDir.create(Path("/proc/none"), "job")
 
 
-def test_the_summary_is_changed_and_added_to_and_gets_no_number_that_json_does_not_have(tmp_path: Path) -> None:
+def test_the_summary_is_changed_and_added_to_and_stays_json(tmp_path: Path) -> None:
     run = RunDir.at(tmp_path / "run")
     assert run.read_summary() == {}
     run.write_summary(status="running", step=0)
@@ -135,7 +135,7 @@ def begun(path: Path) -> RunDir:
     return run
 
 
-def test_nothing_is_left_of_a_job_that_was_refused_before_it_began_but_what_the_user_had(tmp_path: Path) -> None:
+def test_of_a_refused_job_nothing_is_left_but_what_the_user_had(tmp_path: Path) -> None:
     Preparation.write(begun(tmp_path / "run"), {}).close(InputError("the model does not fit"))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "data").mkdir()
@@ -197,7 +197,7 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
     assert {path for path in before if path not in after} <= {run.checkpoints, run.logs}  # empty ones
 
 
-def test_latest_points_to_the_newest_run_and_a_folder_of_this_name_is_left_alone(tmp_path: Path) -> None:
+def test_latest_points_to_the_newest_run_unless_it_is_a_folder(tmp_path: Path) -> None:
     for name in ("one", "two"):
         RunDir.at(tmp_path / name).mark_latest(tmp_path)
         assert latest(tmp_path, "resume=latest") == RunDir(tmp_path / name)

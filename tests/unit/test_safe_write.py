@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,12 +40,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return recorded
 
 
-def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+def test_a_file_is_on_the_disk_before_and_a_folder_with_its_name(
+    tmp_path: Path, calls: list[tuple[str, str]]
+) -> None:
     write_atomic(tmp_path / "file", "content")
     assert calls == [("sync", ".tmp"), ("name", "file")]
-
-
-def test_a_run_folder_is_on_the_disk_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    calls.clear()
     RunDir.at(tmp_path / "run")
     assert calls == [("sync", "run"), ("sync", tmp_path.name)]
 
@@ -59,16 +58,9 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     calls.clear()
     model = nn.Linear(2, 2)
     target = Checkpointer(run_dir=run, fingerprint={"monitor": "top1"}, keep=3, keep_best=1, writes=True)
-    progress = {
-        "step": 1,
-        "scores": [(1, 50.0)],
-        "figures": {"top1": 50.0},
-        "best": 50.0,
-        "best_step": 1,
-        "window": None,
-    }
+    progress = {"step": 1, "scores": [(1, 50.0)], "figures": {"top1": 50.0}, "best": 50.0, "best_step": 1}
     optimizer, scaler = torch.optim.SGD(model.parameters()), torch.amp.GradScaler("cpu", enabled=False)
-    target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress=progress)
+    target.save(model=model, ema=None, optimizer=optimizer, scaler=scaler, progress={**progress, "window": None})
     target.close()
     named = calls.index(("name", "step-00000001"))
     before = {name for call, name in calls[:named] if call == "sync"}
@@ -79,15 +71,11 @@ def test_a_checkpoint_is_on_the_disk_with_its_log_before_it_counts_and_then_the_
     assert calls[weights - 1 :: 2] == [("sync", ".tmp"), ("sync", "run")]
 
 
-FullDisk = Callable[[int], AbstractContextManager[None]]
-
-
-def test_a_disk_without_room_is_one_sentence_with_a_remedy(tmp_path: Path, full_disk: FullDisk) -> None:
+def test_a_disk_without_room_is_one_sentence_with_a_remedy(tmp_path: Path, full_disk: Any) -> None:
     with full_disk(10), pytest.raises(StorageError) as caught:
         write_atomic(tmp_path / "file", "x" * 100)
-    assert str(caught.value) == (
-        f"{tmp_path}/file cannot be written (File too large); free disk space there, and rerun the command"
-    )
+    says = f"{tmp_path}/file cannot be written (File too large); free disk space there, and rerun the command"
+    assert str(caught.value) == says
     assert list(tmp_path.iterdir()) == []
 
 

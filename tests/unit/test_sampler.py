@@ -38,15 +38,9 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     examples = draw(st.integers(1, 60))
-    plan = Plan(
-        examples=examples,
-        batch=draw(st.integers(1, examples)),
-        total_steps=draw(st.integers(1, 40)),
-        micro_batches=1,
-        log_every=1,
-        eval_every=1,
-        save_every=1,
-    )
+    batch, steps = draw(st.integers(1, examples)), draw(st.integers(1, 40))
+    every = {"log_every": 1, "eval_every": 1, "save_every": 1}
+    plan = Plan(examples=examples, batch=batch, total_steps=steps, micro_batches=1, **every)
     return Case(plan, draw(st.integers(0, 5)), draw(st.integers(1, 7)))
 
 
@@ -87,9 +81,8 @@ def test_going_on_behind_a_step_gives_the_rest_of_the_sequence(case: Case, data:
     after = data.draw(st.integers(0, case.plan.total_steps))
     for rank in range(case.ranks):
         resumed, whole = case.shards(rank, after), case.shards(rank)[after:]
-        assert [(shard.step, shard.epoch, shard.count) for shard in resumed] == [
-            (shard.step, shard.epoch, shard.count) for shard in whole
-        ]
+        places = [[(shard.step, shard.epoch, shard.count) for shard in shards] for shards in (resumed, whole)]
+        assert places[0] == places[1]
         assert all(torch.equal(a.indices, b.indices) for a, b in zip(resumed, whole, strict=True))
 
 
@@ -141,12 +134,8 @@ def test_a_global_batch_holds_each_of_its_examples_equally_often(case: Case, rep
 def test_a_step_holds_the_examples_that_timm_repeats_in_it(ranks: int, repeats: int) -> None:
     plan = Plan(examples=480, batch=48, total_steps=10, micro_batches=1, log_every=1, eval_every=1, save_every=1)
     expected, order = permutation(7, 2, plan.examples), repeated_order(7, 2, plan, repeats) % plan.examples
-    samplers = [
-        RepeatAugSampler(
-            expected, num_replicas=ranks, rank=rank, shuffle=False, num_repeats=repeats, selected_round=0
-        )
-        for rank in range(ranks)
-    ]
+    options = {"num_replicas": ranks, "shuffle": False, "num_repeats": repeats, "selected_round": 0}
+    samplers = [RepeatAugSampler(expected, rank=rank, **options) for rank in range(ranks)]
     by_rank = torch.stack([torch.tensor(list(sampler)).view(10, plan.batch // ranks) for sampler in samplers], 1)
     for ours, theirs in zip(order.split(plan.batch), by_rank, strict=True):
         assert ours.sort().values.tolist() == expected[theirs.flatten()].sort().values.tolist()

@@ -15,14 +15,15 @@ from lockstep.training.agreement import check_finite, check_replicas, checksum, 
 from thread_ranks import ThreadRanks
 
 
-@pytest.mark.parametrize("bit", [0, 5, 23, 31])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_any_flipped_bit_changes_the_fingerprint(dtype: torch.dtype, bit: int) -> None:
+def test_any_flipped_bit_changes_the_fingerprint(dtype: torch.dtype) -> None:
     model = nn.Linear(50, 20, dtype=dtype)
     before = int(checksum(model))
     words = model.weight.data.view(torch.int64 if dtype is torch.float64 else torch.int16).view(-1)
-    words[17] ^= 1 << (bit % 15)
-    assert int(checksum(model)) != before
+    for bit in (0, 1, 5, 8):
+        words[17] ^= 1 << bit
+        assert int(checksum(model)) != before
+        words[17] ^= 1 << bit
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -48,14 +49,6 @@ def test_a_buffer_that_is_infinite_by_design_must_still_be_a_number() -> None:
         broken.state_dict()[name].fill_(value)
         with pytest.raises(NumericalError, match="not finite after step 7"):
             check_finite(broken, World.solo(), 7, infinite)
-
-
-def test_parameters_that_exist_once_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(world: World) -> None:
-        model = nn.ModuleList(nn.Linear(2, 2, device="cpu" if world.rank == stage else "meta") for stage in range(3))
-        check_replicas(model, world, 1)
-
-    ThreadRanks(3, monkeypatch).run(check)
 
 
 def replica() -> nn.Module:
@@ -87,8 +80,12 @@ def test_a_flipped_bit_of_one_rank_is_noticed_on_every_rank(
     assert answers == [f"the weights of rank {broken} differ from the others' at step 5"] * 3
 
 
-def test_equal_replicas_are_alike_whatever_their_running_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_statistics_nor_parameters_that_exist_once_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def check(world: World) -> None:
+        stages = [nn.Linear(2, 2, device="cpu" if world.rank == stage else "meta") for stage in range(3)]
+        check_replicas(nn.ModuleList(stages), world, 1)
         model = replica()
         model[1].running_mean.fill_(world.rank)
         check_replicas(model, world, 5)

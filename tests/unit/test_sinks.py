@@ -126,7 +126,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_an_evaluation_is_a_row_of_a_column_for_each_figure_and_the_last_ones_of_training(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path) -> None:
     table = CsvTable(tmp_path / "metrics.csv", PLAN, 0)
     table.write(10, {"loss/train_epoch": 0.123456789, "optim/lr": 0.1, "gpu/util/0": 50.0})
     table.write(15, {"loss/val": 0.5, "acc/val_top1": 90.0, "acc/val_top5": 99.0})

@@ -61,9 +61,8 @@ def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path
     whole = T.pil_to_tensor(Image.fromarray(PIXELS))
     for interpolation in ("bilinear", "bicubic"):
         mode = T.InterpolationMode(interpolation)
-        split = FileSplit(
-            [tmp_path / "image.png"], torch.tensor([0]), (30, 30), crop=crop, interpolation=interpolation
-        )
+        how: dict[str, Any] = {"crop": crop, "interpolation": interpolation}
+        split = FileSplit([tmp_path / "image.png"], torch.tensor([0]), (30, 30), **how)
         if crop is None:
             expected = T.center_crop(T.resize(whole, [30, 45], mode, antialias=True), [30, 30])
         else:
@@ -117,9 +116,8 @@ def test_a_strip_that_resizing_would_make_huge_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("suffix", ["png", "gif", "jpg", "bmp"])
 def test_a_header_that_asks_for_too_much_is_refused_before_anything_is_decoded(tmp_path: Path, suffix: str) -> None:
     path = bomb(tmp_path / f"bomb.{suffix}")
-    with pytest.raises(
-        InputError, match=rf"image 0, {path}, cannot be decoded \(its header says .*(50000x50000|2500000000)"
-    ):
+    sentence = rf"image 0, {path}, cannot be decoded \(its header says .*(50000x50000|2500000000)"
+    with pytest.raises(InputError, match=sentence):
         decoded(path)
 
 

@@ -97,7 +97,7 @@ def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expe
 
 
 @pytest.mark.parametrize("options", [{"fold": 1}, {"folds": 3}, {"folds": 3, "fold": 0, "val_share": 0.1}])
-def test_every_source_of_files_refuses_half_a_choice_of_folds_and_is_walked(options: dict[str, Any]) -> None:
+def test_every_source_of_files_refuses_half_a_choice_of_folds(options: dict[str, Any]) -> None:
     sources = {name: cls for name, cls in declared("dataset").items() if issubclass(cls, FileSource)}
     for source in sources.values():
         with pytest.raises(InputError, match=r"dataset\.fold"):

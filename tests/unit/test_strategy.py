@@ -130,7 +130,7 @@ def test_the_table_of_the_documentation_says_which_parts_a_strategy_takes(name: 
     assert accepts(micro_batches="auto") == ("auto" not in accumulation)
 
 
-def test_low_precision_needs_a_format_of_16_bits_and_strict_shards_that_make_a_tree() -> None:
+def test_low_precision_needs_16_bits_and_strict_shards_that_make_a_tree() -> None:
     FSDP(low_precision=True).check_parts(AdamW(), BF16(), 1)
     with pytest.raises(InputError, match=r"computes in float32, .* use precision=bf16, or remove strategy\.low_"):
         FSDP(low_precision=True).check_parts(AdamW(), FP32(), 1)
@@ -296,7 +296,7 @@ def _deterministic() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_deterministic")
-def test_strict_tries_a_model_without_a_trace_and_names_an_operation_without_deterministic_kernels() -> None:
+def test_strict_tries_a_model_and_names_what_has_no_deterministic_kernel() -> None:
     with pytest.raises(InputError, match=r"but put_, which the model uses, has no .* on cpu; use repro=exact, or a"):
         Strict().wrap(Overwriting(), World.solo(), plan(micro_batches=4), (torch.zeros(2, 3),))
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))

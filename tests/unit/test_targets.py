@@ -88,7 +88,7 @@ def test_a_share_is_held_out_of_any_targets(targets: str, tmp_path: Path) -> Non
         assert val.labels.sum(0).tolist() == [4, 8], "four of each kind of image"
 
 
-def test_a_number_that_float32_does_not_hold_and_a_label_of_the_evaluation_alone_are_refused(tmp_path: Path) -> None:
+def test_a_number_beyond_float32_and_a_label_to_evaluate_alone_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"has .1e99. for .label., expected a finite number; correct it"):
         CSV(path=table(tmp_path, "label", [*"12", "1e99", *"45678"]), targets="values").prepare()
     source = CSV(path=table(tmp_path, "label", ["cat"] * 7 + ["cat;dog"]), targets="labels")
@@ -321,11 +321,11 @@ def test_mixed_targets_are_shares_of_both_and_no_broken_partner_leaks(labels: li
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
 def test_broken_images_count_nothing_in_any_task(task: str, tmp_path: Path) -> None:
     cells = [";".join(own) for own in LABELS] if task == "multilabel" else [str(row[0]) for row in VALUES]
-    words = "dataset=csv dataset.decode_size=8 model=linear batch=4 steps=4 precision=fp64 augment=none".split()
+    words = ("dataset=csv", "dataset.decode_size=8", "model=linear", "batch=4", "steps=4", "precision=fp64")
     whole = table(tmp_path, "label", cells)
     lines = (tmp_path / "all.csv").read_text().splitlines()
     (tmp_path / "fewer.csv").write_text("\n".join(line for line in lines if not line.startswith("6.png")))
-    job = (*words, f"task={task}", "train.eval_every=2", "optimizer.lr=1e-300")
+    job = (*words, f"task={task}", "augment=none", "train.eval_every=2", "optimizer.lr=1e-300")
     fewer = train_here(tmp_path / "fewer", *job, f"dataset.path={tmp_path / 'fewer.csv'}")
     (tmp_path / "6.png").write_bytes(b"broken")
     skipped = train_here(tmp_path / "skipped", *job, f"dataset.path={whole}", "dataset.skip=2")

@@ -30,20 +30,18 @@ JOB = (*SMALL, "model=linear", "epochs=2", "device=cpu", "telemetry.interval=3")
 LABEL_METRICS = {
     "map": (metrics.AveragePrecision(), lambda y, p: reference.average_precision_score(y, p, average="macro")),
     "auroc": (metrics.AUROC(average="weighted"), lambda y, p: reference.roc_auc_score(y, p, average="weighted")),
-    **{
-        f"f1 {average}": (
-            metrics.F1(average=average),
-            lambda y, p, average=average: reference.f1_score(y, p > 0.5, average=average, zero_division=0),
-        )
-        for average in ("macro", "micro", "weighted")
-    },
-    "recall": (metrics.Recall(), lambda y, p: reference.recall_score(y, p > 0.5, average="macro", zero_division=0)),
-    "precision": (
-        metrics.Precision(),
-        lambda y, p: reference.precision_score(y, p > 0.5, average="macro", zero_division=0),
-    ),
     "subset": (metrics.SubsetAccuracy(), lambda y, p: reference.accuracy_score(y, p > 0.5)),
 }
+
+
+def decided(score: Any, average: str) -> Any:
+    return lambda y, p: score(y, p > 0.5, average=average, zero_division=0)
+
+
+for average in ("macro", "micro", "weighted"):
+    LABEL_METRICS[f"f1 {average}"] = (metrics.F1(average=average), decided(reference.f1_score, average))
+LABEL_METRICS["recall"] = (metrics.Recall(), decided(reference.recall_score, "macro"))
+LABEL_METRICS["precision"] = (metrics.Precision(), decided(reference.precision_score, "macro"))
 VALUE_METRICS = {
     "mae": (metrics.MAE(), reference.mean_absolute_error),
     "rmse": (metrics.RMSE(), reference.root_mean_squared_error),
@@ -96,9 +94,8 @@ def test_the_scores_of_values_are_those_of_scikit_learn_on_any_ranks(ranks: int,
     scored = scores_of(ranks, chosen, outputs, labels, "values", "values", monkeypatch)
     assert scored == scores_of(1, chosen, outputs, labels, "values", "values", monkeypatch), "to the bit"
     for name, (_, expected) in VALUE_METRICS.items():
-        assert scored[name] == pytest.approx(expected(labels[whole].double(), outputs[whole].double()), rel=1e-12), (
-            name
-        )
+        right = expected(labels[whole].double(), outputs[whole].double())
+        assert scored[name] == pytest.approx(right, rel=1e-12), name
 
 
 def test_a_label_that_no_image_has_counts_for_no_average(monkeypatch: Any) -> None:

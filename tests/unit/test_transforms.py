@@ -18,13 +18,7 @@ from lockstep.core.data_protocols import Shard
 from lockstep.core.model_card import VIEWS
 from lockstep.core.rng import ERASE, SampleRNG, sample_keys, uniform
 from lockstep.data.datasets import CIFAR10, Digits, Fake, Folder
-from lockstep.data.transforms import (
-    AugMix,
-    RandAugment,
-    ThreeAugment,
-    TimmRandAugment,
-    TrivialAugment,
-)
+from lockstep.data.transforms import AugMix, RandAugment, ThreeAugment, TimmRandAugment, TrivialAugment
 from lockstep.data.transforms.augment import CropFlip, NoAugment, RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
 from lockstep.precision import BF16, FP32, FP64, BF16Pure
@@ -55,10 +49,8 @@ def test_normalisation_is_that_of_torchvision(source: Any, precision: FP32) -> N
     dtype = precision.dtype
     batch = images(5, *source.image_shape)
     expected = T.normalize(batch.to(dtype) / 255, list(source.mean), list(source.std))
-    for actual in (
-        train(transforms(source, precision=precision), batch, torch.arange(5), 0),
-        transforms(source, precision=precision).eval(batch),
-    ):
+    path = transforms(source, precision=precision)
+    for actual in (train(path, batch, torch.arange(5)), path.eval(batch)):
         assert actual.dtype == dtype
         # The error is two or three roundings of numbers up to 1 / std.
         bound = 8 * torch.finfo(dtype).eps / min(source.std)
@@ -106,11 +98,13 @@ def test_boxes_of_files_are_flipped_and_not_cut_once_more() -> None:
     assert any(flipped)
 
 
-def test_evaluation_sees_the_centre() -> None:
+def test_evaluation_sees_the_centre_and_is_not_augmented() -> None:
     source = Folder(path="nowhere", decode_size=64, input_size=56, crop=0.875)
     batch = images(2, 3, 64, 64)
     expected = T.normalize(T.center_crop(batch, [56, 56]).double() / 255, list(source.mean), list(source.std))
     torch.testing.assert_close(transforms(source, precision=FP64()).eval(batch), expected, rtol=1e-12, atol=1e-12)
+    batch = images(4, 3, 32, 32)
+    assert torch.equal(transforms(CIFAR10(), CropFlip()).eval(batch), transforms(CIFAR10()).eval(batch))
 
 
 @pytest.mark.parametrize(
@@ -146,11 +140,6 @@ def test_the_sides_of_the_evaluated_centre_are_rounded_each_on_its_own(
     whole = replace(transforms(CIFAR10()), eval_crop=crop, input_shape=(3, *size), scale=one, shift=0 * one)
     height, width = size
     assert torch.equal(whole.eval(batch), batch[..., top : top + height, left : left + width].float())
-
-
-def test_evaluation_is_not_augmented() -> None:
-    batch = images(4, 3, 32, 32)
-    assert torch.equal(transforms(CIFAR10(), CropFlip()).eval(batch), transforms(CIFAR10()).eval(batch))
 
 
 @pytest.mark.parametrize("augment", AUGMENTS, ids=repr)
@@ -204,9 +193,8 @@ def test_images_are_mixed_wide_and_given_in_the_format_of_the_step(mix: Mix, pre
         return path.mixed(Shard(1, 0, train(path, batch, indices), indices, indices, 8, 0, 1, True))
 
     options = {"mix": mix, "memory_format": torch.channels_last}
-    (wide, shares), (short, targets) = (
-        mixed(transforms(CIFAR10(), precision=format_, **options)) for format_ in (FP32(), precision)
-    )
+    wide, shares = mixed(transforms(CIFAR10(), **options))
+    short, targets = mixed(transforms(CIFAR10(), precision=precision, **options))
     assert short.dtype == torch.bfloat16
     assert short.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(short, wide.bfloat16())
@@ -235,18 +223,13 @@ def test_the_numbers_of_cutout_and_of_mixing_are_not_those_of_the_augmentation()
 @pytest.mark.parametrize("side", [7, 8])
 def test_cutout_blanks_a_square_of_the_mean_colour_somewhere_in_each_image(side: int) -> None:
     batch, indices = images(400, 3, 32, 32), torch.arange(400)
-    plain, cut = (
-        train(transforms(CIFAR10()), batch, indices),
-        train(transforms(CIFAR10(), cutout=side), batch, indices),
-    )
+    plain, cut = (train(transforms(CIFAR10(), cutout=number), batch, indices) for number in (0, side))
     blank = (cut == 0).all(1)
     assert torch.equal(torch.where(blank[:, None], 0, plain), cut)
     areas = (blank & (plain != 0).any(1)).sum((1, 2))
     assert int(areas.max()) == side**2
     assert int(areas.min()) >= 4 * 4 - 4  # at a corner only half of each side is inside the image
-    rows, columns = (blank.any(at).sum(0) for at in (2, 1))
-    for place in (rows, columns):
-        assert int(place.min()) > 0
+    assert all(int(blank.any(at).sum(0).min()) > 0 for at in (2, 1)), "at any row and column"
     assert torch.equal(train(transforms(CIFAR10(), cutout=side), batch[7:9], indices[7:9]), cut[7:9])
 
 

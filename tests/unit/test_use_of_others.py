@@ -33,9 +33,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunDir]:
 def columns(run: RunDir) -> tuple[Any, Any]:
     with (run.path / "predictions.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    return tuple(
-        np.array([[float(row[f"{kind} {n}"]) for n in range(3)] for row in rows]) for kind in ("true", "predicted")
-    )
+    tables = [[[float(row[f"{kind} {n}"]) for n in range(3)] for row in rows] for kind in ("true", "predicted")]
+    return tuple(map(np.array, tables))
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
@@ -124,9 +123,8 @@ def test_an_evaluation_has_the_metrics_of_its_run(tmp_path: Path) -> None:
 def test_other_data_is_refused(runs: dict[str, RunDir]) -> None:
     words = ("dataset=fake", "dataset.classes=4", "dataset.channels=1", "dataset.size=8")
     for task, targets in (("multilabel", "labels"), ("regression", "values")):
-        with pytest.raises(
-            InputError, match=f"it has the {targets} 0, 1, 2, 3, expected the {targets} of the model, 0, 1, 2"
-        ):
+        sentence = f"it has the {targets} 0, 1, 2, 3, expected the {targets} of the model, 0, 1, 2"
+        with pytest.raises(InputError, match=sentence):
             evaluate(str(runs[task].path), words, split="val", device="cpu", out=None)
 
 

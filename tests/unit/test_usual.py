@@ -13,6 +13,7 @@ from lockstep.core.errors import InputError
 from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.training.resolved_job import ResolvedJob
 
+TUNED = "model=vit_base_patch16_384 model.pretrained=true"
 RESIZED, WHOLE = RandomResizedCrop(crop="resized"), RandomResizedCrop(crop="none")
 
 
@@ -128,11 +129,7 @@ def test_photos_have_the_sizes_of_the_weights_or_the_usual_ones(
         ("dataset=cifar10 model=vit_base_patch16_384 model.pretrained=true", [0.5, 0.5, 0.5], "bicubic"),
         ("dataset=digits model=vit_base_patch16_384 model.pretrained=true", [0.5], "bicubic"),
         ("dataset=cifar10 model=vit_base_patch16_384 model.pretrained=true input.mean=[0,0,0]", [0, 0, 0], "bicubic"),
-        (
-            "dataset=cifar10 model=vit_base_patch16_384 model.pretrained=true input.interpolation=bilinear",
-            [0.5, 0.5, 0.5],
-            "bilinear",
-        ),
+        (f"dataset=cifar10 {TUNED} input.interpolation=bilinear", [0.5, 0.5, 0.5], "bilinear"),
         ("dataset=cifar10 input.interpolation=bicubic", [0.4914, 0.4822, 0.4465], "bicubic"),
     ],
 )

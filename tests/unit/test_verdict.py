@@ -38,19 +38,16 @@ def of_photos() -> Job:
 
 def evidence(**facts: Any) -> Evidence:
     """The evidence of a run that spends its time in steps, with these facts."""
+    shares = {"forward": 0.4, "backward": 0.5, "optimizer": 0.1}
     usual: dict[str, Any] = {
         "job": job(),
         "world": World.solo(),
         "plan": PLAN,
         "model": nn.Conv2d(1, 1, 1),
-        "steps": 320,
-        "shares": {"forward": 0.4, "backward": 0.5, "optimizer": 0.1},
-        "spread": {"forward": 0.01, "backward": 0.01, "optimizer": 0.01},
-        "hardware": {"cpu_cores": 1.0},
-        "mfu": 0.0,
         "cores": 8,
     }
-    return Evidence(**{**usual, **facts})
+    usual |= {"steps": 320, "shares": shares, "spread": dict.fromkeys(shares, 0.01), "mfu": 0.0}
+    return Evidence(**{**usual, "hardware": {"cpu_cores": 1.0}, **facts})
 
 
 def test_a_run_that_computes_all_the_time_has_nothing_to_change() -> None:
@@ -109,12 +106,8 @@ def test_of_several_findings_the_largest_gain_is_named() -> None:
 @pytest.mark.parametrize("loader", [Streaming(workers=1), Resident()])
 @pytest.mark.parametrize("cores", [1.0, 7.9])
 def test_packing_is_advised_only_where_files_are_decoded(source: Source, loader: ImageLoader, cores: float) -> None:
-    facts = evidence(
-        job=replace(job(), dataset=source, loader=loader),
-        shares={"data": 0.5, "forward": 0.5},
-        hardware={"cpu_cores": cores},
-    )
-    ruling = verdict.verdict(facts)
+    of_source, shares = replace(job(), dataset=source, loader=loader), {"data": 0.5, "forward": 0.5}
+    ruling = verdict.verdict(evidence(job=of_source, shares=shares, hardware={"cpu_cores": cores}))
     read_while_it_trains = isinstance(loader, Streaming)
     decoded = isinstance(source, Folder | CSV)
     assert ("lockstep pack" in ruling.sentence) == (read_while_it_trains and decoded and cores > 7)
@@ -138,10 +131,8 @@ def test_the_ranks_of_a_machine_share_its_cores() -> None:
     facts = evidence(world=world, shares={"data": 0.9, "forward": 0.1})
     assert verdict.verdict(facts).override == "loader.workers=8", "four for each of its cores"
     (more_threads,) = findings(evidence(world=replace(world, local_size=8), shares={"forward": 1.0}))
-    assert (more_threads.sentence, more_threads.override) == (
-        "2 threads of a rank share 1 core",
-        "launcher.threads=1",
-    )
+    shown = (more_threads.sentence, more_threads.override)
+    assert shown == ("2 threads of a rank share 1 core", "launcher.threads=1")
 
 
 @pytest.mark.parametrize("part", ["evaluation", "checkpoint"])
@@ -215,14 +206,11 @@ def test_bfloat16_without_instructions_for_it_is_named_without_a_trial(
 
 def test_the_checklist_says_what_is_done_what_is_worth_trying_and_what_does_not_apply() -> None:
     items = {item.item: item for item in checklist(evidence())}
-    assert (items["channels_last"].state, items["channels_last"].reason) == (
-        "worth trying",
-        "lockstep doctor tries it",
-    )
-    assert items["TF32"].state == "not applicable"
-    assert (items["torch.compile"].state, items["torch.compile"].override) == ("worth trying", "model.compile=true")
-    assert items["cudnn.benchmark"].state == "not applicable"
-    assert items["workers and prefetch"].state == "done"
+    states = {"channels_last": "worth trying", "torch.compile": "worth trying", "workers and prefetch": "done"}
+    states |= dict.fromkeys(("TF32", "cudnn.benchmark"), "not applicable")
+    assert {item: items[item].state for item in states} == states
+    assert items["channels_last"].reason == "lockstep doctor tries it"
+    assert items["torch.compile"].override == "model.compile=true"
     waiting = {item.item: item for item in checklist(evidence(shares={"data": 0.5, "forward": 0.5}))}
     assert waiting["workers and prefetch"].override == "loader.workers=3"
     plain = {item.item: item for item in checklist(evidence(model=nn.Linear(1, 1)))}
@@ -264,17 +252,14 @@ def test_the_settings_to_try_are_one_change_of_the_present_one(monkeypatch: pyte
 def test_trials_leave_everything_as_it_was() -> None:
     threads, state = torch.get_num_threads(), torch.get_rng_state()
     small = replace(job(), batch=4, model=Linear())
-    settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread())}
+    one_thread = replace(job().launcher, threads=1)  # type: ignore[type-var]
+    settings = {"batch=32": replace(small, batch=32), "threads": replace(small, launcher=one_thread)}
     gains = tried(small, settings, World.solo(), seconds=1000)
     assert set(gains) == {"batch=32", "threads"}
     assert all(gain.factor > 0 for gain in gains.values())
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.get_num_threads() == threads
     assert tried(small, settings, World.solo(), seconds=0.0) == {}
-
-
-def one_thread() -> Any:
-    return replace(job().launcher, threads=1)  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
@@ -289,12 +274,7 @@ def one_thread() -> Any:
     ],
 )
 def test_a_gain_is_clear_where_it_is_larger_than_the_spread_of_its_turns(
-    monkeypatch: pytest.MonkeyPatch,
-    present: list[float],
-    other: list[float],
-    factor: float,
-    spread: float,
-    is_clear: bool,
+    monkeypatch: pytest.MonkeyPatch, present: Any, other: Any, factor: float, spread: float, is_clear: bool
 ) -> None:
     turns = [seconds for pair in zip(present, other, strict=True) for seconds in pair]
     seconds = iter([1.0, 1.0, 1.0, *turns])  # the warm-ups, and the step by which the room is measured

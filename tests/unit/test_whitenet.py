@@ -27,9 +27,8 @@ def test_whitened_patches_are_uncorrelated_and_of_variance_one() -> None:
     filters = whitening_filters(images)
     outputs = F.conv2d(images.double(), filters[:12]).transpose(0, 1).flatten(1)
     # VARIANCE_EPS is added to variances of 0.09 and more, so it changes the result by less than a hundredth.
-    torch.testing.assert_close(
-        outputs @ outputs.T / outputs.shape[1], torch.eye(12, dtype=torch.float64), atol=0.01, rtol=0
-    )
+    covariance = outputs @ outputs.T / outputs.shape[1]
+    torch.testing.assert_close(covariance, torch.eye(12, dtype=torch.float64), atol=0.01, rtol=0)
     assert torch.equal(filters[12:], -filters[:12])
 
 
