@@ -161,7 +161,7 @@ def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.Captu
     assert decided(f"resume={run.path}", "epochs=7").values["schedule"]["gamma"] == 0.5
 
 
-@pytest.mark.parametrize("words", [(), ("schedule=constant",), ("optimizer.lr=0.1", "seed=3")])
+@pytest.mark.parametrize("words", [("seed=3",), ("schedule=constant",)])
 def test_the_options_of_a_run_are_its_own_whatever_the_command_that_resumes_would_choose(
     tmp_path: Path, words: tuple[str, ...]
 ) -> None:

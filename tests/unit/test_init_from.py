@@ -55,7 +55,9 @@ def save(model: nn.Module, path: Path, names: list[str], classes: int) -> None:
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path, card.metadata())
 
 
-OF_TIMM = [Timm(name="test_resnet"), Timm(name="test_convnext"), Timm(name="deit_tiny_distilled_patch16_224")]
+SMALL = {"depth": 1, "embed_dim": 24, "num_heads": 2}
+DISTILLED = Timm(name="deit_tiny_distilled_patch16_224", options=SMALL)
+OF_TIMM = [Timm(name="test_resnet"), Timm(name="test_convnext"), DISTILLED]
 HEADS = [Linear(), DigitNet(), WhiteNet(), ConvHead, *OF_TIMM, Timm(name="levit_128s", options={"img_size": 32})]
 SOME = ["cat", "yak", "ant", "zebu", "gnu"]  # of the same number
 

@@ -105,7 +105,10 @@ def test_weights_that_cannot_be_fetched_name_the_file(tmp_path: Path, monkeypatc
         Torchvision(name="resnet50", pretrained=True).prepare()
 
 
+SMALL = ("dataset.examples=8", "batch=4")
+
+
 def test_a_run_trains_one_and_names_it(tmp_path: Path) -> None:
-    words = (*FAKE, "dataset.channels=3", "dataset.size=32", "model=torchvision.resnet18", "steps=2")
+    words = (*FAKE, "dataset.channels=3", "dataset.size=32", "model=torchvision.resnet18", "steps=1", *SMALL)
     assert named(resolved(*words).model) == "torchvision.resnet18"
     train_here(tmp_path / "run", *words)
