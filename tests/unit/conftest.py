@@ -1,7 +1,5 @@
 """Fixtures of the unit tests."""
 
-from __future__ import annotations
-
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

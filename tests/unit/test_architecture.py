@@ -3,8 +3,6 @@
 If a test fails here, change the code, or change the rule here and give the reason.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import os

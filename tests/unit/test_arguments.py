@@ -1,7 +1,5 @@
 """The arguments of the commands: words that were meant for a flag, and keys that a command sets itself."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Collection
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Augmentations: the change of a sample depends on its key alone, and follows the augmentation's definition."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

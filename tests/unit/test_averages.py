@@ -1,7 +1,5 @@
 """Stochastic weight averaging: the mean is torch's, of the weights that it should be of, with torch's statistics."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Images of any number of channels: grey photos, arrays of NumPy, and TIFF files of several bands."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 from collections.abc import Callable

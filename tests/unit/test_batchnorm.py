@@ -1,7 +1,5 @@
 """Synchronised batch norm computes the same as torch's batch norm over the examples of all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Empty micro-batches, for networks that take no empty input."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import nullcontext

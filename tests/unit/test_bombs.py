@@ -1,7 +1,5 @@
 """Small files that ask for much memory or time, and unusual ones that do not."""
 
-from __future__ import annotations
-
 import io
 import struct
 import tarfile

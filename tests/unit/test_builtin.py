@@ -1,7 +1,5 @@
 """The data sets: their content, how they are read, and how a missing one is downloaded."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import http.server

@@ -1,7 +1,5 @@
 """What `experiment=photos` chooses by the number of images and by the weights that are there."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -5,8 +5,6 @@ torch 2.15 on Python 3.11; other versions of torch and of Python count others, f
 the loops are compared.
 """
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 import sys

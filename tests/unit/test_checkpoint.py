@@ -1,7 +1,5 @@
 """Checkpoints: a damaged one is refused, the newest valid one is used, and a failed write does not end a run."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

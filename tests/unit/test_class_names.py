@@ -1,7 +1,5 @@
 """The names and the order of classes: the same from every kind of data set, and by name between data and models."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """`lockstep compare` and `lockstep runs`: what they read, what they compute, what they refuse."""
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """Completion of words with TAB; `model=NAME` for every name of timm, without a file and without importing timm."""
 
-from __future__ import annotations
-
 import os
 import pty
 import select

@@ -1,7 +1,5 @@
 """The configuration: how it becomes typed objects, and the message for an invalid one."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

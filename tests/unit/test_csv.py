@@ -1,7 +1,5 @@
 """Image files that are listed in a table."""
 
-from __future__ import annotations
-
 import csv
 import shutil
 from collections import Counter

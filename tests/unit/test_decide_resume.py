@@ -1,7 +1,5 @@
 """What a command continues: which checkpoint, with which config, and when nothing is left to do."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Decoding image files, at the smallest scale that is enough."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the user sees on the terminal while a command runs."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Trials before a run: their results, what fits into memory, and that they do not change the run."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -1,7 +1,5 @@
 """`env.json`: the software and hardware of a run."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The exceptions and their exit codes."""
 
-from __future__ import annotations
-
 import pytest
 
 from lockstep.core import errors

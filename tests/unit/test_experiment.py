@@ -1,7 +1,5 @@
 """The parts of a run, put together from a job: every option reaches its part; and the dump of a bad step."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

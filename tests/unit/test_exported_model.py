@@ -1,7 +1,5 @@
 """How far an exported model may differ from its original. `tests/cli/test_export.py` writes and runs real files."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every number of a config has a range with two ends, which is checked before the number is used."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import math

@@ -1,7 +1,5 @@
 """The fingerprint of a job: the facts that must be equal in a checkpoint and in the run that resumes from it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

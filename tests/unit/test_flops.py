@@ -1,7 +1,5 @@
 """The floating-point operations of a step, the peak rate of a GPU, and the profile of a few steps."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

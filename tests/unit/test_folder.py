@@ -1,7 +1,5 @@
 """Image files in class folders."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """In a folder that somebody else wrote, nothing is written or removed elsewhere: no link and no name leads out."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

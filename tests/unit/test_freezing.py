@@ -1,7 +1,5 @@
 """Fine-tuning: a new head on trained weights, frozen layers and their batch norms, learning rates by layer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

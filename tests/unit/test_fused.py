@@ -1,7 +1,5 @@
 """Torch's fused optimizers on lists that are made once: the bits of torch's own step, whatever happens between."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

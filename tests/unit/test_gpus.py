@@ -5,8 +5,6 @@ before the first invalid one are visible, and a UUID may be cut as far as it is 
 from it by hand.
 """
 
-from __future__ import annotations
-
 import inspect
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ So whatever Python computed in the recorded step (a learning rate, an epoch, an 
 as it would from a graph. What CUDA itself refuses to record is for tests/gpu.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """The figures of the hardware: of GPUs by a fake NVML, as most test machines have none, and of real processes."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

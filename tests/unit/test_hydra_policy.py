@@ -1,7 +1,5 @@
 """Hydra runs code that a config names in a few known places, and only after our policy has checked the config."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

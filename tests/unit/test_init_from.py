@@ -1,7 +1,5 @@
 """A run that starts from weights: its head, by the names of the classes; from a checkpoint, its score is its own."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

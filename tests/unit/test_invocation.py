@@ -1,7 +1,5 @@
 """The words of a command: its folder, those that a resume repeats, their quotes, and the program's extensions."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

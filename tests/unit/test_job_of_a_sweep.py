@@ -1,7 +1,5 @@
 """What a job of a sweep is, whatever words say it, and which devices it has."""
 
-from __future__ import annotations
-
 import pytest
 from omegaconf import OmegaConf
 

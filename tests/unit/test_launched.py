@@ -1,7 +1,5 @@
 """Ranks started by torchrun, srun or a script: the address of their store, and which ranks share a machine."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

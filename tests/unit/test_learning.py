@@ -1,7 +1,5 @@
 """What the line `learning` says of the scores of a run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

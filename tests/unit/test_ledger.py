@@ -1,7 +1,5 @@
 """The ledger of a sweep, the devices of its jobs, and its table, without Hydra and without a trainer."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The cores and the memory that a container leaves a process, in trees of cgroups; threads of native libraries."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

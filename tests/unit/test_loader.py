@@ -1,7 +1,5 @@
 """How images reach the device: both loaders yield the same shards, and leave no thread behind."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

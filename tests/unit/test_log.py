@@ -1,7 +1,5 @@
 """Messages on the terminal and in the log files; names that anybody can have chosen stay one line and one cell."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import io

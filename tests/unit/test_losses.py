@@ -1,7 +1,5 @@
 """The losses, compared with the formulas of their papers and with other implementations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

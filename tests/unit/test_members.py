@@ -1,7 +1,5 @@
 """Images in tar shards and in saved tables."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Counting while training, and the figures of a window."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from collections.abc import Iterator, Mapping

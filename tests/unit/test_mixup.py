@@ -1,7 +1,5 @@
 """Mixup and CutMix: the same pixels and targets as a plain loop, to the bit, however a global batch is cut."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The networks: our own by their published sizes, timm's by name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Which figure decides, in which direction, and when a run that does not become better ends."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

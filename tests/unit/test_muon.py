@@ -1,7 +1,5 @@
 """Muon: orthogonal updates for matrices, Nesterov steps for all other parameters, the same decay for both."""
 
-from __future__ import annotations
-
 import pytest
 import timm
 import torch

@@ -1,7 +1,5 @@
 """What a sweep compares its jobs by, and its trade-offs."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

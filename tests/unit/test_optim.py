@@ -1,7 +1,5 @@
 """Optimizers: weight decay, learning rates by layer, and the average of the weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

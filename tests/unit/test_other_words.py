@@ -1,7 +1,5 @@
 """What other programs call our keys: each proposal can be typed as it stands."""
 
-from __future__ import annotations
-
 import functools
 import shlex
 

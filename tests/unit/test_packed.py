@@ -1,7 +1,5 @@
 """Packed data sets: they hold the pixels of their folder, and a damaged one is refused."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """Photos of all usual file formats, compared with Pillow's conversion of the same file."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import os

@@ -1,7 +1,5 @@
 """Durations are converted to steps in one place; events are due at steps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

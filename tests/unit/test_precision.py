@@ -1,7 +1,5 @@
 """The number formats: the devices they need, the types they compute in, and whether they scale the loss."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """What an evaluation says of its examples: the same on any number of ranks, and nothing of the run changes."""
 
-from __future__ import annotations
-
 import base64
 import io
 import json

@@ -1,7 +1,5 @@
 """A trained model in use: its weights describe themselves, and it predicts what the evaluation computed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

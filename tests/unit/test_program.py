@@ -1,7 +1,5 @@
 """With which sentence and exit code the program ends."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

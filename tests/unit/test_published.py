@@ -1,7 +1,5 @@
 """timm's published weights: read from the caches of the libraries, or refused with one sentence."""
 
-from __future__ import annotations
-
 import shutil
 import socket
 import time

@@ -3,8 +3,6 @@
 test_augment.py shows that the change of a sample does not depend on its batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which error of several ranks is the job's: what each rank writes at its end, and what its launcher makes of it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The tests read no data and allocate no weights: networks are built on the meta device.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from dataclasses import replace

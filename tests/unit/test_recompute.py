@@ -1,7 +1,5 @@
 """Gradient checkpointing: the same gradients and statistics, with the forward pass of each block done twice."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The lists of options and keys in the documents and in `--help` are made from the classes and the YAML files."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints of a run can be removed, and how large a checkpoint will be."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil

@@ -1,7 +1,5 @@
 """`report.html`: what a page has in it, from a whole folder, a damaged one, and one of hostile names."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools

@@ -1,7 +1,5 @@
 """What `auto` becomes: ranks, strategy, threads and micro-batches; and which jobs are refused before they start."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

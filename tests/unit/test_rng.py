@@ -1,7 +1,5 @@
 """Random numbers: the published generator, and the numbers derived from it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What a run folder says, whatever became of its files: whole, missing, damaged, or of other types."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

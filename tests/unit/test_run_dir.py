@@ -1,7 +1,5 @@
 """The run folder: its name, its creation, and what remains of it when a job is refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The lock on a run folder: at most one process holds it, and a dead process does not."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

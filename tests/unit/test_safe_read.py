@@ -1,7 +1,5 @@
 """Reading untrusted files: no kind of file, no size and no content makes the reader wait, crash or accept it."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

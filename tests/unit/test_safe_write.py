@@ -1,7 +1,5 @@
 """A file is on the disk before it gets its name, and a full disk is reported with one sentence."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """Which samples each rank gets, for any data set, batch, number of ranks and step to resume from."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of the weights, on one rank and between ranks."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

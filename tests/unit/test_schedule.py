@@ -1,7 +1,5 @@
 """The learning rate at known steps."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

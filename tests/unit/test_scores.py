@@ -1,7 +1,5 @@
 """The metrics of an evaluation, compared with scikit-learn's on all predictions at once."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """`hydra/sweeper=optuna` beside a launcher that makes up scores; test_sweep.py has it with real jobs."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import random

@@ -1,7 +1,5 @@
 """The files of scalars and samples: metrics.jsonl, metrics.csv, TensorBoard's, and the log of samples."""
 
-from __future__ import annotations
-
 import collections
 import csv
 import json

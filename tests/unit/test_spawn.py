@@ -1,7 +1,5 @@
 """How a launcher starts, ends and restarts the ranks of one machine. The ranks are pretended processes."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """What a run costs over all its parts, and the budget that ends it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The two kinds of split, and the decoding of image files."""
 
-from __future__ import annotations
-
 import pickle
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Splits that are cut by hashes: shares, folds, limits, test splits and groups."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Where a model can be cut into stages, and in which order a stage takes its micro-batches."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Copies of a state in host memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Layers that draw random numbers: they depend on example, epoch and layer only, however the batch is cut."""
 
-from __future__ import annotations
-
 import copy
 import os
 import random

@@ -1,7 +1,5 @@
 """Random numbers of elements: balanced, uncorrelated, and of torch's distributions."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What a signal does to a run: when a stop interrupts, when it waits for the state, and what is left behind it."""
 
-from __future__ import annotations
-
 import signal
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What the strategies refuse, note and wrap. Tests on real ranks show that they train alike."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What SLURM hears of a job, and when the job is queued again. SLURM's programs are stand-ins."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

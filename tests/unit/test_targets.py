@@ -1,7 +1,5 @@
 """Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with corrupt images."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

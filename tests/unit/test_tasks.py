@@ -1,7 +1,5 @@
 """The tasks: their scores, distillation from a trained network, and tasks of one's own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the time of a run goes, what is left of it, and which rank is slow."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """torchvision's classifiers by name: its networks, its weights, and what does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training at another size than the evaluation (Touvron et al. 2019, FixRes)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

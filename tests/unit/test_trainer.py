@@ -1,7 +1,5 @@
 """The trainer's step, stop and best score, on parts that are put together by hand: one rank, and ranks in threads."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace

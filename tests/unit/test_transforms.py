@@ -1,7 +1,5 @@
 """From stored bytes to the input of the model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

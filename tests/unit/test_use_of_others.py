@@ -1,7 +1,5 @@
 """Trained models of several labels and of values in use: evaluation, prediction and pictures."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

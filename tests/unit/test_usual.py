@@ -1,7 +1,5 @@
 """Defaults that depend on data, model and optimizer: augmentation, sizes, learning rate, normalisation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

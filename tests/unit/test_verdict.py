@@ -1,7 +1,5 @@
 """The verdict on a run: what limits it, what to change, and what that brings."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

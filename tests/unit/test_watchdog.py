@@ -1,7 +1,5 @@
 """When the watchdog ends a rank: of which error, and after how many seconds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The network of the speed recipe: its whitening layer, its frozen parameters and its blocks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

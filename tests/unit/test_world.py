@@ -1,7 +1,5 @@
 """The identity of a rank; the collectives of several ranks are tested on real ranks."""
 
-from __future__ import annotations
-
 import os
 import resource
 import sys

@@ -1,7 +1,5 @@
 """Sentences on a terminal: broken between words, but in no key, override, path or command."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
