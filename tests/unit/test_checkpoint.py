@@ -87,22 +87,11 @@ def writer(run_dir: RunDir, /, **options: Any) -> Checkpointer:
     return Checkpointer(run_dir=run_dir, **options)
 
 
-CARD = ModelCard(
-    model={"_target_": "lockstep.models.Linear"},
-    precision={"_target_": "lockstep.precision.FP32"},
-    loss={"_target_": "lockstep.losses.CrossEntropy"},
-    classes=3,
-    class_names=(),
-    image_shape=(1, 6, 6),
-    input_shape=(1, 6, 6),
-    eval_crop=1.0,
-    mean=(0.0,),
-    std=(1.0,),
-    eval_views=1,
-    eval_batch=8,
-    trained_on={},
-    lockstep="1",
-)
+PARTS = {"model": "models.Linear", "precision": "precision.FP32", "loss": "losses.CrossEntropy"}
+FACTS: dict[str, Any] = {part: {"_target_": f"lockstep.{name}"} for part, name in PARTS.items()}
+FACTS |= {"classes": 3, "class_names": (), "image_shape": (1, 6, 6), "input_shape": (1, 6, 6), "eval_crop": 1.0}
+FACTS |= {"mean": (0.0,), "std": (1.0,), "eval_views": 1, "eval_batch": 8, "trained_on": {}, "lockstep": "1"}
+CARD = ModelCard(**FACTS)
 TRAIL = {"losses": [0.5], "steps": [1], "examples": [4], "hits": 3}
 EPOCH = {"number": 0, "loss": 0.0, "hits": 0, "examples": 0}
 

@@ -26,20 +26,13 @@ from lockstep.telemetry.report import HARDWARE
 from processes import wait_for
 
 # The figures that come from each query of NVML.
-FIGURES = {
-    "nvmlDeviceGetUtilizationRates": {"util"},
-    "nvmlDeviceGetMemoryInfo": {"mem_gb"},
-    "nvmlDeviceGetPowerUsage": {"power_w"},
-    "nvmlDeviceGetTemperature": {"temp_c"},
-    "nvmlDeviceGetClockInfo": {"sm"},
-    "nvmlDeviceGetCurrentClocksEventReasons": {"slowed"},
-    "nvmlGpmQueryDeviceSupport": {*ACTIVE},
-    "nvmlGpmSampleAlloc": {*ACTIVE},
-    "nvmlGpmSampleGet": {*ACTIVE},
-    "nvmlGpmMetricsGet": {*ACTIVE},
-    "nvmlDeviceGetTotalEnergyConsumption": set(),
-    "nvmlShutdown": set(),
+QUERIES = {"UtilizationRates": "util", "MemoryInfo": "mem_gb", "PowerUsage": "power_w", "Temperature": "temp_c"}
+QUERIES |= {"ClockInfo": "sm", "CurrentClocksEventReasons": "slowed"}
+FIGURES: dict[str, set[str]] = {f"nvmlDeviceGet{query}": {figure} for query, figure in QUERIES.items()}
+FIGURES |= {
+    f"nvmlGpm{query}": {*ACTIVE} for query in ("QueryDeviceSupport", "SampleAlloc", "SampleGet", "MetricsGet")
 }
+FIGURES |= {"nvmlDeviceGetTotalEnergyConsumption": set(), "nvmlShutdown": set()}
 
 
 class Recorder(Observer):

@@ -206,25 +206,13 @@ def test_a_run_is_an_event_file_with_scalars_and_hyperparameters_and_one_of_eval
     assert events(tmp_path / "val").Tags()["scalars"] == ["loss", "acc/top1"]
 
 
-@pytest.mark.parametrize(
-    ("tag", "folder", "curve"),
-    [
-        ("loss/train", "", "loss"),
-        ("loss/val", "val", "loss"),
-        ("loss/val_ema", "val_ema", "loss"),
-        ("acc/train_top1", "", "acc/top1"),
-        ("acc/val_top5", "val", "acc/top5"),
-        ("acc/val_ema_top1", "val_ema", "acc/top1"),
-        ("loss/train_epoch", "val", "loss/epoch"),
-        ("acc/train_epoch_top1", "val", "acc/epoch/top1"),
-        ("gpu/util/0", "", "system/gpu/util/0"),
-        ("metric/f1", "val", "metric/f1"),
-        ("optim/lr", "", "optim/lr"),
-        ("test/loss", "val", "test/loss"),
-    ],
-)
-def test_the_curves_of_training_and_of_evaluations_share_a_chart(tag: str, folder: str, curve: str) -> None:
-    assert curve_of(tag, "val" if folder else "") == (folder, curve)
+def test_the_curves_of_training_and_of_evaluations_share_a_chart() -> None:
+    curves = {"loss/train": ("", "loss"), "loss/val": ("val", "loss"), "loss/val_ema": ("val_ema", "loss")}
+    curves |= {"acc/train_top1": ("", "acc/top1"), "acc/val_top5": ("val", "acc/top5")}
+    curves |= {"acc/val_ema_top1": ("val_ema", "acc/top1"), "loss/train_epoch": ("val", "loss/epoch")}
+    curves |= {"acc/train_epoch_top1": ("val", "acc/epoch/top1"), "gpu/util/0": ("", "system/gpu/util/0")}
+    curves |= {"metric/f1": ("val", "metric/f1"), "optim/lr": ("", "optim/lr"), "test/loss": ("val", "test/loss")}
+    assert {tag: curve_of(tag, "val" if folder else "") for tag, (folder, _) in curves.items()} == curves
 
 
 def test_the_first_metric_of_hparams_is_the_best_value_of_the_monitor(tmp_path: Path) -> None:

@@ -212,16 +212,12 @@ def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path)
     datasets = pytest.importorskip("datasets")
     names = ["bird", "cat", "dog"]
     expected = MultiLabelBinarizer(classes=names).fit_transform(LABELS)
-    path = saved(
-        tmp_path,
-        names=(LABELS, None),
-        numbers=([[*map(names.index, own)] for own in LABELS], datasets.Sequence(datasets.ClassLabel(names=names))),
-        floats=(expected.astype(float).tolist(), None),
-        bools=(expected.astype(bool).tolist(), None),
-        fixed=(expected.tolist(), datasets.Sequence(datasets.Value("int64"), length=3)),
-        pair=(VALUES, None),
-        one=([row[0] for row in VALUES], None),
-    )
+    numbers, classes = [[*map(names.index, own)] for own in LABELS], datasets.ClassLabel(names=names)
+    columns = {"names": LABELS, "floats": expected.astype(float).tolist(), "bools": expected.astype(bool).tolist()}
+    columns |= {"pair": VALUES, "one": [row[0] for row in VALUES]}
+    typed = {"numbers": (numbers, datasets.Sequence(classes))}
+    typed["fixed"] = (expected.tolist(), datasets.Sequence(datasets.Value("int64"), length=3))
+    path = saved(tmp_path, **typed, **{name: (cells, None) for name, cells in columns.items()})
     for column in ("names", "numbers", "floats", "bools", "fixed"):
         source = HF(path=path, label_column=column, targets="labels")
         numbered = tuple(f"{column}_{number}" for number in range(3))
@@ -234,14 +230,9 @@ def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path)
 
 
 def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) -> None:
-    columns = {
-        "one": [float(n) for n in range(8)],
-        "gap": [1.0, None, *[1.0] * 6],
-        "ragged": [[1.0, 0.0], [1.0], *[[0.0, 1.0]] * 6],
-        "vector": [[0, 1, 0]] * 8,
-        "none": [[]] * 8,
-        "texts": ["high"] * 8,
-    }
+    columns: dict[str, Any] = {"one": [float(n) for n in range(8)], "gap": [1.0, None, *[1.0] * 6]}
+    columns |= {"ragged": [[1.0, 0.0], [1.0], *[[0.0, 1.0]] * 6], "vector": [[0, 1, 0]] * 8}
+    columns |= {"none": [[]] * 8, "texts": ["high"] * 8}
     path = saved(tmp_path, **{name: (cells, None) for name, cells in columns.items()})
     for column, targets, sentence in (
         ("one", "labels", r"row 0 of .* has the labels 0\.0, expected a list of classes"),

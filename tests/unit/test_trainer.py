@@ -118,40 +118,23 @@ def trainer_of(
     plan = Plan(examples=10, batch=8, total_steps=steps, micro_batches=micro_batches, **events)
     replica = strategy.replicate(model, plan, ()) if world.size > 1 else model
     transforms = DeviceTransforms.of(SOURCE, NoAugment(), device=world.device, precision=FP64(), seed=0)
-    state = TrainState(
-        model=model,
-        replica=replica,
-        draws=ForwardDraws(seed=0, device=world.device),
-        optimizer=SGD(momentum=0.0, lr=0.5).build(model),
-        scaler=options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False)),
-        ema=ema,
-    )
+    draws, sgd = ForwardDraws(seed=0, device=world.device), SGD(momentum=0.0, lr=0.5).build(model)
+    scaler = options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False))
+    state = TrainState(model=model, replica=replica, draws=draws, optimizer=sgd, scaler=scaler, ema=ema)
     defaults = {"clip_norm": None, "eval_views": 1, "ema_every": 1}
     train_keys = SimpleNamespace(**{key: options.pop(key, value) for key, value in defaults.items()})
     optimizer, schedule = SGD(lr=0.5), options.pop("schedule", Constant())
     job: Any = SimpleNamespace(
         strategy=strategy, precision=FP64(), optimizer=optimizer, schedule=schedule, train=train_keys
     )
+    place: dict[str, Any] = {"world": world, "plan": plan}
+    loss = MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False)
+    inputs = partial(inputs_of, transforms, state.draws)
+    data: dict[str, Any] = {"train_labels": train.labels, "train_feed": Resident().feed(train, world)}
+    data |= {"eval_labels": val.labels, "eval_feed": Resident().feed(val, world)}
     return Trainer(
-        step=TrainStep(
-            job=job,
-            world=world,
-            plan=plan,
-            state=state,
-            task=Multiclass(),
-            loss=MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False),
-            inputs=partial(inputs_of, transforms, state.draws),
-        ),
-        loader=Loader(
-            world=world,
-            plan=plan,
-            seed=0,
-            eval_batch=2,
-            train_labels=train.labels,
-            eval_labels=val.labels,
-            train_feed=Resident().feed(train, world),
-            eval_feed=Resident().feed(val, world),
-        ),
+        step=TrainStep(job=job, state=state, task=Multiclass(), loss=loss, inputs=inputs, **place),
+        loader=Loader(seed=0, eval_batch=2, **place, **data),
         transforms=transforms,
         scores=options.pop("scores", Scores({}, 3, (), world)),
         checkpointer=silent,

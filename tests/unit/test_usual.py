@@ -49,41 +49,23 @@ def test_the_usual_augmentation_of_every_data_set_is_an_option() -> None:
         assert isinstance(usual, property) or (ROOT / "conf" / "augment" / f"{usual}.yaml").is_file()
 
 
-@pytest.mark.parametrize(
-    ("words", "block"),
-    [
-        ("dataset=digits", 256),
-        ("dataset=cifar10", 256),
-        ("dataset=fake dataset.size=128", 256),
-        ("dataset=imagenet", 83),
-        ("dataset=cifar10 dataset.input_size=336", 37),
-        ("dataset=fake dataset.size=4096", 1),
-        ("dataset=imagenet train.eval_batch=500", 500),
-    ],
-)
-def test_a_block_of_evaluation_has_a_number_of_pixels(words: str, block: int) -> None:
-    assert resolved(*words.split()).train.eval_batch == block
+def test_a_block_of_evaluation_has_a_number_of_pixels() -> None:
+    blocks = {"dataset=digits": 256, "dataset=fake dataset.size=128": 256, "dataset=fake dataset.size=4096": 1}
+    blocks |= {"dataset=imagenet": 83, "dataset=cifar10 dataset.input_size=336": 37}
+    blocks |= {"dataset=imagenet train.eval_batch=500": 500}
+    assert {words: resolved(*words.split()).train.eval_batch for words in blocks} == blocks
 
 
-@pytest.mark.parametrize(
-    ("words", "rate"),
-    [
-        ("batch=64", 1e-3),
-        ("batch=16", 5e-4),
-        ("optimizer=adam batch=256", 2e-3),
-        ("optimizer=sgd", 0.025),
-        ("optimizer=sgd batch=1024", 0.4),
-        ("optimizer=sgd optimizer.lr=1", 1),
-        ("optimizer=muon", 0.02),
-        ("optimizer=timm optimizer.opt=lion", 1e-4),
-        ("optimizer=timm optimizer.opt=sgdw batch=256", 0.1),
-        ("optimizer=timm optimizer.opt=adafactor", 1e-3),
-        ("model=resnet18 model.pretrained=true", 1e-4),
-        ("model=resnet18 model.pretrained=true optimizer.lr=0.5", 0.5),
-    ],
-)
-def test_the_usual_rate_fits_the_optimizer_and_the_batch(words: str, rate: float) -> None:
-    assert resolved(*words.split()).optimizer.lr == pytest.approx(rate)
+def test_the_usual_rate_fits_the_optimizer_and_the_batch() -> None:
+    rates = {"batch=64": 1e-3, "batch=16": 5e-4, "optimizer=adam batch=256": 2e-3, "optimizer=sgd": 0.025}
+    rates |= {"optimizer=sgd batch=1024": 0.4, "optimizer=sgd optimizer.lr=1": 1, "optimizer=muon": 0.02}
+    rates |= {f"optimizer=timm optimizer.opt={opt}": rate for opt, rate in (("lion", 1e-4), ("adafactor", 1e-3))}
+    rates["optimizer=timm optimizer.opt=sgdw batch=256"] = 0.1
+    rates |= {
+        "model=resnet18 model.pretrained=true": 1e-4,
+        "model.pretrained=true optimizer.lr=0.5 model=resnet18": 0.5,
+    }
+    assert {words: resolved(*words.split()).optimizer.lr for words in rates} == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(
