@@ -137,7 +137,7 @@ def test_a_window_that_is_resumed_has_the_bits_of_one_that_is_not(losses: list[f
         count(whole, [loss], [loss > 0, True])
     for loss in losses[:at]:
         count(first, [loss], [loss > 0, True])
-    resumed = recorder(Collector(), step=1, window=json.loads(json.dumps(first.open_window())))
+    resumed = recorder(Collector(), step=1, opened=json.loads(json.dumps(first.open_window())))
     for loss in losses[at:]:
         count(resumed, [loss], [loss > 0, True])
     expected, actual = ended(whole, 2), ended(resumed, 2)
@@ -166,7 +166,7 @@ def test_an_epoch_is_the_mean_over_all_its_examples_whatever_was_logged_and_resu
     steps(uncut, range(1, last + 1))
     steps(first, range(1, at + 1))
     resumed = Collector()
-    then = recorder(resumed, step=at, window=json.loads(json.dumps(first.open_window())))
+    then = recorder(resumed, step=at, opened=json.loads(json.dumps(first.open_window())))
     steps(then, range(at + 1, last + 1))
     for telemetry in (uncut, then):
         telemetry.evaluated(last, {}, best=True)
@@ -194,7 +194,7 @@ def test_a_window_of_three_ranks_goes_on_on_any_number_of_them(ranks: int, monke
 
     def resumed(world: World) -> list[tuple[int, dict[str, float]]]:
         sink = Collector()
-        telemetry = recorder(sink, world=world, step=12, window=state)
+        telemetry = recorder(sink, world=world, step=12, opened=state)
         telemetry.evaluated(12, {}, best=True)
         ended(telemetry, 13)
         return sink.lines
@@ -220,7 +220,7 @@ def test_broken_images_count_in_no_training_score(ranks: int, monkeypatch: pytes
 
     def resumed(world: World) -> list[tuple[int, dict[str, float]]]:
         sink = Collector()
-        telemetry = recorder(sink, world=world, step=2, window=state)
+        telemetry = recorder(sink, world=world, step=2, opened=state)
         telemetry.step = 3
         count(telemetry, [14.0] if world.rank == 0 else [], [True, None] if world.rank == 0 else [None])
         assert ended(telemetry, 3).examples == 1  # of this process
@@ -275,7 +275,7 @@ def test_the_time_of_a_step_is_that_of_the_steps_since_the_resume(monkeypatch: p
     first = recorder(Collector())
     first.step = 6
     count(first, [1.0] * 60, [True] * 60)
-    resumed = recorder(sink, step=6, window=first.open_window())
+    resumed = recorder(sink, step=6, opened=first.open_window())
     for shard in resumed.watch([Step(7), Step(8)], iter):
         now += 2
         count(resumed, [1.0] * 10, [True] * 10)
