@@ -161,8 +161,8 @@ def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.Monke
     def gathered(world: World) -> tuple[list[int], list[int], int]:
         return world.gather(world.rank), world.gather_to_main(world.rank), world.broadcast(world.rank)
 
-    others = ([0, 1, 2], [], 0)
-    assert ThreadRanks(3, monkeypatch).run(gathered) == [([0, 1, 2], [0, 1, 2], 0), others, others]
+    other_ranks = ([0, 1, 2], [], 0)
+    assert ThreadRanks(3, monkeypatch).run(gathered) == [([0, 1, 2], [0, 1, 2], 0), other_ranks, other_ranks]
 
 
 def test_the_norm_of_a_model_in_stages_is_that_of_all_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
