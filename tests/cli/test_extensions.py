@@ -90,7 +90,7 @@ def own_tests() -> None:
 
 
 def test_a_model_and_data_of_ones_own_go_on_to_the_bit_on_fresh_ranks(project: Path, tmp_path: Path) -> None:
-    words = (*FRESH, "schedule=constant")
+    words = (*FRESH, "schedule=constant", "optimizer=sgd")
     assert train(project, *words, "launcher=elastic", "steps=3", f"hydra.run.dir={tmp_path}/part").code == 0
     assert train(project, f"resume={tmp_path}/part", "launcher=spawn", "steps=6").code == 0
     done = train(project, *words, "steps=6", f"hydra.run.dir={tmp_path}/whole")

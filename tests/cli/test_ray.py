@@ -20,8 +20,9 @@ from lockstep.core.errors import InputError
 from lockstep.sweep.ledger import Ledger
 from processes import PATIENCE, background, close, ended, processes, wait_for
 
-JOB = ("model=linear", "device=cpu", "steps=1500", "schedule=constant", "telemetry.interval=50", "logger=jsonl")
-LINE = ("-m", "seed=1,2", *JOB, "launcher.threads=1", "checkpoint.every=50", "hydra/launcher=ray")
+JOB = ("model=linear", "optimizer=sgd", "device=cpu", "steps=1500", "schedule=constant", "launcher.threads=1")
+JOB = (*JOB, "telemetry.interval=50", "logger=jsonl")
+LINE = ("-m", "seed=1,2", *JOB, "checkpoint.every=50", "hydra/launcher=ray")
 
 
 def records(root: Path) -> list[Any]:
@@ -91,7 +92,7 @@ def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp
     assert [record.state for record in records(tmp_path)] == ["done", "done"]
     (moved,) = (record for record, pid in zip(records(tmp_path), before, strict=True) if record.pid != pid)
     (folder,) = tmp_path.glob(f"sweeps/*/{moved.folder}")
-    alone = train_here(tmp_path / "alone", *JOB, f"seed={moved.number + 1}", "launcher.threads=1")
+    alone = train_here(tmp_path / "alone", *JOB, f"seed={moved.number + 1}")
     assert losses(folder) == losses(alone)
 
 

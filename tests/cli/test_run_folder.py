@@ -13,7 +13,7 @@ import pytest
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from helpers import FAKE, ROOT, Done, forked, on_a_terminal, records, train, train_afresh
+from helpers import FAKE, ROOT, Done, forked, on_a_terminal, records, train
 
 ESCAPE = "\x1b"
 
@@ -26,7 +26,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def done(root: Path) -> Done:
     """Two ranks of three steps, in a folder of the user's choice."""
-    return train_afresh(
+    return train(
         "steps=3", "strategy=ddp", "telemetry.interval=1", f"output_root={root}", f"hydra.run.dir={root / 'mine'}"
     )
 
