@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from stat import S_ISFIFO
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
@@ -115,6 +114,8 @@ def progress(activity: str, total: int | None = None) -> Iterator[Callable[[int]
     console = log.console if log.has_terminal() else errors
     moves_beside = sys.stderr.isatty() and not errors.is_dumb_terminal and not S_ISFIFO(os.fstat(1).st_mode)
     if console is log.console or moves_beside:
+        from rich.live import Live  # takes 6 ms, which `--cfg job` does not need
+
         with Live(
             get_renderable=lambda: work.with_bar(console),
             console=console,
