@@ -88,30 +88,23 @@ def test_a_group_without_an_option_is_refused(node: Any) -> None:
         components.build("model", node)
 
 
+NO_CLASS_OF_THEIRS: dict[str, tuple[Any, ...]] = {
+    "model": (
+        *("os.system", "lockstep.core.run_dir.RunDir", "lockstep.optim.SGD", "lockstep.models.nets.BasicNet"),
+        *("lockstep.models.zoo", "lockstep.models..BasicNet", "BasicNet", "", None, ["lockstep.models.BasicNet"]),
+    ),
+    "dataset": ("lockstep.data.datasets.ArraySource", "lockstep.data.datasets.ArraySplit"),
+    "loader": ("lockstep.data.loading.World", "lockstep.runtime.host.cores"),
+    "optimizer": ("lockstep.optim.OptimizerOption",),
+    "schedule": ("lockstep.optim.schedule.Plan",),
+    "launcher": ("lockstep.launcher.create_on_main", "lockstep.launcher.__doc__"),
+    "loss": ("lockstep.losses.MaskedLoss",),
+    "strategy": ("lockstep.strategy.base.Single",),
+}
+
+
 @pytest.mark.parametrize(
-    ("group", "target"),
-    [
-        ("model", "os.system"),
-        ("model", "lockstep.core.run_dir.RunDir"),
-        ("model", "lockstep.optim.SGD"),
-        ("model", "lockstep.models.nets.BasicNet"),
-        ("model", "lockstep.models.zoo"),
-        ("model", "lockstep.models..BasicNet"),
-        ("model", "BasicNet"),
-        ("model", ""),
-        ("model", None),
-        ("model", ["lockstep.models.BasicNet"]),
-        ("dataset", "lockstep.data.datasets.ArraySource"),
-        ("dataset", "lockstep.data.datasets.ArraySplit"),
-        ("loader", "lockstep.data.loading.World"),
-        ("loader", "lockstep.runtime.host.cores"),
-        ("optimizer", "lockstep.optim.OptimizerOption"),
-        ("schedule", "lockstep.optim.schedule.Plan"),
-        ("launcher", "lockstep.launcher.create_on_main"),
-        ("launcher", "lockstep.launcher.__doc__"),
-        ("loss", "lockstep.losses.MaskedLoss"),
-        ("strategy", "lockstep.strategy.base.Single"),
-    ],
+    ("group", "target"), [(key, name) for key, row in NO_CLASS_OF_THEIRS.items() for name in row]
 )
 def test_a_node_can_name_no_code_but_the_classes_of_its_group(group: str, target: Any) -> None:
     with pytest.raises(InputError, match=rf"{group}\._target_ is .*, expected a class of {GROUPS[group]}"):

@@ -3,7 +3,6 @@
 import json
 import os
 import socket
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -74,7 +73,7 @@ def test_a_task_of_srun_is_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["launched by another", "the only task"]
+    "changed", [{"RANK": "0"}, {"SLURM_STEP_NUM_TASKS": "1"}], ids=["of another", "the only task"]
 )
 def test_another_process_of_srun_is_left_alone(monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]) -> None:
     set_environment(monkeypatch, **{**STEP, **changed})
@@ -82,42 +81,35 @@ def test_another_process_of_srun_is_left_alone(monkeypatch: pytest.MonkeyPatch, 
     assert "WORLD_SIZE" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("SLURM_STEP_NUM_TASKS", ""),
-        ("SLURM_STEP_TASKS_PER_NODE", "2"),
-        ("SLURM_NODEID", "first"),
-        ("SLURM_JOB_ID", "70001.0"),
-    ],
-)
-def test_a_task_whose_variables_do_not_fit_together_is_refused(
-    monkeypatch: pytest.MonkeyPatch, name: str, text: str
-) -> None:
-    set_environment(monkeypatch, **{**STEP, name: text})
-    with pytest.raises(InputError, match=f"do not fit together .*{name}='{text}'.*env -u SLURM_STEP_ID"):
-        launch_env.adopt_srun()
-    assert "RANK" not in os.environ
+def test_a_task_whose_variables_do_not_fit_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = {"SLURM_STEP_NUM_TASKS": "", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "first"}
+    for name, text in {**wrong, "SLURM_JOB_ID": "70001.0"}.items():
+        set_environment(monkeypatch, **{**STEP, name: text})
+        with pytest.raises(InputError, match=f"do not fit together .*{name}='{text}'.*env -u SLURM_STEP_ID"):
+            launch_env.adopt_srun()
+        assert "RANK" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"RANK": "0"}, r"the environment has RANK=0, but no WORLD_SIZE; .* env -u RANK"),
-        ({"WORLD_SIZE": "2"}, r"the environment has WORLD_SIZE=2, but no RANK; .* env -u WORLD_SIZE"),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, r"MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), and each would"),
-        ({}, None),
-        ({"WORLD_SIZE": "1"}, None),
-        ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-        ({"RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "2"}, None),
-    ],
-)
-def test_variables_that_leave_the_rank_open_are_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str | None
-) -> None:
-    set_environment(monkeypatch, **variables)
-    with pytest.raises(InputError, match=says) if says else nullcontext():
+OPEN: dict[str, dict[str, str]] = {
+    r"the environment has RANK=0, but no WORLD_SIZE; .* env -u RANK": {"RANK": "0"},
+    r"the environment has WORLD_SIZE=2, but no RANK; .* env -u WORLD_SIZE": {"WORLD_SIZE": "2"},
+    r"MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE=2\), and each would": {"OMPI_COMM_WORLD_SIZE": "2"},
+}
+
+
+@pytest.mark.parametrize("says", OPEN)
+def test_variables_that_leave_the_rank_open_are_refused(monkeypatch: pytest.MonkeyPatch, says: str) -> None:
+    set_environment(monkeypatch, **OPEN[says])
+    with pytest.raises(InputError, match=says):
         check_launched()
+
+
+@pytest.mark.parametrize(
+    "words", ["", "WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=1", "RANK=1 WORLD_SIZE=2 OMPI_COMM_WORLD_SIZE=2"]
+)
+def test_variables_of_one_launcher_are_accepted(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    set_environment(monkeypatch, **dict(word.split("=") for word in words.split()))
+    check_launched()
 
 
 def test_who_launched_a_rank_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,19 +126,14 @@ def test_the_local_rank_that_older_launchers_add_is_no_word_of_the_command(monke
     assert without_local_rank(words) == ["epochs=2"]
 
 
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({}, "the environment has RANK and WORLD_SIZE, but no MASTER_ADDR"),
-        ({"MASTER_ADDR": "here"}, "the environment has MASTER_PORT='', expected a number from 1 to 65535"),
-        ({"MASTER_ADDR": "here", "MASTER_PORT": "0"}, "MASTER_PORT='0', expected a number from 1 to 65535"),
-    ],
-)
-def test_an_invalid_store_address_is_refused(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], says: str
-) -> None:
-    set_environment(monkeypatch, **variables)
-    with pytest.raises(InputError, match=says):
+def test_an_invalid_store_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InputError, match="the environment has RANK and WORLD_SIZE, but no MASTER_ADDR"):
+        store_address()
+    set_environment(monkeypatch, MASTER_ADDR="here")
+    with pytest.raises(InputError, match="the environment has MASTER_PORT='', expected a number from 1 to 65535"):
+        store_address()
+    set_environment(monkeypatch, MASTER_ADDR="here", MASTER_PORT="0")
+    with pytest.raises(InputError, match="MASTER_PORT='0', expected a number from 1 to 65535"):
         store_address()
 
 

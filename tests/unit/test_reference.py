@@ -55,18 +55,17 @@ def test_a_new_yaml_is_put_into_the_reference_the_readme_and_the_help(checkout: 
     assert " linear plateau polynomial ramp step\n" in (checkout / "conf" / "config.yaml").read_text()
 
 
-@pytest.mark.parametrize(
-    ("line", "instead", "says"),
-    [
-        ("# A line that ends at a tenth.\n", "", "ramp.yaml: there is no comment at the top"),
-        ("# share of the rate\n# that stays\n", "", "ramp.yaml: final has no comment"),
-        ("final: 0.1", "last: 0.1", "ramp.yaml: last is not a field of Linear"),
-        ("final: 0.1\n", "", "ramp.yaml: there is no final, which Linear has"),
-    ],
-)
-def test_an_option_or_a_key_without_its_meaning_is_refused(
-    line: str, instead: str, says: str, checkout: Path
-) -> None:
+LACKS = {
+    "ramp.yaml: there is no comment at the top": ("# A line that ends at a tenth.\n", ""),
+    "ramp.yaml: final has no comment": ("# share of the rate\n# that stays\n", ""),
+    "ramp.yaml: last is not a field of Linear": ("final: 0.1", "last: 0.1"),
+    "ramp.yaml: there is no final, which Linear has": ("final: 0.1\n", ""),
+}
+
+
+@pytest.mark.parametrize("says", LACKS)
+def test_an_option_or_a_key_without_its_meaning_is_refused(says: str, checkout: Path) -> None:
+    line, instead = LACKS[says]
     assert line in RAMP
     (checkout / "conf" / "schedule" / "ramp.yaml").write_text(RAMP.replace(line, instead))
     with pytest.raises(SystemExit, match=says):
@@ -88,19 +87,14 @@ def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:
         reference.main([], checkout)
 
 
-@pytest.mark.parametrize(
-    ("cls", "field", "words"),
-    [
-        (DigitNet, "dropout", "float in [0, 1)"),
-        (AdamW, "lr", "auto or float > 0"),
-        (AdamW, "betas", "list of float in [0, 1)"),
-        (Step, "milestones", "list of duration"),
-        (Auto, "workers", "auto or int in [0, 256]"),
-        (DDP, "static_graph", "true, false or null"),
-        (DDP, "comm_hook", "none, fp16 or bf16"),
-        (TrainBlock, "eval_views", "1, 2 or 6"),
-        (Job, "resume", "path or null"),
-    ],
-)
-def test_a_type_is_that_of_the_field_and_its_rule(cls: type[Any], field: str, words: str) -> None:
-    assert reference.type_of(cls, field) == words
+def test_a_type_is_that_of_the_field_and_its_rule() -> None:
+    def types(cls: type[Any], *fields: str) -> list[str]:
+        return [reference.type_of(cls, field) for field in fields]
+
+    assert types(DigitNet, "dropout") == ["float in [0, 1)"]
+    assert types(AdamW, "lr", "betas") == ["auto or float > 0", "list of float in [0, 1)"]
+    assert types(Step, "milestones") == ["list of duration"]
+    assert types(Auto, "workers") == ["auto or int in [0, 256]"]
+    assert types(DDP, "static_graph", "comm_hook") == ["true, false or null", "none, fp16 or bf16"]
+    assert types(TrainBlock, "eval_views") == ["1, 2 or 6"]
+    assert types(Job, "resume") == ["path or null"]
