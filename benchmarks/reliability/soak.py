@@ -185,6 +185,8 @@ def from_table(path: Path) -> Iterator[tuple[str, int, object]]:
 def from_events(folder: Path) -> Iterator[tuple[str, int, object]]:
     """The figures that TensorBoard shows: training and evaluations have the same tags, in folders of their own."""
     for name in ("", "val", "val_ema"):
+        if not (folder / name).is_dir():  # without TensorBoard, as in node_kills.py
+            continue
         read = EventAccumulator(str(folder / name), {"scalars": 0}).Reload()
         for tag in read.Tags()["scalars"]:
             yield from ((f"{tag} {name}", event.step, event.value) for event in read.Scalars(tag))
