@@ -102,6 +102,18 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
 
 
+def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_path: Path) -> None:
+    run = run_dir(tmp_path / "run", "schedule=plateau", "schedule.gamma=0.2")
+    for word, patience in (("schedule.patience=1", 1), ("schedule.patiens=1", None)):
+        with composition.invoked([f"resume={run.path}", word]) as (values, invocation):
+            values = dict(decide_resume(values, invocation).values)
+        if patience is None:
+            with pytest.raises(InputError, match=r"schedule\.patiens is not a key of schedule=Plateau"):
+                build_job(values)
+        else:
+            assert (values["schedule"]["patience"], values["schedule"]["gamma"]) == (patience, 0.2)
+
+
 def test_a_run_of_before_is_continued_and_a_default_that_has_changed_is_named_with_its_override(
     tmp_path: Path,
 ) -> None:

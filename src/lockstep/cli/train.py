@@ -14,7 +14,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lockstep.config import command_line, composition, extensions
-from lockstep.config.commands import quoted_path, started_as
+from lockstep.config.commands import started_as
 from lockstep.config.composition import Invocation
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
@@ -35,7 +35,7 @@ def main(packages: Sequence[str] = ()) -> None:
     with program.command_line():
         adopt_srun()
         extensions.use(packages)
-        sys.argv[1:] = map(quoted_path, sys.argv[1:])
+        sys.argv[1:] = composition.typed_words(sys.argv[1:])
         if not (command_line.answered(sys.argv) or composition.showed_help()):
             command_line.check_flags(sys.argv[1:])
             check_launched()

@@ -212,6 +212,18 @@ def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> Di
         raise translate(error) or messages.translate_before_job(error) or error from error
 
 
+def typed_words(words: Iterable[str]) -> list[str]:
+    """The words of a command line for Hydra, with quoted paths.
+
+    A command with `resume` may set keys of an option that only its run names. Hydra composes the command alone first,
+    so it is told to add them; `components` refuses a key that the option does not have.
+    """
+    quoted = [*map(quoted_path, words)]
+    if "resume" not in map(key_of, quoted):
+        return quoted
+    return [f"++{word}" if re.match(rf"({'|'.join(GROUPS)})\.[^=]+=", word) else word for word in quoted]
+
+
 @contextmanager
 def composing() -> Iterator[None]:
     """A context in which configs can be composed without Hydra's `main`."""
@@ -229,7 +241,7 @@ def without_keys(overrides: Iterable[str], keys: Collection[str], who: str) -> l
     if not (ignored := [word for word in words if key_of(word) in keys or key_of(word).startswith(prefixes)]):
         return words
     with composing():
-        _compose("config", [*map(quoted_path, words)], with_hydra=True)
+        _compose("config", typed_words(words), with_hydra=True)
     log.note(f"{who}; ignored: {shell_command(ignored)}")
     return [word for word in words if word not in ignored]
 
@@ -247,7 +259,7 @@ def composed(overrides: list[str]) -> dict[str, Any]:
 
 
 def _composed(overrides: list[str]) -> dict[str, Any]:
-    words = [*map(quoted_path, overrides)]
+    words = typed_words(overrides)
     for word in words:
         check_word(word)
     config = _compose("config", words, with_hydra=True)

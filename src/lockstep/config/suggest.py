@@ -123,8 +123,7 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
         return suggestion
     if block and (option_names := options_with(block, last)):
         choose = f"add {override(block, option_names[0])}" if len(option_names) == 1 else "choose one of them"
-        again = " again" * any(word.startswith("resume=") for word in sys.argv[1:])  # it is not read from the run
-        return f" {block}={', '.join(option_names)} has it: {choose}{again}, or remove it."
+        return f" {block}={', '.join(option_names)} has it: {choose}, or remove it."
     if (proposal := suggest_override(key, value)) and not proposal.startswith(f"{key}="):
         return f" Did you mean {proposal}{note(proposal)}?"
     if block and siblings:
