@@ -196,3 +196,7 @@ def test_a_run_ends_early_at_the_same_step_however_often_it_was_stopped(stop: in
         assert [line["step"] for line in records(run) if "loss/val" in line] == [1, 2, 3, 4]
     train_here(tmp_path, *words, "train.patience=null")
     assert (run.read_summary()["step"], run.read_summary()["stopped_early"]) == (8, "")
+
+
+def test_a_tag_is_unicode_also_for_a_class_whose_folder_has_bytes_that_are_no_text() -> None:
+    assert tagged({"f1/ow\udcffl": 0.5, "loss": 1.0}) == {"metric/f1/ow\\udcffl": 0.5, "loss/val": 1.0}

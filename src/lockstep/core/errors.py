@@ -182,3 +182,8 @@ def check_installed(package: str, user: str, extra: str = "") -> None:
             f"{user} needs the package {package}, which is not installed; install it with pip install "
             f"'lockstep[{extra or package}]'"
         )
+
+
+def as_unicode(text: str) -> str:
+    """A text without the bytes of a file's name that are no text, as trackers and pages need it."""
+    return text.encode(errors="backslashreplace").decode()

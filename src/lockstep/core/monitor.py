@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from lockstep.core.errors import as_unicode
+
 T = TypeVar("T")
 
 TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
@@ -86,7 +88,7 @@ def chosen_monitor(
 def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str, float]:
     """The figures of an evaluation by tag; `averaged` is whether the averaged weights were evaluated."""
     tags = AVERAGED if averaged else TAGS
-    return {tags.get(name, METRIC + name): value for name, value in figures.items()}
+    return {as_unicode(tags.get(name, METRIC + name)): value for name, value in figures.items()}
 
 
 def chosen_on_itself(keys: Container[str]) -> str:

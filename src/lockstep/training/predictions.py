@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.core.data_protocols import Split
+from lockstep.core.errors import as_unicode
 from lockstep.core.figures import BINS, Predictions
 from lockstep.core.model import is_broken, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
@@ -32,7 +33,7 @@ class CollectedPredictions(EvaluationObserver):
     """
 
     def __init__(self, card: ModelCard, split: Split, world: World, observer: Observer) -> None:
-        self.names = [_unicode(name) for name in card.class_names or map(str, range(card.classes))]
+        self.names = [as_unicode(name) for name in card.class_names or map(str, range(card.classes))]
         self.kind, self.split, self.world, self.observer = card.probabilities, split, world, observer
         self.stride = math.ceil(len(split) / POINTS)
         self.start()
@@ -63,7 +64,7 @@ class CollectedPredictions(EvaluationObserver):
         rows = sorted(itertools.chain(*examples), key=lambda row: (not math.isnan(row[0]), -row[0]))[:WORST]
         worst = [
             {
-                "sample": _unicode(self.split.name(index)),
+                "sample": as_unicode(self.split.name(index)),
                 **self._answer(*answer),
                 "loss": _number(loss),
                 "png": pictures.in_base64(image.numpy()),
@@ -199,8 +200,3 @@ def _highest(losses: Tensor) -> Tensor:
 
 def _number(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _unicode(text: str) -> str:
-    """A text without the bytes of a file's name that are no text."""
-    return text.encode(errors="backslashreplace").decode()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.weights import load_exported
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
-from lockstep.core.errors import NumericalError, Stopped
+from lockstep.core.errors import NumericalError, Stopped, as_unicode
 from lockstep.core.figures import finite
 from lockstep.core.monitor import TEST, Monitor, tagged
 from lockstep.data.loading.shards import EvalLoader, Loader
@@ -225,7 +225,8 @@ class Trainer:
         except StopNow as request:
             self.leave(request, saves=False)
         self.tested = finite(figures)
-        self.telemetry.observer.write(self.progress.step, {TEST + name: value for name, value in figures.items()})
+        scalars = {as_unicode(TEST + name): value for name, value in figures.items()}
+        self.telemetry.observer.write(self.progress.step, scalars)
 
     def count_skipped(self) -> int:
         """The number of broken images so far. Collective."""
