@@ -3,8 +3,7 @@
 Each command in a `bash` block is typed as it stands into a folder that looks like a checkout, in the order of the
 document, so that a later one finds what an earlier one left. A command that trains gets `steps=N` behind it, with an
 N that grows by each command that may go on with a run, so that it has something to do. A `resnet18` gets fewer
-channels. What cannot be run here is in
-CHECKS, with the reason, and is checked in another way.
+channels. What cannot be run here is in CHECKS, with the reason, and is checked in another way.
 """
 
 from __future__ import annotations
