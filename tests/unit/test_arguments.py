@@ -76,9 +76,7 @@ def test_words_that_are_left_out_change_nothing(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("command", ONE_PROCESS)
-def test_a_command_that_starts_ranks_itself_is_refused_as_a_rank(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_command_that_starts_ranks_is_refused_as_a_rank(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["lockstep", command])
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

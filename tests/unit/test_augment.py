@@ -171,9 +171,7 @@ def test_crops_of_a_batch_on_a_gpu_or_of_one_pixel_have_the_pixels_of_pillow(
 
 @pytest.mark.parametrize("interpolation", INTERPOLATIONS)
 @pytest.mark.parametrize("augment", [RandomResizedCrop(), RandAugment(ops=0)], ids=repr)
-def test_stripes_too_fine_for_the_model_are_grey_in_training_as_in_evaluation(
-    augment: Augment, interpolation: str
-) -> None:
+def test_too_fine_stripes_are_grey_in_training_as_in_evaluation(augment: Augment, interpolation: str) -> None:
     source = Folder(path="nowhere", decode_size=256, input_size=32, crop=1)
     stripes = torch.tensor([0, 255], dtype=torch.uint8).repeat(128).expand(8, 3, 256, 256)
     form: Any = {"device": torch.device("cpu"), "precision": FP32(), "seed": 0, "interpolation": interpolation}

@@ -32,9 +32,7 @@ def chosen(*words: str, images: int) -> ResolvedJob:
     ("images", "epochs", "ema", "mixup"),
     [(80, 40, 0.99, 0), (499, 40, 0.99, 0), (500, 20, 0.99, 0), (5_000, 10, 0.999, 0), (20_000, 10, 0.999, 0.1)],
 )
-def test_the_number_of_images_and_the_weights_choose(
-    images: int, epochs: int, ema: float, mixup: float, missing: str
-) -> None:
+def test_the_images_and_the_weights_choose(images: int, epochs: int, ema: float, mixup: float, missing: str) -> None:
     job = chosen(images=images)
     assert (job.epochs, job.train.ema, job.train.mixup) == (epochs * (3 if missing else 1), ema, mixup)
     assert job.starts_trained == (not missing)
@@ -63,9 +61,7 @@ def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> Non
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
 
 
-def test_a_resume_keeps_the_choices_when_the_weights_come_or_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_keeps_the_choices_as_weights_come_or_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Timm, "missing_weights", lambda self: REASON)
     monkeypatch.chdir(photos_of_two_classes(tmp_path, 8, "png"))
     words = ("dataset.path=photos", "dataset.decode_size=32", "loader.workers=0", "device=cpu", "train.patience=null")

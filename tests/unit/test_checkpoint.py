@@ -277,9 +277,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_says_what_is_left_of_it(run: Ru
 @pytest.mark.parametrize(
     ("keep_best", "left"), [(1, [6, 2]), (2, [6, 4, 2]), (3, [6, 4, 2, 1]), (9, [6, 5, 4, 2, 1])]
 )
-def test_the_best_are_kept_by_their_score_and_the_earliest_of_equal_ones(
-    run: RunDir, keep_best: int, left: list[int]
-) -> None:
+def test_the_best_are_kept_by_score_and_the_earliest_of_equals(run: RunDir, keep_best: int, left: list[int]) -> None:
     target = writer(run, keep=1, keep_best=keep_best)
     for step, score in enumerate([70.0, 90.0, None, 80.0, 60.0, None], start=1):
         save(target, step, score=score)
@@ -548,9 +546,7 @@ def test_a_manifest_of_other_files_is_damage(run: RunDir, name: str, listed: boo
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.pt"])
-def test_a_link_or_a_pipe_in_the_place_of_a_file_or_a_folder_is_damage(
-    run: RunDir, tmp_path: Path, name: str
-) -> None:
+def test_a_link_or_a_pipe_in_the_place_of_a_file_or_folder_is_damage(run: RunDir, tmp_path: Path, name: str) -> None:
     first, second, third = saved(run, 1, 2, 3)
     third.rename(tmp_path / "elsewhere")
     third.symlink_to(tmp_path / "elsewhere")

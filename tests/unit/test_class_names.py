@@ -217,9 +217,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("folders", "train"), LAYOUTS, ids=[folders[0] for folders, _ in LAYOUTS])
-def test_the_splits_anywhere_in_a_folder_train_the_right_classes(
-    tmp_path: Path, folders: list[str], train: str
-) -> None:
+def test_splits_anywhere_in_a_folder_train_the_right_classes(tmp_path: Path, folders: list[str], train: str) -> None:
     files = (f"{folder}/{name}/{n}.png" for folder in folders for name in ("bus", "bullet_train") for n in "01")
     write(tmp_path, *files)
     source = built("dataset=folder", f"dataset.path={tmp_path}").dataset
@@ -250,9 +248,7 @@ def test_the_banner_names_what_a_job_predicts(targets: str, names: tuple[str, ..
     assert banner._classes(job, data) == shown
 
 
-def test_names_that_weights_cannot_keep_are_refused_before_there_is_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_weights_cannot_keep_are_refused_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("train/ants/0.png", "train/bees/0.png", "val/ants/0.png"):
         (tmp_path / place).parent.mkdir(parents=True)
         (tmp_path / place).touch()

@@ -253,9 +253,7 @@ def test_the_value_of_a_config_without_overrides_is_pale(rates: Path, monkeypatc
     assert "\x1b[2m0.004" not in file.getvalue()
 
 
-def test_one_run_is_shown_with_its_config_its_scores_and_commands_to_use_it(
-    judged_runs: Path, capsys: CAPSYS
-) -> None:
+def test_one_run_is_shown_with_its_config_scores_and_commands_to_use_it(judged_runs: Path, capsys: CAPSYS) -> None:
     (judged_runs / "d" / "model.safetensors").touch()
     RunDir(judged_runs / "d").write_summary(seconds=75.0, best=0.9, best_step=30, verdict={"sentence": "it is fast"})
     listing("d")(judged_runs)
@@ -377,9 +375,7 @@ def test_wrong_words_are_one_sentence(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("file", ["summary", "overrides", "composed", "hydra.yaml"])
 @pytest.mark.parametrize("text", ["{", "[]", '{"status": 3}', '{"objective": NaN}'])
-def test_a_damaged_run_is_named_and_the_others_are_shown(
-    tmp_path: Path, capsys: CAPSYS, file: str, text: str
-) -> None:
+def test_a_damaged_run_is_named_and_others_are_shown(tmp_path: Path, capsys: CAPSYS, file: str, text: str) -> None:
     run(tmp_path / "a", "batch=8", score=91.25)
     run_dir = RunDir(run(tmp_path / "b", "batch=9", score=2.0))
     path = run_dir.hydra / file if "." in file else getattr(run_dir, file)

@@ -78,9 +78,7 @@ TABS = ((" strat\t", "egy"), ("=allreduce_\t", "hooks"), (" optimizer.\t\t", "op
 
 
 @pytest.mark.parametrize(("program", "tabs"), [("lockstep train", TABS), ("python train.py", TABS[:1])])
-def test_tab_completes_the_words_of_a_line_in_bash(
-    program: str, tabs: tuple[tuple[str, str], ...], tmp_path: Path
-) -> None:
+def test_tab_completes_a_line_in_bash(program: str, tabs: tuple[tuple[str, str], ...], tmp_path: Path) -> None:
     if program == "lockstep train":
         shell = Shell(ROOT)
     else:  # of a new project

@@ -75,9 +75,7 @@ def test_a_value_becomes_the_type_of_its_field() -> None:
         ("optimizer", {"lr": [1, 2]}, r"optimizer\.lr"),
     ],
 )
-def test_a_key_or_value_that_does_not_fit_is_named_with_its_group(
-    group: str, node: dict[str, Any], says: str
-) -> None:
+def test_a_key_or_value_that_does_not_fit_is_named_with_group(group: str, node: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         components.build(group, {"_target_": "lockstep.optim.SGD", **node})
 
@@ -125,9 +123,7 @@ def test_a_key_that_no_job_has_is_the_users_mistake() -> None:
         components.build_job({key: value for key, value in composed().items() if key != "model"})
 
 
-def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_an_error_is_shown_line_by_line_and_only_the_users_is_translated(capsys: pytest.CaptureFixture[str]) -> None:
     assert messages.translate(ValueError("odd")) is None
     refused = InputError("no")
     assert messages.translate(refused) is refused

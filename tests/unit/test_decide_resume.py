@@ -114,9 +114,7 @@ def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_pa
             assert (values["schedule"]["patience"], values["schedule"]["gamma"]) == (patience, 0.2)
 
 
-def test_a_run_of_before_is_continued_and_a_default_that_has_changed_is_named_with_its_override(
-    tmp_path: Path,
-) -> None:
+def test_a_run_of_before_is_continued_and_a_changed_default_is_named_with_its_override(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "epochs=3")
     values = components.load(run.composed)
     del values["train"]["repeats"]
@@ -151,9 +149,7 @@ def test_the_largest_batch_of_a_machine_is_no_part_of_what_a_run_is() -> None:
         ("schedule=step schedule.gamma=0.5", "epochs=7 batch=32", "epochs", 7),
     ],
 )
-def test_another_option_takes_the_place_of_the_first_one(
-    tmp_path: Path, first: str, now: str, key: str, value: Any
-) -> None:
+def test_another_option_replaces_the_first(tmp_path: Path, first: str, now: str, key: str, value: Any) -> None:
     run = run_dir(tmp_path / "run", *first.split())
     resume = decided(f"resume={run.path}", f"output_root={tmp_path}", *now.split())
     left = resume.values[key]

@@ -68,9 +68,7 @@ def test_an_evaluation_is_a_line_with_epoch_step_and_scores(capsys: pytest.Captu
 
 
 @pytest.mark.parametrize("width", range(24, 140, 11))
-def test_a_line_is_never_wider_than_the_terminal_and_keeps_step_and_time_left(
-    monkeypatch: pytest.MonkeyPatch, width: int
-) -> None:
+def test_a_line_fits_the_terminal_and_keeps_step_and_time_left(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     screen = terminal(monkeypatch, width)
     bar = Bar(PLAN, left(0), Monitor())
     try:
@@ -99,9 +97,7 @@ def test_at_eighty_columns_the_rate_stays(monkeypatch: pytest.MonkeyPatch) -> No
     assert re.search(r"epoch 2/3  loss 0\.5123   1,500 img/s  val top-1 93\.46 %  left", text)
 
 
-def test_only_a_new_best_has_a_colour_and_the_average_has_it_where_it_decides(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_new_best_has_a_colour_and_the_average_where_it_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     green = "\x1b[32m"
     for scores, best, coloured in (
         (SCORES, True, f"{green}93.46 %"),

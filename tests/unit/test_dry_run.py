@@ -36,9 +36,7 @@ def test_the_rate_is_that_of_a_full_micro_batch_unless_it_would_take_long_and_of
     assert examples == tried
 
 
-def test_a_trial_needs_neither_two_examples_nor_published_weights(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trial_needs_neither_two_examples_nor_published_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     job = resolved("model=test_resnet", "dataset=fake", "dataset.size=16", "batch=1")
     dry_run_step(job, World.solo(), 1)()
     job = resolved("model=test_resnet", "model.pretrained=true", "dataset=fake", "dataset.size=32")
@@ -101,9 +99,7 @@ def test_a_trial_leaves_the_random_numbers_of_the_run_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_run_whose_workers_were_chosen_by_trials_is_the_run_without_them_and_keeps_their_number(
-    tmp_path: Path,
-) -> None:
+def test_a_run_of_workers_chosen_by_trials_is_the_run_without_them_and_keeps_their_number(tmp_path: Path) -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (12, 20, 20, 3), dtype=np.uint8)
     for split in ("train", "val"):
         (tmp_path / split / "a").mkdir(parents=True)

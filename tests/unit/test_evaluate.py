@@ -98,9 +98,7 @@ def test_the_loss_has_its_smoothing_back_after_an_evaluation() -> None:
 
 
 @pytest.mark.parametrize("block", [1, 7, 1000])
-def test_several_ranks_score_what_one_scores_with_mains_running_statistics(
-    block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_score_as_one_does_with_mains_running_statistics(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Fake(examples=160, classes=10, channels=1, size=8)
 
     def normed(rank: int) -> nn.Module:
@@ -199,9 +197,7 @@ def test_an_evaluation_begins_its_predictions_anew_and_keeps_no_graph() -> None:
     assert witness.graphs == {False}
 
 
-def test_ranks_together_may_leave_out_no_more_images_than_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_together_leave_out_no_more_images_than_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two_greys(tmp_path)
     for name in ("a/0.png", "b/5.png"):  # the blocks of two ranks
         (tmp_path / "val" / name).write_bytes(b"no image")

@@ -140,9 +140,7 @@ def test_the_peak_of_a_job_is_that_of_all_its_ranks(monkeypatch: pytest.MonkeyPa
     assert state.peak_rate == 2e12 / training_flops(state.model, job.train_shape)
 
 
-def test_the_energy_of_a_job_on_several_machines_is_not_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_energy_of_a_job_on_several_machines_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     watch = "lockstep.training.build_observers.HardwareWatch"
     monkeypatch.setattr(watch, lambda **options: SimpleNamespace(joules=1.0, **options))
     job, data = build_data(resolved("model=linear"), World.solo())
@@ -183,9 +181,7 @@ LOSSES = ("bce", "focal", "cross_entropy loss.class_weights=[2,2]")
 
 
 @pytest.mark.parametrize(("loop", "loss"), [("own", "cross_entropy"), *(("lockstep", loss) for loss in LOSSES)])
-def test_the_training_scores_are_means_over_the_images_that_are_not_broken(
-    loop: str, loss: str, tmp_path: Path
-) -> None:
+def test_the_training_scores_are_means_over_the_images_not_broken(loop: str, loss: str, tmp_path: Path) -> None:
     rng, images, labels = np.random.default_rng(0), [], []
     for split in ("train", "val"):
         for label, name in enumerate("ab"):

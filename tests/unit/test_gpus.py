@@ -57,9 +57,7 @@ NOTHING = ("", "-1", "NoDevFiles", "0,0", "1,0,1", "9,0", "4", "GPU-ab", "GPU-aa
         ("MIG-d2,MIG-d1", ["MIG-d200", "MIG-d100"]),
     ],
 )
-def test_the_visible_devices_are_those_of_cuda(
-    monkeypatch: pytest.MonkeyPatch, value: str | None, names: list[str]
-) -> None:
+def test_visible_devices_are_as_in_cuda(monkeypatch: pytest.MonkeyPatch, value: str | None, names: list[str]) -> None:
     driver(monkeypatch, {} if value is None else {1: ["MIG-d100", "MIG-d200"]})
     monkeypatch.delenv(VISIBLE, raising=False)
     if value is not None:

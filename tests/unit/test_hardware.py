@@ -108,9 +108,7 @@ def test_the_active_shares_of_a_gpu_are_figures_where_it_knows_them(gpus: Callab
 
 
 @pytest.mark.parametrize("code", [pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_UNKNOWN])
-def test_a_query_that_is_refused_loses_its_own_figures_only(
-    nvml: FakeNvml, gpus: Callable[..., Gpus], code: int
-) -> None:
+def test_a_refused_query_loses_its_own_figures_only(nvml: FakeNvml, gpus: Callable[..., Gpus], code: int) -> None:
     usual = {f"gpu/{name}/0" for name in set().union(*FIGURES.values())} - {"gpu/memory_active/0"}
     for query, lost in FIGURES.items():
         for late in (False, True):
@@ -130,9 +128,7 @@ def test_a_gpu_of_which_nothing_is_answered_is_lost(nvml: FakeNvml, gpus: Callab
 
 
 @pytest.mark.usefixtures("nvml")
-def test_a_step_that_lasts_many_samples_has_its_figures_once_and_the_one_before_the_resume_none(
-    tmp_path: Path,
-) -> None:
+def test_a_step_of_many_samples_has_its_figures_once_and_the_one_before_the_resume_none(tmp_path: Path) -> None:
     sink, steps = Recorder(), itertools.chain([5, 5, 5, 6, 6, 6, 7], itertools.repeat(7))
     watching = monitor_of(tmp_path, ["GPU-aa"], sink, steps.__next__, period=0.01)
     watching.start()

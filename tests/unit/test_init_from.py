@@ -71,7 +71,7 @@ SOME = ["cat", "yak", "ant", "zebu", "gnu"]  # of the same number
     ids=repr,
 )
 @torch.no_grad()
-def test_a_class_keeps_its_logit_by_name_and_a_new_one_is_random(
+def test_a_class_keeps_its_logit_by_name_and_new_ones_are_random(
     tmp_path: Path, model: Any, names: list[str]
 ) -> None:
     trained, new, untouched = build(model, 5, 1), build(model, len(names), 2), build(model, len(names), 2)
@@ -256,9 +256,7 @@ def test_a_new_run_has_the_best_weights_of_its_own_evaluations(
 
 
 @pytest.mark.parametrize("stop_at", [1, 7])
-def test_a_new_run_that_was_stopped_goes_on_to_the_same_best(
-    first: tuple[RunDir, str], tmp_path: Path, stop_at: int
-) -> None:
+def test_a_stopped_new_run_goes_on_to_the_same_best(first: tuple[RunDir, str], tmp_path: Path, stop_at: int) -> None:
     earlier, average = first
     checkpoint = earlier.checkpoints / earlier.best.read_text().strip()
     words = (*JOB, *([average] if average else []), STILL, "steps=50", f"resume={checkpoint}")

@@ -98,9 +98,7 @@ class Blank(SweepView):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 10), max_size=24), st.randoms(use_true_random=False), st.sampled_from([None, 1, 3]))
-def test_no_device_is_given_twice_and_none_is_idle_while_a_job_fits(
-    needs: list[int], random: Any, most: int | None
-) -> None:
+def test_no_device_is_given_twice_or_idle_while_a_job_fits(needs: list[int], random: Any, most: int | None) -> None:
     ledger, running, started = FakeLedger(), dict[int, FakeProcess](), list[int]()
     devices = Devices(GPUS, cores=20)
 
@@ -340,9 +338,7 @@ def test_a_record_tells_how_its_job_ended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("proc", ["/proc", "/nowhere"])
-def test_a_killed_process_or_a_later_one_with_its_number_does_not_run_the_job(
-    proc: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_process_or_another_of_its_number_runs_no_job(proc: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.core.run.Path", lambda text: Path(text.replace("/proc", proc)))
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         facts = {"state": State.running, "host": socket.gethostname(), "pid": process.pid, "born": born(process.pid)}
@@ -572,9 +568,7 @@ def test_the_code_of_a_job_without_a_record_says_how_it_ended() -> None:
     ("codes", "advice"),
     [((-9,), "train.micro_batches=auto"), ((-9, 0), "hydra.launcher.jobs=1"), ((-9, 0, 0), "hydra.launcher.jobs=2")],
 )
-def test_a_job_that_was_killed_names_the_override_that_leaves_it_more_memory(
-    codes: tuple[int, ...], advice: str
-) -> None:
+def test_a_killed_job_names_the_override_that_leaves_it_more_memory(codes: tuple[int, ...], advice: str) -> None:
     ended = EndedPool(*codes)
     ended.pool.run(ended.tasks)
     assert f"ran out of memory; use {advice}; its output is in" in ended.ledger.read(job(0)).error
@@ -649,9 +643,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
 
 
 @pytest.mark.parametrize("round_of_failure", [0.125, 0.5, 1.0])
-def test_a_job_that_fails_in_a_halving_changes_no_round_of_the_line_typed_again(
-    tmp_path: Path, round_of_failure: float
-) -> None:
+def test_a_job_that_fails_in_a_halving_changes_no_round_typed_again(tmp_path: Path, round_of_failure: float) -> None:
     ledger = begun(tmp_path)
     ran: list[list[int]] = []
     fails, stops = True, True

@@ -184,9 +184,7 @@ def test_the_ranks_of_a_machine_decode_a_share_each_and_know_all_images_and_all_
     assert ThreadRanks(2, monkeypatch).run(decoded) == [(True, [7, 290], "dataset: image 7")] * 2
 
 
-def test_a_broken_image_that_several_ranks_have_read_counts_once(
-    folder: Folder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_image_that_several_ranks_read_counts_once(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     def skipped(here: World) -> int:
         own = replace(loader(folder, Resident(), here), skip=9)
         own.broken_seen.update({(False, 3), (False, 7 + here.rank), (True, 3)})

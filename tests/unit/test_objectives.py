@@ -99,9 +99,7 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
         ("top1", ["score", "-f1"], "sweep.objectives has f1, "),
     ],
 )
-def test_a_figure_that_a_job_does_not_log_is_no_score_and_no_objective(
-    monitor: str, objectives: list[str], sentence: str
-) -> None:
+def test_a_figure_not_logged_is_no_score_and_no_objective(monitor: str, objectives: list[str], sentence: str) -> None:
     logged = ["loss", "top1", "recall"]
     check_figures(logged, "-loss", ["score", "seconds", "-loss", "recall/9"])
     check_figures((), monitor, objectives)  # an app that does not say what it logs

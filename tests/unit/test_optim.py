@@ -111,9 +111,7 @@ def test_an_impossible_value_is_the_users_mistake(make: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("decay", "weights"), [(0.9, [0.0, 1 - 3 / 12, 1 - 4 / 13, 1 - 5 / 14]), (0.3, [0.0, 0.75, 0.7, 0.7])]
 )
-def test_the_warm_up_of_an_average_goes_by_its_step_and_goes_on_after_a_resume(
-    decay: float, weights: list[float]
-) -> None:
+def test_the_warm_up_of_an_average_goes_by_its_step_also_after_a_resume(decay: float, weights: list[float]) -> None:
     model = nn.Linear(1, 1, bias=False).double()
     expected, ema = 0.0, EMA(model, decay, warmup=True)
     for step, value in enumerate([3.0, 5.0, -2.0, 7.0], start=1):

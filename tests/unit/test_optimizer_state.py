@@ -133,9 +133,7 @@ def test_a_resume_obeys_every_option_of_today_and_keeps_what_was_gathered(before
     resumed.train(1)
 
 
-def test_a_run_without_momentum_goes_on_with_some_from_zero_and_one_with_it_without(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_run_without_momentum_goes_on_with_it_from_zero_and_vice_versa(capsys: pytest.CaptureFixture[str]) -> None:
     plain = Trained(SGD(momentum=0.0)).train(2)
     Trained(SGD(momentum=0.9)).resumed(plain.saved(), plain).train(1)
     assert "no optimizer state for 6 parameters (0.weight, ...)" in capsys.readouterr().out

@@ -169,9 +169,7 @@ def test_a_packed_set_and_its_splits_are_what_the_folder_is(folder: Folder, targ
         assert sums == {kind: hashlib.sha256(content).hexdigest() for kind, content in contents.items()}
 
 
-def test_a_split_maps_its_file_and_nothing_that_is_done_to_it_reaches_the_file(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_a_split_maps_its_file_and_nothing_done_to_it_reaches_the_file(folder: Folder, tmp_path: Path) -> None:
     pack(folder, tmp_path / "target")
     before = (tmp_path / "target" / "train.images").read_bytes()
     split = Packed(path=str(tmp_path / "target")).train()
@@ -208,9 +206,7 @@ def test_broken_images_are_left_out_up_to_the_allowed_number(tmp_path: Path) -> 
     assert torch.equal(ours.labels, theirs.labels[whole])
 
 
-def test_what_a_killed_pack_has_left_is_removed_but_nothing_of_a_pack_that_runs(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_what_a_killed_pack_left_is_removed_but_nothing_of_a_pack_that_runs(folder: Folder, tmp_path: Path) -> None:
     for name in (".target.killed.partial", ".target.running.partial", ".target.mine", ".other.killed.partial"):
         (tmp_path / name / "packed").mkdir(parents=True)
     with locked(tmp_path / ".target.running.partial" / packed.LOCK):
@@ -237,9 +233,7 @@ def test_nothing_that_exists_is_overwritten(folder: Folder, tmp_path: Path, kind
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_a_disk_without_room_is_a_storage_error_and_leaves_nothing(
-    folder: Folder, tmp_path: Path, full_disk: Any
-) -> None:
+def test_a_full_disk_is_a_storage_error_and_leaves_nothing(folder: Folder, tmp_path: Path, full_disk: Any) -> None:
     with full_disk(20_000), pytest.raises(StorageError, match=r"target cannot be written \(File too large\)"):
         pack(folder, tmp_path / "target")
     huge = Folder(path=folder.path, decode_size=10**7)
@@ -255,9 +249,7 @@ def copied(target: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("file", "change"), [("train.images", "cut"), ("val.labels", "longer"), ("train.labels", "gone")]
 )
-def test_a_file_of_another_size_is_refused_before_anything_runs(
-    target: Path, tmp_path: Path, file: str, change: str
-) -> None:
+def test_a_file_of_another_size_is_refused_before_a_run(target: Path, tmp_path: Path, file: str, change: str) -> None:
     path = copied(target, tmp_path) / file
     content = path.read_bytes()
     path.write_bytes(content[:-1] if change == "cut" else content + b"0")

@@ -130,9 +130,7 @@ def write(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_sees_the_pixels_that_pillow_finds_and_prediction_the_same_in_any_form(
-    tmp_path: Path, kind: str
-) -> None:
+def test_training_sees_the_pixels_of_pillow_and_prediction_the_same_in_any_form(tmp_path: Path, kind: str) -> None:
     path, tolerance = write(kind, tmp_path), KINDS[kind][2]
     expected = read(path)
     assert (expected.int() - by_pillow(path).int()).abs().max() <= tolerance
@@ -297,9 +295,7 @@ def test_a_photo_of_one_row_or_column_is_turned_upright(size: tuple[int, int]) -
         assert np.array_equal(file.box((0, 0, file.height, file.width), expected.shape[1:]), expected)
 
 
-def test_a_file_is_read_whole_from_a_file_system_that_returns_less(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_read_whole_where_the_system_returns_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(content := bytes(range(256)))
     read = os.read
     monkeypatch.setattr(os, "read", lambda descriptor, size: read(descriptor, min(size, 100)))

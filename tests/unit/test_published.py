@@ -71,9 +71,7 @@ def test_unavailable_weights_are_one_sentence_at_once(
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
 
 
-def test_a_resume_and_inference_do_not_need_the_published_weights(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_and_inference_need_no_published_weights(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cache)  # `outputs/latest` is written there
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     name = "test_resnet.r160_in1k"
@@ -104,9 +102,7 @@ def test_weights_of_an_address_are_found_in_the_cache_of_torch(cache: Path) -> N
     ("name", "shape", "size"),
     [("vit_tiny_patch16_224", (3, 8, 8), 224), ("inception_v3", (3, 32, 32), 299), ("levit_128s", (1, 8, 8), 224)],
 )
-def test_a_model_that_cannot_take_the_images_says_which_it_can(
-    name: str, shape: tuple[int, int, int], size: int
-) -> None:
+def test_a_model_that_cannot_take_images_says_which_it_can(name: str, shape: tuple[int, int, int], size: int) -> None:
     with pytest.raises(
         InputError, match=rf"model={name} cannot be built for images .*use dataset\.input_size={size}"
     ):

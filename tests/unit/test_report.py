@@ -458,9 +458,7 @@ def test_a_sweep_without_scores_has_a_page_with_the_line_that_makes_it_again(
 
 
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromedriver")
-def test_a_browser_shows_pages_without_errors_on_a_phone_and_on_a_desk(
-    run: RunDir, sweep: Ledger, tmp_path: Path
-) -> None:
+def test_a_browser_shows_pages_without_errors_on_phones_and_desks(run: RunDir, sweep: Ledger, tmp_path: Path) -> None:
     predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}
     Predictions(**predictions).write(run.validation)
     report(str(sweep.folder))

@@ -60,9 +60,7 @@ def test_the_ranks_of_torchrun_share_the_cores_of_their_own_machine(monkeypatch:
 
 
 @pytest.mark.parametrize(("ranks", "shards", "micro_batches"), [(1, 4, 4), (2, 4, 2), (4, 4, 1), (2, 8, 4)])
-def test_the_virtual_shards_of_a_strict_run_are_dealt_to_its_ranks(
-    ranks: int, shards: int, micro_batches: int
-) -> None:
+def test_the_virtual_shards_of_strict_runs_are_dealt_to_ranks(ranks: int, shards: int, micro_batches: int) -> None:
     launcher = ["launcher=spawn", f"launcher.ranks={ranks}", "device=cpu"] if ranks > 1 else ["device=cpu"]
     job = resolved(*launcher, "strategy=strict", f"strategy.shards={shards}")
     assert (type(job.strategy), job.repro, job.train.micro_batches) == (Strict, "strict", micro_batches)
@@ -129,9 +127,7 @@ def plan(batch: int, **changed: int) -> Plan:
 
 
 @pytest.mark.parametrize(("micro_batches", "fits"), [(1, False), (20_000, True)])
-def test_the_images_of_a_micro_batch_fit_into_memory(
-    monkeypatch: pytest.MonkeyPatch, micro_batches: int, fits: bool
-) -> None:
+def test_a_micro_batch_fits_into_memory(monkeypatch: pytest.MonkeyPatch, micro_batches: int, fits: bool) -> None:
     monkeypatch.setattr("lockstep.runtime.host.available_memory", lambda: 10**9)
     job = resolved("device=cpu", f"train.micro_batches={micro_batches}")
     needs = plan(10**7, micro_batches=micro_batches)  # images of 8x8 floats: 2.6 GB

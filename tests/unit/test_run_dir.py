@@ -90,9 +90,7 @@ def test_a_run_that_goes_on_forgets_how_an_earlier_part_of_it_ended(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("status", "newest"), [(None, True), ("stopped", True), ("running", False)])
-def test_a_run_that_ended_before_it_started_is_the_newest_one_too(
-    tmp_path: Path, status: str | None, newest: bool
-) -> None:
+def test_a_run_that_ended_before_it_began_is_the_newest_too(tmp_path: Path, status: str | None, newest: bool) -> None:
     run = run_dir(tmp_path / "run")
     RunDir.at(tmp_path / "later").mark_latest(tmp_path)
     if status is not None:

@@ -98,9 +98,7 @@ def test_a_holder_that_is_killed_leaves_the_lock_free_although_its_child_lives_o
         holder.stdout.close()
 
 
-def test_a_file_that_another_job_removes_while_it_is_locked_is_no_lock(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_another_job_removes_while_locked_is_no_lock(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flock, removed = fcntl.flock, []
 
     def remove_once(file: int, operation: int) -> None:
@@ -135,9 +133,7 @@ def test_a_folder_of_the_user_is_no_run_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("files", [(), ("notes.txt",)])
-def test_the_folder_that_was_made_for_a_refused_job_goes_if_nothing_else_is_in_it(
-    tmp_path: Path, files: tuple[str, ...]
-) -> None:
+def test_the_folder_made_for_a_refused_job_goes_if_otherwise_empty(tmp_path: Path, files: tuple[str, ...]) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
     for name in files:

@@ -38,9 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     return recorded
 
 
-def test_a_file_is_on_the_disk_before_and_a_folder_with_its_name(
-    tmp_path: Path, calls: list[tuple[str, str]]
-) -> None:
+def test_a_file_is_on_disk_before_and_a_folder_with_its_name(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
     write_atomic(tmp_path / "file", "content")
     assert calls == [("sync", ".tmp"), ("name", "file")]
     calls.clear()

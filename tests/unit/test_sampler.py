@@ -189,9 +189,7 @@ def test_a_resume_goes_on_in_the_balanced_order(tmp_path: Path) -> None:
     assert losses(whole) != losses(train_here(tmp_path / "other", *words, "train.sampling=shuffled"))
 
 
-def test_class_weights_on_balanced_classes_are_pointed_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_class_weights_on_balanced_classes_are_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("model=linear", "steps=1", "train.sampling=balanced")
     for name, more, notes in (("a", (), 0), ("b", (f"loss.class_weights={[1.0] * 10}",), 1)):
         train_here(tmp_path / name, *words, *more)

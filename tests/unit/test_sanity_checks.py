@@ -78,9 +78,7 @@ def test_a_flipped_bit_of_one_rank_is_noticed_on_every_rank(
     assert answers == [f"the weights of rank {broken} differ from the others' at step 5"] * 3
 
 
-def test_neither_statistics_nor_parameters_that_exist_once_are_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_neither_statistics_nor_parameters_that_exist_once_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(world: World) -> None:
         stages = [nn.Linear(2, 2, device="cpu" if world.rank == stage else "meta") for stage in range(3)]
         check_replicas(nn.ModuleList(stages), world, 1)
@@ -102,9 +100,7 @@ def test_the_majority_is_right_and_main_where_there_is_none(sums: list[int], bla
 
 @pytest.mark.parametrize("broken", range(3))
 @pytest.mark.parametrize("name", ["0.bias", "1.running_var"])
-def test_a_number_that_is_not_finite_on_one_rank_is_found_on_all(
-    name: str, broken: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_find_a_number_not_finite_on_one_rank(name: str, broken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def check(world: World) -> bool:
         model = replica()
         if world.rank == broken:

@@ -132,9 +132,7 @@ def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:
 
 
 @pytest.mark.parametrize("labels", [LABELS, LABELS.clamp(max=2)])
-def test_the_top_k_accuracy_of_classes_is_their_share_of_hits_among_those_that_are_there(
-    labels: torch.Tensor,
-) -> None:
+def test_the_top_k_accuracy_of_classes_is_the_share_of_hits_among_those_that_are_there(labels: torch.Tensor) -> None:
     hits = (LOGITS.topk(2).indices == labels[:, None]).any(1).double()
     shares = [float(hits[labels == label].mean()) for label in labels.unique()]
     scores = Scores({"it": metrics.Accuracy(top_k=2)}, CLASSES, (), World.solo())

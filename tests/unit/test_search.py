@@ -232,9 +232,7 @@ def test_the_lock_of_a_killed_search_is_not_waited_for(tmp_path: Path, monkeypat
     sweeper(tmp_path, FakePool(tmp_path, lambda job: 1.0), n_trials=1).sweep([*LINE])
 
 
-def test_a_search_on_a_full_disk_ends_with_a_sentence_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searches_on_full_disks_end_in_a_sentence_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def score(job: dict[str, str]) -> float:
         if len(pool.launched) == 3:
             monkeypatch.setattr(optuna.storages.journal.JournalFileBackend, "append_logs", full)

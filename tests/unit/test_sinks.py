@@ -89,9 +89,7 @@ DAMAGED = ["\x00\x00", "[1]", "{}", '{"step": true}', '{"step": 1, "a": "b"}', '
 
 
 @pytest.mark.parametrize("content", DAMAGED)
-def test_a_damaged_line_is_left_out_and_reported(
-    tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_line_is_omitted_and_told(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{{"step": 1}}\n{content}\n{{"step": 2}}\n')
     JsonLines(path, 2).end("completed")

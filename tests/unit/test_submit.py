@@ -98,9 +98,7 @@ def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **
     return submission(resume, Slurm(setup=values.pop("setup", [])), called, Lock())
 
 
-def test_a_submitted_command_continues_what_its_line_continues(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_submitted_command_continues_what_its_line_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tmp_path / "run"
     (run / ".hydra").mkdir(parents=True)
     (run / ".hydra" / "overrides.yaml").write_text("[]\n")
@@ -178,9 +176,7 @@ def test_only_the_first_machine_of_a_job_hears_that_its_limit_is_near(task: Call
     assert [(machine.must_save, machine.must_stop) for machine in (first, other)] == [(True, True), (False, False)]
 
 
-def test_the_command_of_a_task_is_no_rank_and_writes_into_the_run_folder(
-    task: Callable[..., Task], tmp_path: Path
-) -> None:
+def test_a_tasks_command_is_no_rank_and_writes_into_the_run_folder(task: Callable[..., Task], tmp_path: Path) -> None:
     assert task('echo "${SLURM_PROCID:-none} $LOCKSTEP_SLURM_JOB"; exit 3').run() == 3
     assert (tmp_path / "run" / "logs" / "slurm-17-0.log").read_text() == "none 17\n"
 

@@ -165,9 +165,7 @@ def test_targets_that_do_not_fit_the_task_are_one_sentence(words: str, task: str
 
 
 @pytest.mark.parametrize("task", ["multilabel", "regression"])
-def test_a_proof_reads_the_columns_as_the_task_says(
-    task: str, columns: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_proof_reads_columns_as_the_task_says(task: str, columns: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove, "_compare_all", lambda *_: None)
     table = ("dataset=csv", f"dataset.path={columns / 'all.csv'}", "dataset.label_columns=[x,y]")
     prove.prove([*table, f"task={task}"], steps=2, ranks="2")
@@ -186,9 +184,7 @@ def test_a_proof_reads_the_columns_as_the_task_says(
         ("train.min_delta=0.1", "train.patience is null, so no run ends early"),
     ],
 )
-def test_a_patience_that_no_run_can_lose_and_an_unknown_monitor_are_one_sentence(
-    words: str, sentence: str | None
-) -> None:
+def test_a_patience_that_none_loses_and_an_unknown_monitor_are_one_sentence(words: str, sentence: str | None) -> None:
     job = resolved("dataset=fake", "dataset.examples=40", "dataset.size=8", "batch=8", "epochs=3", *words.split())
     with pytest.raises(InputError) if sentence else nullcontext() as caught:
         check_whole(job)

@@ -73,9 +73,7 @@ def shown(shares: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("reduces", [True, False])
-def test_a_timed_step_is_divided_into_its_parts(
-    passes: Callable[[float], None], micro_batches: int, reduces: bool
-) -> None:
+def test_a_timed_step_is_split_into_parts(passes: Callable[[float], None], micro_batches: int, reduces: bool) -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=reduces, period=1)
     for _ in range(LEAST_TIMED):
         step(times, passes, micro_batches=micro_batches, reduction=4 * reduces)
@@ -118,9 +116,7 @@ def test_waits_and_interruptions_are_timed_as_they_are(passes: Callable[[float],
     assert shown(times.shares(0.0)) == pytest.approx(expected)
 
 
-def test_the_parts_of_a_step_divide_the_time_that_is_neither_a_wait_nor_a_pause(
-    passes: Callable[[float], None],
-) -> None:
+def test_the_parts_of_a_step_divide_the_time_without_waits_and_pauses(passes: Callable[[float], None]) -> None:
     times = TimeSpent(nn.Linear(3, 4), CPU, reduces=False, period=1)
     timed(times, *[{"forward": 1.0, "backward": 1.0}] * LEAST_TIMED)
     passes(8)

@@ -46,9 +46,7 @@ def test_a_model_of_each_family_can_be_built_at_the_size_that_it_was_made_for() 
 @pytest.mark.parametrize(
     ("name", "head"), [("resnet18", "fc"), ("squeezenet1_1", "classifier.1"), ("densenet121", "classifier")]
 )
-def test_published_weights_fill_all_but_the_head(
-    name: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_fill_all_but_the_head(name: str, head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     published = models.get_model(name).state_dict()
     file = tmp_path / "hub" / "checkpoints" / models.get_model_weights(name).DEFAULT.url.rpartition("/")[2]

@@ -244,9 +244,7 @@ class Asked(StopRequest):
 
 
 @pytest.mark.parametrize("asker", range(3))
-def test_a_stop_that_one_rank_is_asked_for_ends_all_at_the_same_step(
-    asker: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_asked_of_one_rank_ends_all_at_the_same_step(asker: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
 
     def run(world: World) -> tuple[list[Any], int, str]:
@@ -307,9 +305,7 @@ def test_each_event_comes_at_its_steps_and_at_the_last_one() -> None:
 
 
 @pytest.mark.parametrize("late", range(3))
-def test_all_ranks_save_when_the_checkpoint_is_overdue_by_the_clock_of_one(
-    late: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_save_when_a_checkpoint_is_overdue_for_one(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
 
     def saved(world: World) -> list[int]:
@@ -438,9 +434,7 @@ def test_a_stop_within_a_step_leaves_weights_and_buffers_as_they_were() -> None:
 
 @pytest.mark.parametrize("broken", range(3))
 @pytest.mark.parametrize("logs", [True, False])
-def test_a_log_point_or_else_a_save_compares_the_replicas(
-    broken: int, logs: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_point_or_a_save_compares_replicas(broken: int, logs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks, models = ThreadRanks(3, monkeypatch), [network() for _ in range(3)]
     models[broken][3].bias.data[1] += 1
 

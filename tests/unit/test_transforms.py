@@ -115,9 +115,7 @@ def test_evaluation_sees_the_centre_and_is_not_augmented() -> None:
 )
 @pytest.mark.parametrize("crop", [0.001, 0.3, 1.0])
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_image_of_any_size_is_augmented_and_evaluated_in_any_crop_and_view(
-    size: int, crop: float, augment: Any
-) -> None:
+def test_any_image_size_is_augmented_and_evaluated_in_any_crop_and_view(size: int, crop: float, augment: Any) -> None:
     for model_size in (1, 2, 5):
         source = Folder(path="nowhere", decode_size=size, input_size=model_size, crop=crop)
         path = transforms(source, augment, mix=Mix(classes=2, mixup=0.3, cutmix=1.0), cutout=9)
@@ -254,9 +252,7 @@ class Drawn:
 
 @pytest.mark.parametrize("size", [(32, 32), (9, 40), (7, 7)])
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_rectangles_are_erased_as_timm_does_it(
-    mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rectangles_are_erased_as_by_timm(mode: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     batch, keys = torch.rand(300, 3, *size, dtype=torch.float64) + 9, sample_keys(0, 0, torch.arange(300), ERASE)
     erased, expected, operation = batch.clone(), batch.clone(), RandomErasing(0.6, mode=mode, device="cpu")
     Erase(0.6, mode).apply(erased, keys)

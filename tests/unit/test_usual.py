@@ -113,9 +113,7 @@ def test_photos_have_the_sizes_of_the_weights_or_the_usual_ones(
         ("dataset=cifar10 input.interpolation=bicubic", [0.4914, 0.4822, 0.4465], "bicubic"),
     ],
 )
-def test_pixels_are_normalised_and_resized_as_for_the_weights(
-    words: str, mean: list[float], interpolation: str
-) -> None:
+def test_pixels_are_normalised_and_resized_as_for_weights(words: str, mean: list[float], interpolation: str) -> None:
     chosen = resolved(*words.split()).input
     assert (chosen.mean, chosen.interpolation) == (mean, interpolation)
 

@@ -68,9 +68,7 @@ def test_a_run_that_computes_all_the_time_has_nothing_to_change() -> None:
         ({"shares": {"optimizer": 0.5, "forward": 0.5}, "spread": {}}, "batch=128", 1 / 0.75, "updates the weights"),
     ],
 )
-def test_the_verdict_names_what_takes_most(
-    facts: dict[str, Any], override: str | None, gain: float, words: str
-) -> None:
+def test_verdicts_name_what_takes_most(facts: dict[str, Any], override: str | None, gain: float, words: str) -> None:
     ruling = verdict.verdict(evidence(**facts))
     assert words in ruling.sentence
     assert ruling.override == override

@@ -63,9 +63,7 @@ def test_any_is_whether_one_rank_has_set_it(asker: int | None, monkeypatch: pyte
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such limit")
 @pytest.mark.parametrize(("hard", "after"), [(4000, 2560), (resource.RLIM_INFINITY, 2560), (2000, None)])
-def test_a_rank_may_open_a_connection_to_every_other(
-    monkeypatch: pytest.MonkeyPatch, hard: int, after: int | None
-) -> None:
+def test_a_rank_may_connect_to_every_other(monkeypatch: pytest.MonkeyPatch, hard: int, after: int | None) -> None:
     limits = [(1024, hard)]
     monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
@@ -112,9 +110,7 @@ def test_a_lone_rank_needs_no_process_group(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("visible", "numbers"), [(1, [0, 0, 0]), (4, [0, 1, 2])])
-def test_a_rank_that_is_shown_one_gpu_has_that(
-    monkeypatch: pytest.MonkeyPatch, visible: int, numbers: list[int]
-) -> None:
+def test_a_rank_that_sees_one_gpu_has_that(monkeypatch: pytest.MonkeyPatch, visible: int, numbers: list[int]) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     assert [own_gpu(rank) for rank in range(3)] == numbers
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -146,9 +142,7 @@ def test_ranks_join_their_group_and_leave_it() -> None:
 
 
 @pytest.mark.parametrize(("busy", "waits"), [(0.05, False), (0.2, True), (0.9, True)])
-def test_steps_of_over_a_tenth_of_a_second_are_long(
-    busy: float, waits: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_over_a_tenth_of_a_second_are_long(busy: float, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def can_wait(world: World) -> tuple[bool, float | None]:
         consensus = StopConsensus(world)
         consensus.agree(False, busy=busy if world.rank == 1 else 0.0)
