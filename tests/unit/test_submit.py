@@ -68,16 +68,15 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
     assert not {"array", "account", "mem"} & directives(preview([job(tmp_path)])).keys()
 
 
-def test_a_submission_that_slurm_refuses_leaves_what_was_there(tmp_path: Path, programs: Programs) -> None:
+def test_a_submission_that_slurm_refuses_leaves_only_what_was_there(tmp_path: Path, programs: Programs) -> None:
     programs(sbatch="echo 'first line' >&2; echo 'no such partition' >&2; exit 1")
-    mine = tmp_path / "mine"
+    mine, root = tmp_path / "mine", tmp_path / "a" / "runs"
     mine.mkdir()
     (mine / "precious").write_text("precious")
     with pytest.raises(InputError, match=r"was not submitted \(no such partition\)"):
-        submit([job(tmp_path / "runs", mine), job(tmp_path / "runs"), job(tmp_path / "runs", tmp_path / "new")])
+        submit([job(root, mine), job(root), job(root, tmp_path / "new" / "run")])
     assert (mine / "precious").read_text() == "precious"
-    assert not list((tmp_path / "runs").iterdir())
-    assert not (tmp_path / "new").exists()
+    assert not any((tmp_path / name).exists() for name in ("a", "new"))
 
 
 def test_each_submitted_job_has_its_number_and_its_folder(tmp_path: Path, programs: Programs) -> None:
