@@ -690,6 +690,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
 ) -> None:
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now)  # a busy disk takes seconds to write the records
+    monkeypatch.chdir(tmp_path)
     ledger = begun(tmp_path)
     records = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
     with SweepView(ledger, records) as view:
@@ -699,7 +700,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
         view.ended(ledger.end(ledger.start(records[1]), State.failed, exit_code=2, error="no"))
     shown = capsys.readouterr()
     assert shown.out.splitlines() == [
-        f"job 0  seed=1  started; its log: {tmp_path}/jobs/000.log",
+        "job 0  seed=1  started; its log: jobs/000.log",
         "1 of 2  job 0  seed=1  done 90.00  in 0:00",
         "2 of 2  job 1  seed=2  failed: no  in 0:00",
     ]
