@@ -22,6 +22,7 @@ Figures = Sequence[tuple[int, Mapping[str, float]]]
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
 # How the tags begin of what an evaluation and, after it, a test writes: how far it is behind the figures of its step.
 BEHIND = {"loss/val": 0.5, "loss/train_epoch": 0.5, "perf/time/": 0.5, TEST: 0.75}
+STARTS = tuple(BEHIND)
 # The tags of options: not those that begin like ours.
 OURS = ("acc", "cpu", "gpu", "loss", "metric", "optim", "perf", "test")
 TAG = re.compile(rf"(?!({'|'.join(OURS)})/)[\w-]+(/[\w.-]+)+", re.ASCII)
@@ -31,8 +32,8 @@ BINS = 127  # of a curve of precision and recall: the most that TensorBoard read
 
 def place_of(step: int, tags: Iterable[str]) -> float:
     """Where figures are in the order of a run: an evaluation is half a step behind its step, and a test is later."""
-    behind = (part for tag in tags for start, part in BEHIND.items() if tag.startswith(start))
-    return step + max(behind, default=0.0)
+    later = [tag for tag in tags if tag.startswith(STARTS)]
+    return step + max((part for tag in later for start, part in BEHIND.items() if tag.startswith(start)), default=0.0)
 
 
 def check_figures(options: Iterable[tuple[str, object]]) -> None:

@@ -6,6 +6,7 @@ TensorBoard draws all folders that have a tag into one chart, in a colour per fo
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import time
@@ -75,6 +76,7 @@ VAL, VAL_EMA = "val", "val_ema"  # folders
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
 
 
+@functools.lru_cache(maxsize=1024)  # called for each figure of each log point
 def curve_of(tag: str, folder: str) -> tuple[str, str]:
     """The TensorBoard folder and tag of a figure of `metrics.jsonl` that is written with the figures of `folder`.
 
@@ -144,8 +146,9 @@ class TensorBoard(Observer):
             return
         # One record for all: `add_scalar` would wait for the writer's thread at each figure, in all 1.4 ms.
         values: dict[str, list[Any]] = {}
+        usual = VAL if place_of(step, scalars) > step else ""
         for name, value in finite(scalars).items():
-            folder, tag = curve_of(name, VAL if place_of(step, scalars) > step else "")
+            folder, tag = curve_of(name, usual)
             values.setdefault(folder, []).append(self.summary.Value(tag=tag, simple_value=value))
         with self._tolerating_errors():
             for folder, of_folder in values.items():
