@@ -20,6 +20,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.launch_env import is_launched, started_by
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import relative
+from lockstep.core.safe_write import absent, remove_empty
 from lockstep.core.terminal import impatient
 from lockstep.job.slurm import Submission, preview, submit
 from lockstep.runtime import program
@@ -72,9 +73,7 @@ def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
         lock.take(folder / ".lock")  # an InputError if another command already runs this sweep
         for name in ("multirun.yaml", SWEEP, "optuna.log"):
             (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # a folder is missing, or not empty: there is another sweep
-        for new_folder in (folder / JOBS, *new_folders):
-            new_folder.rmdir()
+    remove_empty((folder / JOBS, *new_folders))
 
 
 class SweepCallbacks(Callback):
@@ -83,7 +82,7 @@ class SweepCallbacks(Callback):
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
             _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
-        new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        new_folders = absent(folder)
         with program.bypass_hydra_errors():
             ledger = choose_folder(config)
         atexit.register(_remove_sweep, ledger, new_folders)

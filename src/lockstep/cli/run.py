@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
 from lockstep.core.locks import Lock
 from lockstep.core.run import ELSEWHERE, Run, State
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
 from lockstep.job.create import create_run, import_for_ranks, prepare
 from lockstep.job.resolve import logged, monitor_of
@@ -89,8 +89,7 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     try:
         launcher.run_agent(command)
     finally:
-        with suppress(OSError):  # it is not empty
-            run_dir.path.rmdir()
+        remove_empty((run_dir.path,))
     objective: float | None = Run(run_dir.path).summary.get("objective")
     return objective
 

@@ -13,7 +13,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import PathBelow, RunDir
 from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import remove_empty, write_atomic
 
 
 @contextmanager
@@ -25,8 +25,7 @@ def job_lock(invocation: Invocation) -> Iterator[Lock]:
         except (InputError, SystemExit):
             lock.close()
             if invocation.folder is not None:
-                with suppress(OSError):  # the folder is not empty: it existed before
-                    invocation.folder.rmdir()
+                remove_empty((invocation.folder,))  # with files in it, it existed before
             raise
 
 
@@ -98,9 +97,7 @@ class Preparation:
                 os.truncate(path, content)
             elif content != read_if_exists(path):  # launchers remove error files
                 write_atomic(path, content)
-        for folder in (self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path):
-            with suppress(OSError):  # not empty
-                folder.rmdir()
+        remove_empty((self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path))
 
     def close(self, error: BaseException) -> None:
         """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""

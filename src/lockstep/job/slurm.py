@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from lockstep.core import plan
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_write import absent, remove_empty
 from lockstep.job.run_folder import lock_run_folder
 
 if TYPE_CHECKING:
@@ -143,8 +143,7 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
         )
     preview(submissions, folder)  # raises before a folder is created
     existed = [submission.folder is not None and submission.folder.exists() for submission in submissions]
-    places = {submission.folder.parent if submission.folder else submission.root for submission in submissions}
-    new = {path for place in places for path in (place, *place.parents) if not path.exists()}
+    new = absent(*(submission.folder.parent if submission.folder else submission.root for submission in submissions))
     runs = [
         RunDir.at(submission.folder)
         if submission.folder is not None
@@ -157,9 +156,7 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
         for run, existed_before in zip(runs, existed, strict=True):
             if not existed_before:
                 shutil.rmtree(run.path)
-        for path in sorted(new, reverse=True):
-            with suppress(OSError):  # another job has made its folder in it
-                path.rmdir()
+        remove_empty(new)
         reason = (os.fsdecode(sbatch.stderr).strip() or "no reason given").splitlines()[-1][:REASON_CHARACTERS]
         raise InputError(f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=...")
     number = os.fsdecode(sbatch.stdout).split()[-1].partition(";")[0]  # JOB or JOB;CLUSTER
