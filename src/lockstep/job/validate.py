@@ -81,6 +81,10 @@ def check_effects(job: ResolvedJob) -> None:
     for reason, name in ((reason, name) for reason, names in unused.items() for name in names):
         if (value := getattr(job.train, name)) != getattr(TrainBlock, name):
             raise InputError(f"train.{name} is {str(value).lower()}, but {reason}; remove it")
+
+
+def check_conflicts(job: ResolvedJob) -> None:
+    """Refuse keys that each have an effect, but not together."""
     if job.batch % job.train.repeats:
         whole = max(1, job.batch // job.train.repeats) * job.train.repeats
         raise InputError(
@@ -137,6 +141,7 @@ def check_job(job: ResolvedJob) -> None:
         job.loader.check,
         lambda: _check_crop(job),
         lambda: check_effects(job),
+        lambda: check_conflicts(job),
         lambda: check_task(job),
         lambda: check_packages(job.logger),
         lambda: check_threads(job),
