@@ -13,6 +13,7 @@ from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
+from lockstep.core.model_card import ModelCard
 from lockstep.core.monitor import Monitor
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -23,7 +24,7 @@ from lockstep.scores import Scores
 from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training import train_state
 from lockstep.training.banner import resume_command
-from lockstep.training.build_data import build_data, build_loader, build_test_loader
+from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
@@ -59,15 +60,7 @@ def run(
     images = partial(data.normalised, world=world)
     state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
     train_state.compile_model(state.model, job, world, stop)
-    checkpointer = Checkpointer(
-        run_dir=run_dir,
-        fingerprint=data.fingerprint,
-        keep=job.checkpoint.keep,
-        keep_best=job.checkpoint.keep_best,
-        writes=world.is_main,
-        every_s=data.plan.save_every_s,
-        card=card,
-    )
+    checkpointer = build_checkpointer(job, run_dir, world, data, card)
     progress, origin = train_state.restore(job, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
@@ -98,6 +91,21 @@ def run(
     )
     hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
     record.complete(job, trainer, hardware, skipped=trainer.count_skipped())
+
+
+def build_checkpointer(
+    job: ResolvedJob, run_dir: RunDir, world: World, data: TrainingData, card: ModelCard
+) -> Checkpointer:
+    """The checkpointer, which saves the run on main and restores it on every rank."""
+    return Checkpointer(
+        run_dir=run_dir,
+        fingerprint=data.fingerprint,
+        keep=job.checkpoint.keep,
+        keep_best=job.checkpoint.keep_best,
+        writes=world.is_main,
+        every_s=data.plan.save_every_s,
+        card=card,
+    )
 
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
