@@ -25,6 +25,7 @@ from processes import (
     background,
     ended,
     processes,
+    ranks,
     running,
     start,
     steps_done,
@@ -153,14 +154,19 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_for_stacks_writes_those_of_all_ranks_and_the_run_goes_on(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    process = running(folder, *SPAWN, *LONG)
-    process.send_signal(signal.SIGUSR2)
-    logs = [folder / "logs" / f"rank{rank}.log" for rank in (0, 1)]
-    wait_for(lambda: all("most recent call first" in log.read_text() for log in logs))
-    step = steps_done(folder)
-    wait_for(lambda: process.poll() is not None or steps_done(folder) > step + 3)
+@pytest.mark.parametrize("launcher", [INLINE, SPAWN, ELASTIC], ids=["inline", "spawn", "elastic"])
+def test_three_hundred_requests_for_stacks_end_no_busy_run(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    """The first ones reach ranks that are still starting: of `elastic`, interpreters that have imported nothing yet."""
+    folder, busy = tmp_path / "run", ("loader=streaming", "loader.workers=4", "checkpoint.every=1", *LONG)
+    process = start(folder, *launcher, *busy)
+    wait_for(lambda: process.poll() is not None or ranks(folder, process) or (launcher == INLINE and folder.exists()))
+    for last in (0, 3):
+        wait_for(lambda last=last: process.poll() is not None or steps_done(folder) >= last)
+        for _ in range(150):
+            process.send_signal(signal.SIGUSR2)
+            signal.sigtimedwait([], 0.01)
+    for log in [folder / "logs" / f"rank{rank}.log" for rank in range(1 if launcher == INLINE else 2)]:
+        wait_for(lambda log=log: process.poll() is not None or "most recent call first" in log.read_text())
     stopped(process)
 
 

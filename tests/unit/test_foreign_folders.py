@@ -18,7 +18,7 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_name
 from lockstep.core.safe_write import append, make_folder, replacing, write_atomic
-from lockstep.runtime.watchdog import dump_stacks_on_signal
+from lockstep.runtime.watchdog import dump_stacks_on_crash
 from lockstep.sweep.ledger import JOBS, Identity, Ledger, output_of
 from lockstep.sweep.record import Record
 from lockstep.telemetry.report import write_report
@@ -46,7 +46,7 @@ def logged(path: Path) -> None:
 
 
 def stacks(path: Path) -> None:
-    with dump_stacks_on_signal(path) as file:
+    with dump_stacks_on_crash(path) as file:
         file.write("ours")
 
 

@@ -56,7 +56,7 @@ def main(path: Path, job: ResolvedJob | None = None) -> None:
     errors = RankErrorFile(run_dir, launched_place().rank if is_launched() else 0)
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
-        watchdog.dump_stacks_on_signal(run_dir.rank_log(errors.rank)) as stacks,
+        watchdog.dump_stacks_on_crash(run_dir.rank_log(errors.rank)) as stacks,
         errors.record_exception(),
         full_disk(run_dir.path),
     ):

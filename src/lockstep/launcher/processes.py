@@ -132,7 +132,7 @@ def forwarding(send: Callable[[int], None]) -> Iterator[Forwarding]:
 def starting() -> Iterator[None]:
     """The context in which ranks start: a variable names their launcher; they unblock signals when they hear them."""
     os.environ[LAUNCHER] = str(os.getpid())
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
     try:
         yield
     finally:

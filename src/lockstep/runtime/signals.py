@@ -186,7 +186,7 @@ def begin(parent: int | None = None, *, says: str = "") -> None:
 
     listen(leave_early)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # asks ranks for their stacks
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGUSR2})
 
 
 def leave(code: int) -> NoReturn:

@@ -36,23 +36,24 @@ RecordError = Callable[[LockstepError, Mapping[int, str]], None]
 
 
 @contextmanager
-def dump_stacks_on_signal(log: Path) -> Iterator[TextIO]:
-    """Write the stacks of all threads to `log` after a crash in native code, or when a peer sends SIGUSR2."""
+def dump_stacks_on_crash(log: Path) -> Iterator[TextIO]:
+    """Write the stacks of all threads to `log` after a crash in native code; yields the open file."""
     enabled = faulthandler.is_enabled()
     with append(log) as file:
         if not enabled:  # where the program has its stacks written already cannot be asked
             faulthandler.enable(file)
-        faulthandler.register(signal.SIGUSR2, file)
         try:
             yield file
         finally:
-            faulthandler.unregister(signal.SIGUSR2)
             if not enabled:
                 faulthandler.disable()
 
 
 class Watchdog(threading.Thread):
     """A thread that ends the process when it shows no sign of life, or ignores a stop request, in its context.
+
+    It also writes the stacks of all threads when a user or a peer sends SIGUSR2. It holds Python's lock then, so that
+    no other thread changes them: a handler of `faulthandler.register` reads the frames of running threads, and crashes.
 
     Python runs signal handlers only between two instructions of the main thread, so not while that thread waits in
     native code for another rank or a disk. The watchdog gets each signal at once, through a pipe: so only the main
@@ -85,12 +86,16 @@ class Watchdog(threading.Thread):
         for end in (self.pipe, self.signals):
             os.set_blocking(end, False)
         self.wakeup_before = signal.set_wakeup_fd(self.signals, warn_on_full_buffer=False)
+        self.stacks_before = signal.signal(signal.SIGUSR2, lambda number, frame: None)
+        signal.siginterrupt(signal.SIGUSR2, False)  # native code that waits continues
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.finished.set()
         self.join()
+        if self.stacks_before is not None:  # a handler that C code has set cannot be set again
+            signal.signal(signal.SIGUSR2, self.stacks_before)
         signal.set_wakeup_fd(self.wakeup_before)
         os.close(self.pipe)
         os.close(self.signals)
@@ -115,9 +120,11 @@ class Watchdog(threading.Thread):
 
     def _listen(self) -> None:
         with suppress(BlockingIOError):  # no signal has arrived
-            for number in os.read(self.pipe, 4096):
+            for number in set(os.read(self.pipe, 4096)):
                 if number in STOP_SIGNALS:
                     self.received.take(number)
+                elif number == signal.SIGUSR2:
+                    faulthandler.dump_traceback(self.file)
         self.since_stop += TICK_S * self.received.requested
 
     def _error_to_end_with(self) -> LockstepError | None:
