@@ -2,10 +2,11 @@
 
 import glob
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from lockstep.core.errors import InputError, reason_of
-from lockstep.core.model_card import CROP, INTERPOLATION, Shape
+from lockstep.core.model_card import Shape
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
 from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, upright
@@ -24,17 +25,12 @@ from lockstep.data.datasets.photos import FORMATS, orientation_of, to_rgb, uprig
 ImageLike = str | Path | bytes | Image.Image | NDArray[np.uint8] | Tensor
 
 
-def stored_images(
-    images: ImageLike | Iterable[ImageLike],
-    shape: Shape,
-    interpolation: str = INTERPOLATION,
-    fit: str = CROP,
-    fill: Sequence[int] = (0,),
-) -> Tensor:
+def stored_images(images: ImageLike | Iterable[ImageLike], shape: Shape, *how: Any) -> Tensor:
     """Images as a data set of `shape` (C, H, W) would store them: uint8 (B, C, H, W), on the CPU.
 
     A tensor may also be a batch (B, C, H, W). Arrays and tensors of the right shape are not changed. All other images
-    are processed like image files by `ImageFile.fitted`; colours become grey if C is 1.
+    are processed like image files by `ImageFile.fitted`, whose further arguments are `how`; colours become grey if C
+    is 1.
 
     Raises:
         InputError: one is not an image, or the data set has images that no file can hold.
@@ -43,13 +39,11 @@ def stored_images(
         images = list(images)
     if isinstance(images, (str, Path, bytes, Image.Image, np.ndarray, Tensor)):
         images = [images]
-    stored = [stored_image(image, shape, interpolation, fit, fill) for image in images]
+    stored = [stored_image(image, shape, *how) for image in images]
     return torch.stack(stored) if stored else torch.empty((0, *shape), dtype=torch.uint8)
 
 
-def stored_image(
-    image: ImageLike, shape: Shape, interpolation: str = INTERPOLATION, fit: str = CROP, fill: Sequence[int] = (0,)
-) -> Tensor:
+def stored_image(image: ImageLike, shape: Shape, *how: Any) -> Tensor:
     """One image as by `stored_images`: uint8 (C, H, W)."""
     if isinstance(image, (np.ndarray, Tensor)):
         tensor = _tensor(image)
@@ -59,7 +53,7 @@ def stored_image(
     name = str(image) if isinstance(image, (str, Path)) else "the image"
     try:
         file = ImageFile.of(contents(Path(image)) if isinstance(image, (str, Path)) else _bytes(image), shape[0])
-        return torch.from_numpy(np.ascontiguousarray(file.fitted(shape[1:], interpolation, fit, fill)))
+        return torch.from_numpy(np.ascontiguousarray(file.fitted(shape[1:], *how)))
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file

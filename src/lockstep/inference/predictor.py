@@ -15,6 +15,7 @@ from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.weights import check_tensors, read_card, weights_file
 from lockstep.config import components
 from lockstep.core import log
+from lockstep.core.centre import evaluated_size
 from lockstep.core.errors import InputError
 from lockstep.core.model import best_classes, infinite_buffers, is_sound, probabilities
 from lockstep.core.model_card import VALUES, ModelCard
@@ -99,7 +100,8 @@ class Predictor:
     def stored(self, images: ImageLike | Iterable[ImageLike]) -> Tensor:
         """Images as the data set stored its own, uint8 (B, C, H, W) on the CPU; see `stored_images`."""
         card = self.card
-        return stored_images(images, card.image_shape, card.interpolation, card.fit, colour_of(card.mean))
+        centre = evaluated_size(card.image_shape[1:], card.eval_crop, card.input_shape[1:])
+        return stored_images(images, card.image_shape, card.interpolation, card.fit, colour_of(card.mean), centre)
 
     def cropped(self, stored: Tensor) -> Tensor:
         """The pixels that the model sees of stored images: uint8 (B, C, h, w), cropped to the centre and resized."""

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional as F
 
+from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
 from lockstep.data.datasets import photos
@@ -85,12 +86,18 @@ class ImageFile(NamedTuple):
         return file
 
     def fitted(
-        self, size: tuple[int, int], interpolation: str = INTERPOLATION, fit: str = CROP, fill: Sequence[int] = (0,)
+        self,
+        size: Size,
+        interpolation: str = INTERPOLATION,
+        fit: str = CROP,
+        fill: Sequence[int] = (0,),
+        centre: Size | None = None,
     ) -> Stored:
         """The image as a data set stores it: (channels, *size). Raises any exception of the decoder.
 
         `fit=crop` keeps the centre of the smallest image with this aspect ratio that covers `size`, `pad` adds a
-        frame of the colour `fill` to the largest one that fits into it, `squash` changes the aspect ratio.
+        frame of the colour `fill` to the largest one that fits into it, `squash` changes the aspect ratio. The
+        `centre` of the result (its size; None for all) is in the middle of the image to the pixel, as in timm.
         """
         height, width = self._whole(size, fit)
         # An image that is one pixel wide would become a huge one.
@@ -100,16 +107,18 @@ class ImageFile(NamedTuple):
             resized = pixels.transpose(2, 0, 1)
         else:
             resized = _resized(pixels, (height, width), interpolation)
+        top, left = (
+            centre_start(whole, part) - centre_start(side, part)
+            for whole, side, part in zip((height, width), size, centre or size, strict=True)
+        )
         if fit == PAD:
             framed = np.empty((len(resized), *size), dtype=np.uint8)
             framed[:] = np.reshape(fill, (-1, 1, 1))
-            top, left = (size[0] - height) // 2, (size[1] - width) // 2
-            framed[:, top : top + height, left : left + width] = resized
+            framed[:, -top : height - top, -left : width - left] = resized
             return framed
-        top, left = round((height - size[0]) / 2), round((width - size[1]) / 2)
         return resized[:, top : top + size[0], left : left + size[1]]
 
-    def _whole(self, size: tuple[int, int], fit: str) -> tuple[int, int]:
+    def _whole(self, size: Size, fit: str) -> Size:
         """The height and width before the cut or the frame, rounded as torchvision does (a square) or timm."""
         if fit == SQUASH:
             return size
@@ -120,7 +129,7 @@ class ImageFile(NamedTuple):
         ratio = max(ratios) if fit == PAD else min(ratios)
         return max(1, round(self.height / ratio)), max(1, round(self.width / ratio))
 
-    def box(self, box: Box, size: tuple[int, int], interpolation: str = INTERPOLATION) -> Stored:
+    def box(self, box: Box, size: Size, interpolation: str = INTERPOLATION) -> Stored:
         """A box of the whole image, resized: (channels, *size). Raises like `fitted`."""
         top, left, height, width = box
         pixels, eighths = self._decoded(max(size[0] / height, size[1] / width))
@@ -255,7 +264,7 @@ def _check_bands(shape: tuple[int, ...], dtype: np.dtype[Any], channels: int) ->
         )
 
 
-def _resized(pixels: Pixels, size: tuple[int, int], interpolation: str) -> Stored:
+def _resized(pixels: Pixels, size: Size, interpolation: str) -> Stored:
     """Resize, with antialiasing, in integers: on a CPU three times as fast as Pillow."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)[None]
     return F.interpolate(image, size, mode=interpolation, antialias=True)[0].numpy()

@@ -1,6 +1,5 @@
 """Splits in memory and of image files, and the base classes of data sets of photographs and of image files."""
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence, Set
 from dataclasses import dataclass, fields, replace
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.core.centre import Size, evaluated_size, stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
@@ -78,7 +78,7 @@ class Crop:
 
 @dataclass(frozen=True)
 class FileSplit:
-    """Image files, each decoded to `size`, height and width, by `ImageFile.fitted` with `fit` and `fill`.
+    """Image files, each decoded to `size`, height and width, by `ImageFile.fitted` with `fit`, `fill` and `centre`.
 
     With `crop`, a box of the image is decoded instead, a different one in each epoch and each time that an example
     comes in it: index example + n * len is the repetition n of an example. `skip` is the most broken
@@ -94,6 +94,7 @@ class FileSplit:
     channels: int = RGB
     fit: str = CROP
     fill: tuple[int, ...] = (0,)
+    centre: Size | None = None
 
     images: ClassVar[None] = None
 
@@ -106,8 +107,9 @@ class FileSplit:
         decoded = np.empty((len(indices), self.channels, *size), dtype=np.uint8)
         files = [self._attempt(index, ImageFile.read, self.paths[index], self.channels) for index in indices]
         if self.crop is None:
+            how = (size, self.interpolation, self.fit, self.fill, self.centre)
             for number, (index, file) in enumerate(zip(indices, files, strict=True)):
-                decoded[number] = self._attempt(index, file.fitted, size, self.interpolation, self.fit, self.fill)
+                decoded[number] = self._attempt(index, file.fitted, *how)
         else:
             sizes = torch.tensor([(file.height, file.width) for file in files], dtype=torch.int64).view(-1, 2)
             draws = SampleRNG(self.crop.seed, epoch, torch.tensor(numbers, dtype=torch.int64))
@@ -238,7 +240,7 @@ class FileSource(PhotoSource, CutSource):
         if not (keeps_whole(self) or isinstance(self.input_size, list)):
             return (self.channels, USUAL_STORED, USUAL_STORED)
         seen = USUAL_SEEN if self.input_size in (AUTO, None) else self.input_size
-        height, width = (round(side / self.eval_crop) for side in sides(seen))
+        height, width = (stored_side(side, self.eval_crop) for side in sides(seen))
         return (self.channels, height, width)
 
     @property
@@ -313,8 +315,9 @@ class FileSource(PhotoSource, CutSource):
         ]
 
     def _split(self, files: Files) -> FileSplit:
-        size, fill = self.image_shape[1:], colour_of(self.mean)
-        return FileSplit(files, files.labels, size, self.skip, channels=self.channels, fit=self.fit, fill=fill)
+        size, own = self.image_shape[1:], dict[str, Any](channels=self.channels, fit=self.fit)
+        own |= {"fill": colour_of(self.mean), "centre": evaluated_size(size, self.eval_crop, self.input_shape[1:])}
+        return FileSplit(files, files.labels, size, self.skip, **own)
 
 
 def crops_files(source: object) -> bool:
@@ -351,5 +354,5 @@ def _stored_size(source: Any, trained: TrainedInput, usual_input: bool) -> tuple
     if keeps_whole(source) or not is_square:
         return None
     # Large enough that the evaluated part need not be enlarged.
-    side = max(USUAL_STORED, math.ceil((source.input_size or USUAL_STORED) / source.crop))
+    side = max(USUAL_STORED, stored_side(source.input_size or USUAL_STORED, source.crop))
     return side, side

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.core.centre import centre_start, evaluated_size
 from lockstep.core.data_protocols import Augment, Shard, Source
 from lockstep.core.model import is_broken
 from lockstep.core.model_card import INTERPOLATION, ModelCard
@@ -128,10 +129,10 @@ class DeviceTransforms:
 
     def eval(self, images: Tensor) -> Tensor:
         """Crop uint8 images (B, C, H, W) to the centre that is evaluated, and normalise them, in `scale`'s dtype."""
-        height, width = images.shape[-2:]
-        keep_h, keep_w = (max(1, round(side * self.eval_crop)) for side in (height, width))
-        top, left = (height - keep_h) // 2, (width - keep_w) // 2
-        return self._finish(images[..., top : top + keep_h, left : left + keep_w], self.input_shape[1:])
+        size, seen = (images.shape[2], images.shape[3]), self.input_shape[1:]
+        height, width = evaluated_size(size, self.eval_crop, seen)
+        top, left = centre_start(size[0], height), centre_start(size[1], width)
+        return self._finish(images[..., top : top + height, left : left + width], seen)
 
     def _finish(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         # In place, on a copy. Multiply and add are two operations, because a fused one may round differently at the
