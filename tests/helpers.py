@@ -361,19 +361,46 @@ class Done:
     err: str
 
 
-def build_wheel(folder: Path) -> Path:
-    """Build the project's wheel in `folder`, from a copy, so that nothing is left in the project's folder."""
-    source = folder / "source"
-    for name in ("conf", "src"):
-        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
-        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
-    for name in ("pyproject.toml", "README.md"):
-        shutil.copy(ROOT / name, source)
+def build_wheel(folder: Path, source: Path | None = None) -> Path:
+    """Build a wheel in `folder` from `source`, by default a copy of the project, in which a build leaves files."""
+    if source is None:
+        source = copied_source(folder / "source")
     words = ("--no-build-isolation", "--check-build-dependencies")  # nothing is downloaded
     done = command(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", *words, "-w", str(folder), str(source))
     assert done.code == 0, done.err
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def copied_source(folder: Path) -> Path:
+    """What the project's distributions are built from, in a new folder, without what a build leaves."""
+    for name in ("conf", "src"):
+        ignored = shutil.ignore_patterns("*.egg-info", "__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def installed(folder: Path, *words: str) -> Path:
+    """The interpreter of a new environment in `folder`, after `pip install WORDS`, without what they depend on.
+
+    It takes all other packages from the environment of the tests, but not what that one has as an editable copy.
+    """
+    assert command(sys.executable, "-m", "venv", "--without-pip", str(folder)).code == 0
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
+    python = folder / "bin" / "python"
+    quiet = ("-q", "--no-deps", "--no-index", "--no-build-isolation")
+    done = command(sys.executable, "-m", "pip", "--python", str(python), "install", *quiet, *words)
+    assert done.code == 0, done.err
+    return python
+
+
+def origin(python: Path) -> Path:
+    """The folder from which an interpreter imports Lockstep."""
+    code = "import importlib.util; print(importlib.util.find_spec('lockstep').origin)"
+    return Path(command(str(python), "-P", "-c", code, cwd=python.parent, PYTHONPATH="").out.strip()).parent
 
 
 def photos_of_two_classes(folder: Path, side: int, kind: str) -> Path:

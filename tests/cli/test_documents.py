@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from forks import Fork
 from helpers import ROOT, Done, built, command, forked, forks
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
 from lockstep.telemetry.tensorboard import LAYOUT
@@ -61,18 +62,23 @@ class Command:
     text: str
 
 
+def commands_of(document: str) -> Iterator[Command]:
+    """The commands of a document; a line that ends with a backslash goes on in the next."""
+    number, steps = itertools.count(1), 1
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            if text := re.sub(r"(^|\s+)#\s.*", "", line).strip():
+                steps += bool(re.search(r"\b(resume|hydra\.run\.dir)=", text))
+                yield Command(document, next(number), steps, text)
+
+
 def found() -> Iterator[Command]:
-    """Every command of every document, once; a line that ends with a backslash goes on in the next."""
+    """Every command of every document, once: where it stands first."""
     texts = set()
-    for document in DOCUMENTS:
-        number, steps = itertools.count(1), 1
-        for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.MULTILINE | re.DOTALL):
-            for line in block.replace("\\\n", " ").splitlines():
-                if text := re.sub(r"(^|\s+)#\s.*", "", line).strip():
-                    steps += bool(re.search(r"\b(resume|hydra\.run\.dir)=", text))
-                    if text not in texts:
-                        texts.add(text)
-                        yield Command(document, next(number), steps, text)
+    for documented in itertools.chain.from_iterable(map(commands_of, DOCUMENTS)):
+        if documented.text not in texts:
+            texts.add(documented.text)
+            yield documented
 
 
 COMMANDS = list(found())
@@ -230,7 +236,7 @@ def test_a_command_of_the_documents_works(documented: Command, checkout: Path, t
     if "latest" in documented.text and not (checkout / "outputs" / "latest").exists():
         typed("python train.py steps=1", checkout)  # the test was run on its own
     if documented.text.startswith(("lockstep demo ", "lockstep watch ")):
-        assert_shows(documented.text, checkout)
+        assert_shows(documented.text, forks().start(*shlex.split(documented.text), cwd=checkout))
         return
     done = typed(shortened(documented), checkout)
     assert done.code == 0, done.out + done.err
@@ -261,13 +267,14 @@ def assert_serves(text: str, folder: Path) -> None:
     assert runs.startswith(b"[")
 
 
-def assert_shows(text: str, folder: Path) -> None:
-    """The page of a model or a run is where the command says, at a free port."""
-    server = forks().start(*shlex.split(text), "--port", "0", cwd=folder)
+def assert_shows(text: str, server: Fork | subprocess.Popen[bytes]) -> None:
+    """The page of a model or a run is where the command says."""
     try:
+        assert server.stdout is not None
         page = urllib.request.urlopen(server.stdout.readline().split()[0].decode(), timeout=60).read()
     finally:
-        server.close()
+        server.terminate()
+        server.communicate(timeout=60)
     assert (b"What is on this photo?" if " demo " in text else b"<h2>Summary</h2>") in page
 
 

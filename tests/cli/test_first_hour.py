@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from helpers import ROOT, Done, build_wheel, command
+from helpers import ROOT, Done, build_wheel, command, installed, origin
 
 pytestmark = pytest.mark.slow
 SCRIPT = (ROOT / "tests" / "first_hour.sh").read_text().splitlines()
@@ -36,26 +35,18 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment of its own with the wheel in it; it takes all other packages from the one of the tests."""
+    """An environment of its own with the wheel in it."""
     folder = tmp_path_factory.mktemp("environment")
-    pip = (sys.executable, "-m", "pip")
     wheel = build_wheel(folder)
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     needed = set(re.findall(r"^Requires-Dist: ([\w-]+)", metadata, re.MULTILINE))
     assert needed >= {"torch", "torchvision", "timm", "hydra-core", "omegaconf", "tensorboard"}
-    assert command(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")).code == 0
-    (site,) = (folder / "venv" / "lib").glob("python*/site-packages")
-    (site / "packages.pth").write_text("".join(f"{path}\n" for path in sys.path if path.endswith("site-packages")))
-    python = folder / "venv" / "bin" / "python"
-    words = ("--python", str(python), "install", "-q", "--no-deps", "--no-index", str(wheel))
-    done = command(*pip, *words)
-    assert done.code == 0, done.err
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    where = command(str(python), "-P", "-c", "import lockstep; print(lockstep.__file__)", cwd=folder)
-    assert Path(where.out.strip()).is_relative_to(site)
+    python = installed(folder / "venv", str(wheel))
+    assert origin(python).is_relative_to(folder)
     assert command(str(python.parent / "lockstep"), "new", "mine", cwd=folder).code == 0
     assert (folder / "mine" / "train.py").is_file()
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     return {"PATH": path, "PYTHONPATH": "", "OMP_WAIT_POLICY": "passive"}
 
 

@@ -1,6 +1,6 @@
 """The loggers (`logger=`) write the figures of a run. Any number of them may be chosen.
 
-The experiment trackers W&B and MLflow are extras: `pip install lockstep[wandb]`, `[mlflow]`.
+The experiment trackers W&B and MLflow are extras: `pip install 'lockstep[wandb]'`, `[mlflow]`.
 """
 
 import hashlib
