@@ -77,8 +77,8 @@ def test_two_optimizers_of_timm_are_two() -> None:
 
 
 def test_a_job_that_was_given_steps_is_lengthened_by_steps_also_where_they_are_whole_epochs() -> None:
-    assert train_longer(built("epochs=20")) == "epochs=40"
-    assert train_longer(built("epochs=20", "steps=46")) == "steps=92"
+    jobs = built("epochs=20"), built("epochs=20", "steps=46")
+    assert [train_longer(job, plan_of(job, 1442)) for job in jobs] == ["epochs=40", "steps=92"]
 
 
 @pytest.mark.parametrize("words", [("steps=5",), ("steps=10",), ("epochs=1",), ("epochs=5",)])

@@ -90,7 +90,7 @@ def test_few_photos_are_answered_with_published_weights_of_a_model_that_the_line
 def test_a_job_that_has_shown_nothing_is_trained_longer() -> None:
     nothing = replace(SCORES, score=50.0)
     assert learning(of_photos(size=16), PLAN, nothing).override == "epochs=40"
-    assert learning(of_photos("steps=50", size=16), PLAN, nothing).override == "steps=100"
+    assert learning(of_photos("steps=60", size=16), PLAN, nothing).override == "steps=120"
 
 
 def test_labels_are_compared_with_a_random_order_whose_average_precision_is_their_share() -> None:

@@ -45,6 +45,7 @@ class Check:
     short: str = ""  # says it in a few words, which docs/configuration.md explains
     values: tuple[Any, ...] = ()  # all that fit, if they are a few
     lists: bool = False
+    durations: bool = False  # whether it is of a duration, or of a list or mapping of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class Number:
     short: ClassVar[str] = ""
     values: ClassVar[tuple[Any, ...]] = ()
     lists: ClassVar[bool] = False
+    durations: ClassVar[bool] = False
 
     @property
     def expected(self) -> str:
@@ -146,7 +148,8 @@ def pixels_by_start() -> Any:
 
     example = "{0: 128, 50%: 192}"
     expected = f"sizes by the steps, epochs or shares of the run after which they begin, one of them 0: {example}"
-    return ruled(None, Check(expected, fits, f"sizes by their starts ({example}), or null", lists=True))
+    short = f"sizes by their starts ({example}), or null"
+    return ruled(None, Check(expected, fits, short, lists=True, durations=True))
 
 
 def sides(size: int | Sequence[int]) -> tuple[int, int]:
@@ -190,7 +193,7 @@ def duration(
     number = 5 if unit == "evaluations" else 100
     expected = f"{unit} ({number}), epochs (2ep){time} or a share of the run (5%), {low} {LONGEST:,}"
     short = " or ".join(["a duration", *["a time"] * timed, *words])
-    return ruled(default, Check(" or ".join([*words, expected]), fits, short))
+    return ruled(default, Check(" or ".join([*words, expected]), fits, short, durations=True))
 
 
 def mapping(*, most: float) -> Any:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from lockstep.core.errors import InputError, shown
@@ -43,6 +43,33 @@ def at_step(values: Mapping[int, T], step: int) -> T:
 def share(n: int, parts: int, part: int) -> slice:
     """The contiguous share of `part` when `n` items are cut into `parts`; sizes differ by one at most."""
     return slice(part * n // parts, (part + 1) * n // parts)
+
+
+@dataclass(frozen=True)
+class Averaging:
+    """The steps whose weights are in a mean: those from `start` on that `every` divides, and `last`."""
+
+    start: int = 1
+    every: int = 1
+    last: int = 0
+
+    def due(self, step: int) -> bool:
+        return step >= self.start and (step % self.every == 0 or step == self.last)
+
+    def until(self, step: int) -> list[int]:
+        return [earlier for earlier in range(1, step + 1) if self.due(earlier)]
+
+    def remedies(self, saved: "Averaging", step: int) -> list[str]:
+        """The overrides with which a run may resume from `step` with the mean of `saved`; none if it may without.
+
+        It may if the mean has the same steps, or this one begins with `step` or later.
+        """
+        if self.until(step) in (saved.until(step), [step], []):
+            return []
+        same = replace(saved, last=self.last)
+        continues = same.until(step) == saved.until(step) and same.start <= self.last
+        remedies = [f"train.swa_from={same.start} train.swa_every={same.every}"] * continues
+        return remedies + [f"train.swa_from={step + 1}"] * (step < self.last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,9 +5,11 @@ The folder is locked, created once the job is checked, and undone if a rank refu
 
 import importlib
 import multiprocessing
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,7 +35,9 @@ from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job
 from lockstep.job.validate_with_data import check_plan
 from lockstep.runtime import environment
-from lockstep.training.resolved_job import ResolvedJob, fingerprint, train_longer
+from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, fingerprint, train_longer
+
+SAMPLED = 1000  # steps at which the learning rates of two plans are compared
 
 
 def create_run(
@@ -153,8 +157,39 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
     elif step == total and ended:
         state = f"has finished step {step} of {total}, so nothing is left to do"
     else:
+        check_decisions(job, plan, facts["progress"])
         return
     raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
+
+
+def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any]) -> None:
+    """Say what the steps so far have, and would not have if the run had had this plan from its start.
+
+    Raises InputError: the average of the weights would be over other steps.
+    """
+    here, saved, step = decisions(job, plan), progress.get("decisions", {}), progress["step"]
+    if not saved:  # a checkpoint of an earlier version
+        return
+    if job.train.swa_from is not None and (remedies := averaging_of(here).remedies(averaging_of(saved), step)):
+        raise InputError(
+            f"resume: a run of {plan.total_steps:,} steps averages other steps up to {step:,} by train.swa_from="
+            f"{job.train.swa_from} than the checkpoint, whose average cannot be taken apart; use "
+            f"{' to continue it, or '.join(remedies)}"
+        )
+    changes = [
+        f"{key} {here.get(key, 'null')} (not {saved.get(key, 'null')})"
+        for key in {**here, **saved}
+        if key != "steps" and any(begin < step for begin in {*here.get(key, ())} ^ {*saved.get(key, ())})
+    ]
+    earlier, sampled = replace(plan, total_steps=saved["steps"][0]), range(1, step + 1, max(1, step // SAMPLED))
+    with suppress(InputError):  # the parts of a `chain` may not fit into the earlier plan
+        if any(job.schedule.factor(at, plan, ()) != job.schedule.factor(at, earlier, ()) for at in sampled):
+            changes.append("another learning rate")
+    if changes:
+        log.note(
+            f"resume: a run of {plan.total_steps:,} steps would have had until step {step:,}, in steps: "
+            f"{', '.join(changes)}; an average has the steps that it should have, all else stays as it was trained"
+        )
 
 
 def import_for_ranks(job: Job) -> None:

@@ -6,13 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.config.schema import TrainBlock
 from lockstep.core.errors import InputError
 from lockstep.core.model import BatchNorm, model_mode, own_parts
-from lockstep.core.plan import Plan
+from lockstep.core.plan import Averaging, Plan
 from lockstep.core.world import World
 from lockstep.strategy.base import copy_back, flattened
-from lockstep.training.resolved_job import ResolvedTrainBlock
+from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions
 
 
 class EMA(AveragedModel):
@@ -60,16 +59,15 @@ class EMA(AveragedModel):
 
 
 class SWA(EMA):
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at every `every` steps of a run.
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights of `steps`.
 
-    It begins at step `start`; the weights of step `last` count too. Update n has the decay 1 - 1/n.
+    Update n has the decay 1 - 1/n.
     """
 
-    def __init__(
-        self, model: nn.Module, copy: nn.Module | None = None, *, start: int = 1, every: int = 1, last: int = 0
-    ) -> None:
-        super().__init__(model, 1.0, copy, every=every)
-        self.start, self.last = start, last
+    def __init__(self, model: nn.Module, copy: nn.Module | None = None, steps: Averaging | None = None) -> None:
+        super().__init__(model, 1.0, copy)
+        self.steps = steps or Averaging()
+        self.start = self.steps.start
         pairs = zip(self.module.modules(), model.modules(), strict=True)
         self.norms = [
             (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats
@@ -78,7 +76,7 @@ class SWA(EMA):
             norm.momentum = 1.0  # in training mode, the running statistics come from the last block alone
 
     def due(self, step: int) -> bool:
-        return step >= self.start and (step % self.every == 0 or step == self.last)
+        return self.steps.due(step)
 
     def share(self, update: int) -> float:
         return 1 / update
@@ -123,22 +121,17 @@ class SWA(EMA):
             norm.get_buffer("num_batches_tracked").fill_(number)
 
 
-def build_average(train: ResolvedTrainBlock, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
-    if train.ema is not None:
-        return EMA(model, train.ema, copy, warmup=train.ema_warmup, every=train.ema_every)
-    every = max(1, plan.in_steps("train.swa_every", train.swa_every))
-    return SWA(model, copy, start=swa_start(train, plan), every=every, last=plan.total_steps)
+def build_average(job: ResolvedJob, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
+    if job.train.ema is not None:
+        return EMA(model, job.train.ema, copy, warmup=job.train.ema_warmup, every=job.train.ema_every)
+    return SWA(model, copy, averaging_of(decisions(job, plan)))
 
 
-def swa_start(train: TrainBlock, plan: Plan) -> int:
-    assert train.swa_from is not None
-    return max(1, plan.in_steps("train.swa_from", train.swa_from))
-
-
-def check_average(train: TrainBlock, plan: Plan) -> None:
+def check_average(job: ResolvedJob, plan: Plan) -> None:
     """Raise InputError if a run of this plan ends before its average begins."""
-    if train.swa_from is not None and (start := swa_start(train, plan)) > plan.total_steps:
+    value, total = job.train.swa_from, plan.total_steps
+    if value is not None and (start := averaging_of(decisions(job, plan)).start) > total:
         raise InputError(
-            f"train.swa_from is {train.swa_from}, step {start:,}, but the run has {plan.total_steps:,} steps, so "
-            "nothing is averaged; use train.swa_from=75%"
+            f"train.swa_from is {value}, step {start:,}, but the run has {total:,} steps, so nothing is averaged; "
+            "use train.swa_from=75%"
         )

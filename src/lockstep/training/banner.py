@@ -291,7 +291,7 @@ def say_ending(
     for command in trainer.telemetry.observer.commands:
         log.say_command("look at it", command)
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
-    longer = patient if trainer.ended_early else [train_longer(job)]
+    longer = patient if trainer.ended_early else train_longer(job, trainer.plan, progress.step).split()
     log.say_command("train longer", resume_command(run_dir, *longer))
     if isinstance(job.dataset, FileSource):
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):

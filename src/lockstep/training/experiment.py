@@ -61,7 +61,7 @@ def run(
     state, loaded = train_state.build_and_load_state(job, run_dir, world, data.plan, images)
     train_state.compile_model(state.model, job, world, stop)
     checkpointer = build_checkpointer(job, run_dir, world, data, card)
-    progress, origin = train_state.restore(job, state, checkpointer, loaded)
+    progress, origin = train_state.restore(job, data.plan, state, checkpointer, loaded)
     checkpointer.repair_export(progress.best_step)
 
     record.announce(job, data, state, progress, origin=origin)

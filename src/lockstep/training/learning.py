@@ -108,7 +108,7 @@ def learning(job: ResolvedJob, plan: Plan, scores: Scores) -> Advice:
     has_learnt, reached, evidence = compare(scores)
     trend = _trend(scores.losses)
     weights = _published_weights(job) if plan.examples < FEW_IMAGES and not job.starts_trained else None
-    longer = train_longer(job, plan) if trend == STILL_FALLS or not (has_learnt or trend) else None
+    longer = train_longer(job, plan, plan.total_steps) if trend == STILL_FALLS or not (has_learnt or trend) else None
     return Advice(
         sentence="nothing shown yet: " * (not has_learnt) + reached + f"; {trend}" * bool(trend),
         evidence=evidence,

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from lockstep.config import components
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import LONGEST, PATH, Component, default_of, rule_of
+from lockstep.core.fields import LONGEST, PATH, Component, default_of, is_timed, rule_of
 from lockstep.core.model_card import CROP, ModelCard
-from lockstep.core.plan import Plan, make_plan
+from lockstep.core.plan import Averaging, Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
@@ -29,6 +30,8 @@ from lockstep.losses import probabilities_of
 COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
 # Fields of a model that are not in its card: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
+
+Decisions = Mapping[str, Sequence[int]]  # what a plan decides, in steps by key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +107,36 @@ def plan_of(job: ResolvedJob, examples: int) -> Plan:
     )
 
 
-def train_longer(job: ResolvedJob, plan: Plan | None = None, step: int = 0) -> str:
-    """The override that makes a job twice as long: `steps` if the job has it (it wins over `epochs`).
+def decisions(job: ResolvedJob, plan: Plan) -> Decisions:
+    """Each duration of a job in steps of its plan, by key, and the number of its steps."""
+    return {"steps": [plan.total_steps]} | {
+        f"{block}.{field.name}": [plan.in_steps(field.name, item) for item in (value if several else [value])]
+        for block, part in vars(job).items()
+        for field in (fields(part) if is_dataclass(part) else ())
+        if (rule := rule_of(type(part), field.name)) and rule.durations
+        if (value := getattr(part, field.name)) is not None and not is_timed(value)
+        for several in [isinstance(value, list | dict)]
+    }
 
-    For a run of `plan` that stands at `step`, it is twice as long as the longer of the two.
+
+def averaging_of(decided: Decisions) -> Averaging:
+    """The steps that `train.swa_from` averages."""
+    return Averaging(*(max(1, *decided[key]) for key in ("train.swa_from", "train.swa_every", "steps")))
+
+
+def train_longer(job: ResolvedJob, plan: Plan, step: int = 0) -> str:
+    """The overrides that make a job twice as long: `steps` if the job has it (it wins over `epochs`).
+
+    For a run of `plan` that stands at `step`, it is twice as long as the longer of the two, and continues the average
+    if another cannot begin.
     """
-    if job.steps is not None:
-        return f"steps={min(LONGEST, 2 * max(job.steps, step))}"
-    done = math.ceil(step / plan.steps_per_epoch) if plan is not None else 0
-    return f"epochs={min(LONGEST, 2 * max(job.epochs, done))}"
+    key, length, size = ("epochs", job.epochs, plan.steps_per_epoch) if job.steps is None else ("steps", job.steps, 1)
+    longer = min(LONGEST, 2 * max(length, math.ceil(step / size)))
+    remedies: list[str] = []
+    if job.train.swa_from is not None:
+        later = decisions(job, replace(plan, total_steps=longer * size))
+        remedies = averaging_of(later).remedies(averaging_of(decisions(job, plan)), step)
+    return " ".join([f"{key}={longer}", *remedies[:1]])
 
 
 def larger_batch(batch: int, examples: int) -> str | None:

@@ -32,7 +32,7 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.stochastic import ForwardDraws, key_draws
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.telemetry.window import WindowState
-from lockstep.training.averages import EMA, build_average
+from lockstep.training.averages import EMA, SWA, build_average
 from lockstep.training.network import (
     Freezing,
     check_single_examples,
@@ -41,7 +41,7 @@ from lockstep.training.network import (
     frozen_names,
     recompute_blocks,
 )
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions
 
 # A rank has a few shapes of batches: full and last ones, cut unevenly into shards and micro-batches, in training and
 # in evaluation. Beyond torch's default of 8 shapes a model would run uncompiled.
@@ -92,6 +92,7 @@ class Progress:
         scores: the step and the monitored figure of each evaluation so far; None if it had no value.
         figures: the figures of the evaluation after the present step, by name; empty if there was none.
         window: the counts since the last log point, of the step that was saved last.
+        decisions: what the plan has decided.
     """
 
     step: int = 0
@@ -101,6 +102,7 @@ class Progress:
     best_step: int = 0
     best_figures: dict[str, float] = field(default_factory=dict)
     window: WindowState | None = None
+    decisions: Decisions = field(default_factory=dict)
 
     @classmethod
     def saved(cls, facts: Mapping[str, Any]) -> Self:
@@ -170,7 +172,7 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     ema = None
     if average is not None:
         strategy.shard(average, world, precision, blank)
-        ema = build_average(job.train, plan, model, average)
+        ema = build_average(job, plan, model, average)
     optimizer = strategy.build_optimizer(job.optimizer, model, world)
     freezing = Freezing.of(model, frozen, until)  # of the parts of a rank, too
     freezing.freeze_for(step=1)
@@ -200,11 +202,15 @@ def build_and_load_state(
 
 
 def restore(
-    job: ResolvedJob, state: TrainState, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
+    job: ResolvedJob, plan: Plan, state: TrainState, checkpointer: Checkpointer, loaded: LoadedCheckpoint | None
 ) -> tuple[Progress, str]:
-    """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start."""
+    """The progress to continue from and its origin: a checkpoint, `init_from=`, or nothing for a fresh start.
+
+    A mean of weights and the scores are as they would be if the run had had this plan from its start.
+    """
+    decided = decisions(job, plan)
     if loaded is None:
-        return Progress(), f"weights of {job.init_from}" if job.init_from else ""
+        return Progress(decisions=decided), f"weights of {job.init_from}" if job.init_from else ""
     check_fingerprint(checkpointer.fingerprint, loaded.path)
     progress = reading.restore(
         loaded,
@@ -215,6 +221,13 @@ def restore(
     )
     if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
         progress |= {"best": None, "best_step": 0, "best_figures": {}}
+    step, ema, saved = progress["step"], state.ema, progress.get("decisions")
+    if isinstance(ema, SWA) and saved and ema.steps.until(step) != averaging_of(saved).until(step):
+        ema.n_averaged.zero_()
+        if ema.due(step):
+            ema.update_parameters(state.model)
+    # An earlier plan has evaluated its last step, too.
+    progress |= {"decisions": decided, "scores": [item for item in progress["scores"] if plan.due("eval", item[0])]}
     return Progress.saved(progress), str(relative(loaded.path))
 
 
