@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,12 @@ from lockstep.config.composition import Invocation
 from lockstep.config.schema import GROUPS, Job
 from lockstep.core import world
 from lockstep.core.errors import InputError, Stopped
+from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import job_lock
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
 from lockstep.training import experiment
@@ -125,7 +125,7 @@ def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, Resolv
     values = composed(*overrides)
     with initialize_config_dir(str(ROOT / "conf")):
         called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
-        with job_lock(called) as lock:
+        with closing(Lock()) as lock:
             preparation, job = create_run(decide_resume(values, called), called, lock)
     return preparation.run_dir, job
 

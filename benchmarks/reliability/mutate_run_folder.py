@@ -43,7 +43,6 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import job_lock
 from lockstep.job.worker import start
 from lockstep.runtime import program
 from lockstep.runtime.signals import StopRequest
@@ -157,7 +156,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.command_line(),
             program.bypass_hydra_errors(),
             composition.composing(),
-            job_lock(called) as lock,
+            closing(Lock()) as lock,
             create_run(decide_resume(job, called), called, lock)[0] as run_dir,
         ):
             start(run_dir, load_job(run_dir.config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,11 +93,11 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.config import composition
     from lockstep.config import extensions as known
     from lockstep.core.figures import read_figures
+    from lockstep.core.locks import Lock
     from lockstep.core.run import Run
-    from lockstep.core.safe_write import storing
+    from lockstep.core.safe_write import absent, remove_empty, storing
     from lockstep.job.create import create_run
     from lockstep.job.resume import decide_resume
-    from lockstep.job.run_folder import job_lock
     from lockstep.job.worker import start
     from lockstep.runtime.guest import guest
 
@@ -105,10 +105,11 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     with guest(), ExitStack() as locked:
         known.use(extensions)
         with composition.invoked(words) as (values, invocation):
-            lock = locked.enter_context(job_lock(invocation))
             if invocation.folder is not None:  # for a command, Hydra creates the folder
+                locked.callback(remove_empty, absent(invocation.folder))
                 with storing(invocation.folder):
                     invocation.folder.mkdir(parents=True, exist_ok=True)
+            lock = locked.enter_context(closing(Lock()))
             prepared, job = create_run(decide_resume(values, invocation), invocation, lock)
         with prepared as run_dir:
             objective = start(run_dir, job)

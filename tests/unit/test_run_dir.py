@@ -132,12 +132,22 @@ def begun(path: Path) -> RunDir:
 
 
 def test_of_a_refused_job_nothing_is_left_but_what_the_user_had(tmp_path: Path) -> None:
-    Preparation.write(begun(tmp_path / "run"), {}).close(InputError("the model does not fit"))
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "precious.bin").write_text("precious")
-    Preparation.write(begun(tmp_path), {}).close(InputError("the model does not fit"))
-    assert [path.name for path in tmp_path.rglob("*")] == ["data", "precious.bin"]
+    """Nothing, or empty folders, or files with the names of a run's, which a start that was killed leaves too."""
+    for had in ((), ("",), ("logs/", "checkpoints/"), ("env.json", "data/precious.bin")):
+        folder = tmp_path / "new" / "run"
+        for name in had:
+            path = folder / name
+            (path if name.endswith("/") or not name else path.parent).mkdir(parents=True, exist_ok=True)
+            if path != folder and not name.endswith("/"):
+                path.write_text("precious")
+        before = [(path, path.is_file() and path.read_text()) for path in sorted(tmp_path.rglob("*"))]
+        run, new = RunDir.provide(folder, tmp_path, "name")
+        described = (run.config, run.command, run.overrides, run.composed, run.hydra / "hydra.yaml")
+        preparation = Preparation.write(run, dict.fromkeys(described, "text"), new)
+        begun(folder)
+        preparation.close(InputError("the model does not fit"))
+        assert [(path, path.is_file() and path.read_text()) for path in sorted(tmp_path.rglob("*"))] == before
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
 
 
 def test_a_job_that_began_keeps_its_folder_and_says_how_it_ended(tmp_path: Path) -> None:
@@ -182,15 +192,15 @@ def test_a_run_that_a_rank_refuses_has_the_same_files_and_logs_as_before(tmp_pat
         for folder in (run.logs, run.checkpoints):
             shutil.rmtree(folder)
     before = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
-    again = Preparation.write(RunDir.at(run.path), {run.config: "other", run.composed: "other"})
+    _, new = RunDir.provide(run.path, tmp_path, "name")
+    again = Preparation.write(run, {run.config: "other", run.composed: "other"}, new)
     for rank in (0, 1):
         with log.rank_logging(run, rank, separate=False):
             log.logger.info("the parts of the run")
         run.rank_error(rank).write_text("an error")
     again.close(InputError("the checkpoint does not fit"))
     after = {path: path.is_file() and path.read_bytes() for path in run.path.rglob("*")}
-    assert after == {path: content for path, content in before.items() if path in after}
-    assert {path for path in before if path not in after} <= {run.checkpoints, run.logs}  # empty ones
+    assert after == before
 
 
 def test_latest_points_to_the_newest_run_unless_it_is_a_folder(tmp_path: Path) -> None:
@@ -236,9 +246,9 @@ def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_p
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
         Preparation.write(run, {run.config: "other", run.command: "x" * 1000})
     assert (run.config.read_text(), run.command.read_text()) == ("written", "written")
-    new = RunDir.at(tmp_path / "new")
+    new, folders = RunDir.provide(tmp_path / "new", tmp_path, "name")
     with full_disk(100), pytest.raises(StorageError, match=r"command.txt cannot be written"):
-        Preparation.write(new, {new.config: "other", new.command: "x" * 1000})
+        Preparation.write(new, {new.config: "other", new.command: "x" * 1000}, folders)
     assert not new.path.exists()
     run.metrics.write_text("")
     with full_disk(10):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.job.run_folder import job_lock, lock_run_folder
+from lockstep.job.run_folder import lock_run_folder
 
 
 @pytest.fixture
@@ -132,19 +131,9 @@ def test_a_folder_of_the_user_is_no_run_folder(tmp_path: Path) -> None:
         lock_run_folder(tmp_path, lock)
 
 
-@pytest.mark.parametrize("files", [(), ("notes.txt",)])
-def test_the_folder_made_for_a_refused_job_goes_if_otherwise_empty(tmp_path: Path, files: tuple[str, ...]) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
-    for name in files:
-        (folder / name).write_text("precious")
-    called = Invocation(overrides=(), command="", sweep=False, folder=folder, hydra="")
-
-    def refuse() -> None:
-        with job_lock(called) as lock:
-            lock.take(folder / ".lock")
-            raise InputError("no")
-
-    with pytest.raises(InputError, match="no"):
-        refuse()
-    assert [path.name for path in tmp_path.rglob("*")] == (["run", *files] if files else [])
+@pytest.mark.parametrize("content", ["precious", "[1]", "{}"])
+def test_a_lock_of_another_program_is_refused_and_stays(path: Path, content: str) -> None:
+    path.write_text(content)
+    with closing(Lock()) as lock, pytest.raises(InputError, match="a file of another program"):
+        lock.take(path)
+    assert path.read_text() == content

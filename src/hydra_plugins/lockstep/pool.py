@@ -31,6 +31,7 @@ from lockstep.core.monitor import Monitor
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
+from lockstep.core.safe_write import absent, remove_empty
 from lockstep.core.table import shortened
 from lockstep.core.terminal import impatient
 from lockstep.runtime.program import say
@@ -265,13 +266,17 @@ class PoolLauncher(Launcher, Callback):
             config.hydra.job.id, config.hydra.job.num = str(record.number), record.number
             config.hydra.sweep.dir = self.config.hydra.sweep.dir
             config.hydra.sweep.subdir = record.folder
-        done = run_job(
-            task_function=self.task_function,
-            config=config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-            hydra_context=self.hydra_context,
-        )
+        new = absent(Path(self.config.hydra.sweep.dir, record.folder).absolute())
+        try:
+            done = run_job(
+                task_function=self.task_function,
+                config=config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+                hydra_context=self.hydra_context,
+            )
+        finally:  # if the job is refused, the folder that Hydra has created for it goes again
+            remove_empty(new)
         value = done.return_value
         return float(value) if isinstance(value, int | float) else None
 

@@ -29,6 +29,8 @@ from lockstep.sweep.line import choose_folder
 
 # The jobs of the present command that wait for their submission.
 WAITING: list[Submission] = []
+# The files of a sweep before its first job: Hydra's, the ledger's, Optuna's.
+FILES = ("multirun.yaml", SWEEP, "optuna.log")
 
 
 def submit_all(folder: Path | None = None) -> None:
@@ -64,28 +66,32 @@ def _refuse_as_rank() -> None:
         raise AssertionError("a refusal ends every rank")
 
 
-def _remove_sweep(ledger: Ledger, new_folders: list[Path]) -> None:
-    """Remove what this process has created of a sweep that was refused before its first job."""
+def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
+    """Remove what this process has created, of `new`, for a sweep that was refused before its first job."""
     folder = ledger.folder
     if not ledger.is_new or any((folder / JOBS).glob("*.json")):
         return
     with contextlib.suppress(InputError, StorageError), contextlib.closing(Lock()) as lock:
         lock.take(folder / ".lock")  # an InputError if another command already runs this sweep
-        for name in ("multirun.yaml", SWEEP, "optuna.log"):
-            (folder / name).unlink(missing_ok=True)
-    remove_empty((folder / JOBS, *new_folders))
+        for path in {folder / name for name in FILES}.intersection(new):
+            path.unlink(missing_ok=True)
+    remove_empty(new)
 
 
 class SweepCallbacks(Callback):
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        # Hydra creates the folder that the command names. If the job is refused, it goes again.
+        atexit.register(remove_empty, absent(Path(config.hydra.run.dir).absolute()))
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
             _refuse_as_rank()
         folder = Path(config.hydra.sweep.dir).absolute()
-        new_folders = absent(folder)
+        new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():
             ledger = choose_folder(config)
-        atexit.register(_remove_sweep, ledger, new_folders)
+        atexit.register(_remove_sweep, ledger, new)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code

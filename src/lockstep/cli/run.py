@@ -84,12 +84,12 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     if not launcher.is_host:
         launcher.run_agent(command)
         return None
-    run_dir = RunDir(resume.folder) if resume.folder is not None else RunDir.create(Path(job.output_root), job.name)
+    run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
     os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks continues in it
     try:
         launcher.run_agent(command)
     finally:
-        remove_empty((run_dir.path,))
+        remove_empty(new)
     objective: float | None = Run(run_dir.path).summary.get("objective")
     return objective
 

@@ -8,6 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import hydra
@@ -19,9 +20,9 @@ from lockstep.config.composition import Invocation
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
 from lockstep.core.launch_env import adopt_srun, check_launched, is_launched, without_local_rank
+from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.job.resume import decide_resume
-from lockstep.job.run_folder import job_lock
 from lockstep.runtime import program
 from lockstep.telemetry.progress import loading
 
@@ -45,7 +46,8 @@ def main(packages: Sequence[str] = ()) -> None:
 
 def train_job(composed: DictConfig) -> float | None:
     """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    with program.bypass_hydra_errors(), job_lock(invocation := Invocation.current()) as lock:
+    with program.bypass_hydra_errors(), closing(Lock()) as lock:
+        invocation = Invocation.current()
         decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
         if is_launched() or decide().has_several_machines:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone

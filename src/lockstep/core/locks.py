@@ -1,5 +1,6 @@
 """The lock on a run folder or a sweep. The kernel releases it when its process ends, also by SIGKILL."""
 
+import errno
 import json
 import os
 import socket
@@ -46,6 +47,8 @@ class Lock:
             if not _same_file(file, path):
                 os.close(file)
                 return False
+            if os.fstat(file).st_size and not _facts(path):
+                raise OSError(errno.EINVAL, "it is a file of another program", str(path))
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(file, 0)
             os.write(file, (json.dumps(facts) + "\n").encode())
@@ -78,8 +81,13 @@ def _same_file(file: int, path: Path) -> bool:
 
 def _holder(path: Path) -> str:
     """The holder of a lock, from its file, for use in a sentence."""
+    return _facts(path) or "which has just started or ended"
+
+
+def _facts(path: Path) -> str:
+    """What Lockstep has written into a lock; empty for a file of something else."""
     try:
         facts = safe_read.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"
     except (UnreadableFile, LookupError, TypeError):
-        return "which has just started or ended"
+        return ""

@@ -92,6 +92,14 @@ class RunDir:
                 continue
 
     @classmethod
+    def provide(cls, folder: Path | None, root: Path, name: str) -> tuple[RunDir, list[Path]]:
+        """The run folder of a job, at `folder` or a new one, and the folders that this call has created for it."""
+        new = safe_write.absent(*(cls(folder).folders if folder is not None else (root,)))
+        if folder is not None:
+            return cls.at(folder), new
+        return (run := cls.create(root, name)), [*run.folders, *new]
+
+    @classmethod
     def at(cls, path: Path, *, new: bool = False) -> RunDir:
         """The run folder at exactly `path`. The folder and its subfolders are created if they are missing.
 
@@ -102,7 +110,7 @@ class RunDir:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.mkdir(exist_ok=not new)
-            for folder in (run.hydra, run.logs, run.checkpoints):
+            for folder in run.folders[:-1]:
                 safe_write.make_folder(folder)
             for folder in (path, path.parent):
                 safe_write.sync(folder)
@@ -117,6 +125,11 @@ class RunDir:
                 "choose a folder that can be, with output_root=FOLDER"
             ) from error
         return run
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that each run has, the deepest first."""
+        return self.hydra, self.logs, self.checkpoints, self.path
 
     def rank_log(self, rank: int) -> Path:
         return self.logs / f"rank{rank}.log"

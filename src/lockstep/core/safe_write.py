@@ -138,15 +138,17 @@ def locked(path: Path, *, waits: bool = False) -> Iterator[None]:
         os.close(descriptor)
 
 
-def absent(*folders: Path) -> list[Path]:
-    """Those of the folders, and of the folders above them, that do not exist, the deepest first."""
-    return sorted(
-        {path for folder in folders for path in (folder, *folder.parents) if not path.exists()}, reverse=True
-    )
+def absent(*paths: Path) -> list[Path]:
+    """Those of the paths, and of the folders above them, that do not exist, the deepest first."""
+    candidates = {folder for path in paths for folder in (path, *path.parents)}
+    return sorted((path for path in candidates if not os.path.lexists(path)), reverse=True)
 
 
 def remove_empty(folders: Iterable[Path]) -> None:
-    """Remove folders, the deepest first. One that is not empty, or gone, is left: somebody else uses it."""
+    """Remove folders that this process has created, the deepest first: those that were `absent` before it began.
+
+    One that is not empty, or gone, is left: somebody else uses it.
+    """
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()

@@ -54,8 +54,7 @@ def create_run(
     job = prepare(resume, invocation)
     if job.launcher.can_fork():
         import_for_ranks(job)
-    root, folder = Path(job.output_root), resume.folder
-    run_dir = RunDir.at(folder) if folder is not None else RunDir.create(root, job.name)
+    run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
     lock.take(run_dir.lock)
     preparation = Preparation.write(
         run_dir,
@@ -66,6 +65,7 @@ def create_run(
             run_dir.overrides: components.dump(resume.overrides),
             run_dir.composed: components.dump(resume.composed),
         },
+        new,
     )
     return preparation, job
 

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import PathBelow, RunDir
 from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
 from lockstep.core.safe_write import remove_empty, write_atomic
-
-
-@contextmanager
-def job_lock(invocation: Invocation) -> Iterator[Lock]:
-    """The lock of a job. If the job is refused, the folder that Hydra has made for it is removed."""
-    with closing(Lock()) as lock:
-        try:
-            yield lock
-        except (InputError, SystemExit):
-            lock.close()
-            if invocation.folder is not None:
-                remove_empty((invocation.folder,))  # with files in it, it existed before
-            raise
 
 
 def lock_run_folder(folder: Path, lock: Lock) -> None:
@@ -62,18 +48,18 @@ class Preparation:
     """The files that were written into a run folder for a job. As a context, it calls `close` with a raised error."""
 
     run_dir: RunDir
-    described: bool  # whether the folder had any of these files before
     # The old content of these files, the summary and the ranks' error files; None without such a file. The size of
     # each log, to which a job that was refused by a rank has added lines.
     before: Mapping[Path, bytes | int | None]
+    new: Sequence[Path]  # the folders that were created for the job, the deepest first
 
     @classmethod
-    def write(cls, run_dir: RunDir, texts: Mapping[Path, str]) -> Preparation:
+    def write(cls, run_dir: RunDir, texts: Mapping[Path, str], new: Sequence[Path] = ()) -> Preparation:
         """Write the files that describe a job. Raises StorageError if one cannot be; all are then as before."""
         sizes = {path: path.stat().st_size for path in run_dir.log_files()}
-        before = {path: read_if_exists(path) for path in (*texts, run_dir.summary, *run_dir.rank_errors())}
-        described = any(before[path] for path in texts)
-        preparation = cls(run_dir=run_dir, described=described, before={**sizes, **before})
+        others = (run_dir.summary, run_dir.environment, *run_dir.rank_errors())
+        before = {path: read_if_exists(path) for path in (*texts, *others)}
+        preparation = cls(run_dir=run_dir, before={**sizes, **before}, new=new)
         try:
             # A resume compares the overrides with this file. Remove it first, so that a kill between the writes does
             # not leave it next to the overrides of another command.
@@ -86,10 +72,8 @@ class Preparation:
         return preparation
 
     def undo(self) -> None:
-        """Remove a new job's files, or restore an older job's and its logs. Raises StorageError."""
+        """Remove what the job has created, and restore what was there before, and the logs. Raises StorageError."""
         before = {**dict.fromkeys(self.run_dir.log_files()), **self.before}
-        if not self.run_dir.began and not self.described:  # the folder is this job's own
-            before = dict.fromkeys(self.run_dir.prepared_files())
         for path, content in before.items():
             if content is None:
                 path.unlink(missing_ok=True)
@@ -97,7 +81,9 @@ class Preparation:
                 os.truncate(path, content)
             elif content != read_if_exists(path):  # launchers remove error files
                 write_atomic(path, content)
-        remove_empty((self.run_dir.hydra, self.run_dir.logs, self.run_dir.checkpoints, self.run_dir.path))
+        if self.run_dir.path in self.new:  # this process holds the lock
+            self.run_dir.lock.unlink(missing_ok=True)
+        remove_empty(self.new)
 
     def close(self, error: BaseException) -> None:
         """Write into the summary how the job ended. Undo `write` if the job was refused before training started."""

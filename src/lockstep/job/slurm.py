@@ -20,7 +20,7 @@ from lockstep.core import plan
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import absent, remove_empty
+from lockstep.core.safe_write import remove_empty
 from lockstep.job.run_folder import lock_run_folder
 
 if TYPE_CHECKING:
@@ -142,21 +142,13 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
             "that has them, see the script with launcher.dry_run=true, or use launcher=auto here"
         )
     preview(submissions, folder)  # raises before a folder is created
-    existed = [submission.folder is not None and submission.folder.exists() for submission in submissions]
-    new = absent(*(submission.folder.parent if submission.folder else submission.root for submission in submissions))
-    runs = [
-        RunDir.at(submission.folder)
-        if submission.folder is not None
-        else RunDir.create(submission.root, submission.name)
-        for submission in submissions
-    ]
+    provided = [RunDir.provide(waiting.folder, waiting.root, waiting.name) for waiting in submissions]
+    runs = [run for run, _ in provided]
     text = script(submissions, [run.path for run in runs], folder or submissions[0].root)
     sbatch = subprocess.run(["sbatch", "--parsable"], input=os.fsencode(text), capture_output=True)
     if sbatch.returncode != 0:
-        for run, existed_before in zip(runs, existed, strict=True):
-            if not existed_before:
-                shutil.rmtree(run.path)
-        remove_empty(new)
+        for _, new in reversed(provided):
+            remove_empty(new)
         reason = (os.fsdecode(sbatch.stderr).strip() or "no reason given").splitlines()[-1][:REASON_CHARACTERS]
         raise InputError(f"launcher=slurm: the job was not submitted ({reason}); change it with launcher.KEY=...")
     number = os.fsdecode(sbatch.stdout).split()[-1].partition(";")[0]  # JOB or JOB;CLUSTER

@@ -25,7 +25,7 @@ from lockstep.core.model import is_broken
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import make_folder, replacing, write_atomic
+from lockstep.core.safe_write import absent, make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.hardware_watch import rates
@@ -116,12 +116,14 @@ class RunRecord:
         if not self.world.is_main:
             return
         folder = self.run_dir.incident
+        new = absent(folder)
         try:
             write_incident(error, trainer, weights, self.run_dir)
         # A full disk raises any of these. The run ends with its own error.
         except (OSError, RuntimeError, MemoryError, SafetensorError, BrokenImage) as failure:
             log.warn(f"{folder} could not be written ({failure}), so nothing is kept of the bad step")
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder in new:  # else it has an earlier incident
+                shutil.rmtree(folder, ignore_errors=True)
 
     def complete(self, job: ResolvedJob, trainer: Trainer, hardware: Mapping[str, float], skipped: int) -> None:
         """Write and show the result of a run that has reached its last step; `hardware` is what `train` returns."""

@@ -23,7 +23,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import read_bytes
-from lockstep.core.safe_write import locked
+from lockstep.core.safe_write import absent, locked, remove_empty
 from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import check_labels
@@ -226,6 +226,7 @@ class Published(ArraySource):
     def _download(self, missing: InputError) -> None:
         root = Path(self.root)
         lock = root / f".{self.factory}.lock"
+        new = absent(lock, root / self.factory / "raw")
         try:
             root.mkdir(parents=True, exist_ok=True)
             with locked(lock, waits=True):
@@ -239,11 +240,10 @@ class Published(ArraySource):
                 f"downloaded ({reason}); {self.remedy}, or name another folder with data_root=FOLDER"
             ) from error
         finally:
-            with contextlib.suppress(OSError):  # a process that still waits for it will find the files
-                lock.unlink()
-            for folder in (f"{self.factory}/raw", self.factory, "."):
-                with contextlib.suppress(OSError):  # not empty, or not there
-                    (root / folder).rmdir()
+            if lock in new:  # a process that still waits for it will find the files
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+            remove_empty(new)
 
 
 @option("dataset")
