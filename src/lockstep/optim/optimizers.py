@@ -3,6 +3,7 @@
 import inspect
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 import torch
@@ -49,6 +50,7 @@ class OptimizerOption(Optimizer):
     head_lr: float | None = ranged(None, above=0.0, most=1e6)
     weight_decay: float = ranged(0.0, least=0, most=1e6)
     decay_all: bool = False
+    decay_embeddings: bool | None = None
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     lookahead: int | None = ranged(None, least=1, most=1_000_000)
     lookahead_alpha: float = ranged(0.5, above=0.0, most=1)
@@ -95,13 +97,31 @@ class OptimizerOption(Optimizer):
                     parts.append({**group, "params": params, "scale": scale})
         return parts
 
+    def embeddings(self, model: nn.Module) -> list[str]:
+        """Names, or patterns of names, that do not decay because the model says so, as timm's do."""
+        decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
+        if decay or self.weight_decay == 0:
+            return []
+        if self.decay_embeddings is False and not hasattr(model, "no_weight_decay"):
+            raise InputError(
+                "optimizer.decay_embeddings is false, but this model has no method `no_weight_decay` that names its "
+                "embeddings; remove it"
+            )
+        return [*getattr(model, "no_weight_decay", list)()]
+
     def decay_groups(self, model: nn.Module) -> ParamGroups:
         """The groups by weight decay and by layer."""
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        spared = self.embeddings(model)
         if self.layer_decay is not None:
             from timm.optim import param_groups_layer_decay
 
-            groups = param_groups_layer_decay(model, weight_decay=self.weight_decay, layer_decay=self.layer_decay)
+            groups = param_groups_layer_decay(
+                model,
+                weight_decay=self.weight_decay,
+                no_weight_decay_list=spared,
+                weight_decay_exclude_1d=not (self.decay_all and spared),
+                layer_decay=self.layer_decay,
+            )
             head = set(head_parameters(model))
             inner = any(parameter.requires_grad and name not in head for name, parameter in model.named_parameters())
             if inner and self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
@@ -112,16 +132,18 @@ class OptimizerOption(Optimizer):
             return [
                 {
                     "params": group["params"],
-                    "weight_decay": self.weight_decay if self.decay_all else group["weight_decay"],
+                    "weight_decay": self.weight_decay if self.decay_all and not spared else group["weight_decay"],
                     "scale": group["lr_scale"],
                 }
                 for group in groups
             ]
         least = 0 if self.decay_all or self.weight_decay == 0 else 2  # dimensions of the decayed parameters
-        decayed = [parameter for parameter in trained if parameter.dim() >= least]
-        undecayed = [parameter for parameter in trained if parameter.dim() < least]
-        parts = ((decayed, self.weight_decay), (undecayed, 0.0))
-        return [{"params": params, "weight_decay": decay, "scale": 1.0} for params, decay in parts if params]
+        parts: dict[float, list[nn.Parameter]] = {self.weight_decay: [], 0.0: []}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                decays = parameter.dim() >= least and not any(fnmatchcase(name, pattern) for pattern in spared)
+                parts[self.weight_decay if decays else 0.0].append(parameter)
+        return [{"params": params, "weight_decay": decay, "scale": 1.0} for decay, params in parts.items() if params]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer rejects a value."""
