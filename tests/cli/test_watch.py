@@ -6,6 +6,8 @@ import http.client
 import json
 import re
 import shutil
+import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -13,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import train_here
+from helpers import Done, forks, result, train_here
 from lockstep.cli.servers import WatchServer
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
@@ -92,3 +94,29 @@ def test_only_this_machine_reads_pages_and_only_pages(trained: RunDir) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no run in it"):
         WatchServer(tmp_path, 0)
+
+
+# A page that is being made for ever, of the run at the end of the line; `asked` is then in the folder.
+ENDLESS = """
+import pathlib, sys, time
+from lockstep.cli import main, servers
+def endless(run, refresh):
+    pathlib.Path(run.path, "asked").touch()
+    time.sleep(10**6)
+servers.run_page = endless
+main.main()
+"""
+
+
+@pytest.mark.parametrize("name", ["TERM", "INT", "HUP"])
+def test_a_stop_ends_it_without_a_word_while_pages_are_made_and_while_nobody_reads_one(
+    trained: RunDir, tmp_path: Path, name: str
+) -> None:
+    shutil.copytree(trained.path, tmp_path / "run")
+    process = forks().start("-c", ENDLESS, "watch", str(tmp_path / "run"), "--port", "0")
+    port = int(process.stdout.readline().decode().partition("//127.0.0.1:")[2].partition("/")[0])
+    with closing(socket.create_connection(("127.0.0.1", port))) as reader:
+        reader.sendall(f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+        wait_for((tmp_path / "run" / "asked").exists)
+        process.send_signal(getattr(signal, f"SIG{name}"))
+        assert result(process, timeout=60) == Done(0, "", "")

@@ -156,7 +156,7 @@ def test_a_run_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [INLINE, SPAWN, ELASTIC], ids=["inline", "spawn", "elastic"])
 def test_three_hundred_requests_for_stacks_end_no_busy_run(tmp_path: Path, launcher: tuple[str, ...]) -> None:
-    """The first ones reach ranks that are still starting: of `elastic`, interpreters that have imported nothing yet."""
+    """The first ones reach ranks that are starting: of `elastic`, interpreters that have imported nothing yet."""
     folder, busy = tmp_path / "run", ("loader=streaming", "loader.workers=4", "checkpoint.every=1", *LONG)
     process = start(folder, *launcher, *busy)
     wait_for(lambda: process.poll() is not None or ranks(folder, process) or (launcher == INLINE and folder.exists()))

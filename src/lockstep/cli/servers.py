@@ -7,11 +7,11 @@ So a page of another site in the same browser can neither call it nor read its a
 import asyncio
 import errno
 import json
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -23,13 +23,13 @@ from lockstep.core.run import Run, State
 from lockstep.core.safe_read import MB
 from lockstep.data.datasets.folder import suffixes_of
 from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
-from lockstep.runtime.signals import listen
+from lockstep.launcher.addresses import LOOPBACK, loopback_server
+from lockstep.runtime.signals import leave, listen
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.report import sweep_page
 from lockstep.sweep.runs import existing, run_folders
 from lockstep.telemetry.report import run_page
 
-ADDRESS = "127.0.0.1"
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 PAGE = Path(__file__).parent / "demo.html"
 LARGEST = 32 * MB  # the most bytes of a photo
@@ -52,7 +52,7 @@ class LocalServer(uvicorn.Server, ABC):
         try:
             if not 0 <= port <= 65_535:
                 raise OSError(errno.EDOM, "ports end at 65535")
-            self.socket = socket.create_server((ADDRESS, port), backlog=1024)
+            self.socket = loopback_server(port)
         except OSError as error:
             reason = f"no server can listen there ({error.strerror})"
             raise InputError(f"--port is {port}, but {reason}: --port 0") from error
@@ -60,23 +60,26 @@ class LocalServer(uvicorn.Server, ABC):
         plain: dict[str, Any] = {"interface": "asgi3", "http": "h11", "ws": "none", "lifespan": "off"}
         # The terminal shows only the address of the page, and a defect of this program.
         quiet: dict[str, Any] = {"log_config": None, "log_level": "error", "server_header": False}
-        super().__init__(uvicorn.Config(self.answer, **plain, **quiet, timeout_graceful_shutdown=1))
+        super().__init__(uvicorn.Config(self.answer, **plain, **quiet))
 
     @property
     def url(self) -> str:
-        return f"http://{ADDRESS}:{self.port}/"
+        return f"http://{LOOPBACK}:{self.port}/"
 
     @property
     def hosts(self) -> frozenset[str]:
-        return frozenset({f"{ADDRESS}:{self.port}", f"localhost:{self.port}"})
+        return frozenset({f"{LOOPBACK}:{self.port}", f"localhost:{self.port}"})
 
     def serve_until_signal(self, what: str) -> None:
         """Say where the pages are and what they do, and serve them until a signal."""
         listen(self.handle_exit)  # uvicorn sets it for SIGINT and SIGTERM only
-        with self.socket:
-            log.show(f"{self.url} {what}; Ctrl-C ends it")
-            log.console.file.flush()
-            self.run([self.socket])
+        log.show(f"{self.url} {what}; Ctrl-C ends it")
+        log.console.file.flush()
+        self.run([self.socket])
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the process at a signal: uvicorn would wait for pages that are being made, or that nobody reads."""
+        leave(0)
 
     @abstractmethod
     async def respond(self, request: str, headers: Mapping[str, str], receive: Receive) -> tuple[str, str]:

@@ -76,6 +76,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     # A job of the pool has its own process; Hydra's basic launcher runs the jobs of a sweep in one.
     sweep = invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
+    job.launcher.try_address()
     fetch_data(resume, job.dataset)
     job = fitted_to_images(job, resume, sweep=sweep)
     plan = check_plan(job)

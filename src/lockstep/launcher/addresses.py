@@ -15,6 +15,23 @@ ELSEWHERE = "198.51.100.1"
 LOOPBACK = "127.0.0.1"  # other machines cannot reach it
 
 
+def loopback_server(port: int = 0) -> socket.socket:
+    """A socket that listens on this machine only, at any free port for port 0.
+
+    Raises OSError if the port cannot be had; InputError: this machine has no loopback interface that works.
+    """
+    try:
+        with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+            probe.bind((LOOPBACK, 0))
+            probe.connect((LOOPBACK, 1))  # sends nothing; without the interface, `bind` alone works
+    except OSError as error:
+        raise InputError(
+            f"this machine cannot reach itself at {LOOPBACK} ({error.strerror}); set up its loopback interface: "
+            f"ip addr replace {LOOPBACK}/8 dev lo && ip link set lo up"
+        ) from error
+    return socket.create_server((LOOPBACK, port), backlog=1024)
+
+
 def machine() -> str:
     """What identifies a machine or container: its host name, its boot and its network namespace."""
     boot, network = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/net")

@@ -23,7 +23,8 @@ from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.launcher.addresses import LOOPBACK
+from lockstep.launcher.addresses import LOOPBACK, loopback_server
+from lockstep.launcher.attach import REACHED_S, in_thread, wait
 from lockstep.launcher.processes import (
     KILLED,
     POLL_S,
@@ -73,6 +74,10 @@ class Spawn(Inline):
     def run(self, entry: Entry, run_dir: RunDir) -> None:
         self.attempt(entry, run_dir)
 
+    def try_address(self) -> str:
+        loopback_server().close()
+        return super().try_address()
+
     def can_fork(self) -> bool:
         """A process that has used a GPU's driver cannot be forked, and searching for a GPU uses the driver."""
         return not torch.cuda.is_available() and can_fork()
@@ -81,7 +86,7 @@ class Spawn(Inline):
         """Start the ranks and wait for them. Returns a failure that allows a restart, and raises any other."""
         for path in run_dir.rank_errors():  # of an earlier attempt
             path.unlink()
-        listener = socket.create_server((LOOPBACK, 0))
+        listener = loopback_server()
         port = listener.getsockname()[1]
         words = [sys.executable, "-m", child.__name__, str(os.getpid()), entry.__module__, str(run_dir.path)]
         fork, children = self.can_fork(), Children()
@@ -99,10 +104,13 @@ class Spawn(Inline):
                         children.ranks.append(_forked(entry, run_dir, variables, listener))
                     else:
                         children.ranks.append(Fresh(words, {**os.environ, "PYTHONSAFEPATH": "1", **variables}))
-            # Not before the forks, because it starts threads. By default it would listen on all interfaces.
-            children.store = TCPStore(
-                LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            # Not before the forks, because it starts threads. By default it would listen on all interfaces. In a
+            # thread, because it connects to itself in native code, where this process would hear no signal.
+            listening = listener.detach()
+            store = in_thread(
+                lambda: TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listening)
             )
+            wait(lambda: request.requested or (store.done() and store.result()), REACHED_S)
             request.repeat()
             if failed := children.join():
                 failure = first_failure(run_dir, failed)
@@ -128,7 +136,6 @@ class Children:
 
     def __init__(self) -> None:
         self.ranks: list[Process] = []
-        self.store: TCPStore | None = None
 
     def __enter__(self) -> None:
         return None

@@ -53,7 +53,7 @@ class Watchdog(threading.Thread):
     """A thread that ends the process when it shows no sign of life, or ignores a stop request, in its context.
 
     It also writes the stacks of all threads when a user or a peer sends SIGUSR2. It holds Python's lock then, so that
-    no other thread changes them: a handler of `faulthandler.register` reads the frames of running threads, and crashes.
+    no other thread changes them: a handler of `faulthandler.register` reads frames of running threads, and crashes.
 
     Python runs signal handlers only between two instructions of the main thread, so not while that thread waits in
     native code for another rank or a disk. The watchdog gets each signal at once, through a pipe: so only the main
