@@ -60,6 +60,22 @@ def test_the_jobs_with_the_lowest_losses_go_on_in_a_halving(tmp_path: Path) -> N
     assert sorted(states[folder] for folder in ranked[:2]) == ["done", "pruned"]
 
 
+def test_a_halving_over_seeds_ends_with_the_setting_of_the_better_mean_and_all_its_seeds(tmp_path: Path) -> None:
+    words = ("monitor=loss", "epochs=4", "optimizer.lr=0.001,0.01,0.1,30", "seed=1,2", "sweep.halving=4")
+    done = sweep(tmp_path, *words)
+    assert "1 of 4 settings continue after 25 % of their steps" in done.out
+    states = [str(record.state) for record in Ledger(tmp_path / "sweep").records()]
+    first = [values[0] for values in figures(tmp_path, "loss/val").values()]
+    means = [first[number] + first[number + 1] for number in range(0, 8, 2)]
+    best = means.index(min(means))
+    assert states == ["done" if number // 2 == best else "pruned" for number in range(8)]
+    assert sweep(tmp_path, *words).out.count("started") == 0
+    (line,) = re.findall(r"^ *\d, \d .*± .*2 done.*$", done.out, re.MULTILINE)
+    assert line.split()[0] == f"{2 * best},"
+    whole = sweep(tmp_path, *words[:-1])  # those that were left behind go on too
+    assert whole.out.count(" ± ") >= 4
+
+
 def test_a_search_minimises_a_loss(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     sweep(tmp_path, "hydra/sweeper=optuna", "monitor=loss", "epochs=1", RATES, "hydra.sweeper.n_trials=3")
@@ -99,7 +115,13 @@ def recipes(tmp_path: Path) -> Path:
         (("metric=f1,kappa", "monitor=f1"), "job 1 (metric=kappa): monitor has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[score,f1]"), "job 0 (seed=1): sweep.objectives has f1, which an evaluation"),
         (("seed=1,2", "sweep.objectives=[top1,score]"), "each once; the score is top1: sweep.objectives=[score]"),
-        (("hydra/sweeper=optuna", "seed=1,2", "sweep.objectives=[speed]"), "sweep.objectives has speed, which"),
+        (("hydra/sweeper=optuna", "batch=8,9", "sweep.objectives=[speed]"), "sweep.objectives has speed, which"),
+        (("hydra/sweeper=optuna", "batch=8,9", "seed=1,2"), "compares job by job, so the luckiest seed would win"),
+        (("hydra/sweeper=optuna", "batch=8,9", "dataset.fold=0,1"), "so the luckiest dataset.fold would win"),
+        (
+            ("batch=8,9", "seed=1,2,3", "sweep.halving=3"),
+            "all seeds and folds of a setting being one, and this line has 2",
+        ),
     ],
     ids=str,
 )

@@ -122,6 +122,53 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert "failed: it is wrong" in shown
 
 
+def test_a_sweep_of_seeds_is_listed_by_the_mean_that_compare_shows(swept: Ledger, capsys: CAPSYS) -> None:
+    root = swept.folder.parent
+    for form in ("table", "markdown"):
+        runs(str(root), sort="when", filters=["score<91.5"], form=form)
+        assert "91.00 ± 1.00" in table(capsys)
+    runs(str(root), sort="score", filters=[], form="json")
+    (row,) = json.loads(table(capsys))
+    assert (row["score"], row["spread"]) == (91.0, 1.0)
+
+
+def test_a_setting_of_which_a_pruner_has_stopped_a_job_has_no_mean(swept: Ledger) -> None:
+    swept.end(swept.records()[0], State.pruned, objective=50.0)
+    rows = {row["optimizer.lr"]: row for row in groups(read_runs(swept.folder))}
+    assert (rows["0.1"]["score"], rows["0.1"]["state"]) == (None, "1 pruned, 2 done")
+    assert rows["0.2"]["score"] == 91.0
+
+
+TIES = {
+    (90.0, 80.0, 90.0, 70.0): 2,
+    (90.0, 90.0, 90.0, 90.0): 0,
+    (90.001, 90.002, 80.0, 70.0): 2,
+    (90.0, 80.0, 70.0, 60.0): 1,
+    (90.0, None, None, None): 0,
+}
+
+
+@pytest.mark.parametrize("scores", TIES)
+@pytest.mark.parametrize("form", ["latex", "markdown", "table"])
+def test_all_scores_that_are_shown_as_the_best_are_bold(
+    tmp_path: Path, scores: tuple[float | None, ...], form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep(tmp_path, {(f"batch={2**number}",): score for number, score in enumerate(scores)})
+    printed: list[Any] = []
+    monkeypatch.setattr(log.console, "print", lambda line, **_: printed.append(line))
+    for show in (
+        lambda: compare([str(tmp_path)], by=[], sort=None, form=form),
+        lambda: runs(str(tmp_path), sort="score", filters=[], form=form),
+    ):
+        printed.clear()
+        show()
+        if form == "table":
+            number = sum(span.style == "bold" for line in printed[1:] for span in line.spans)
+        else:
+            number = "".join(printed).count({"latex": r"\textbf{9", "markdown": "| **9"}[form])
+        assert number == TIES[scores], printed
+
+
 def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path: Path) -> None:
     run(tmp_path / "a", "model=digitnet", "output_root=x", score=1.0)
     run(tmp_path / "b", "model=basicnet", "model.width=32", "optimizer.lr=0.1", "output_root=y", score=2.0)
@@ -288,7 +335,7 @@ def test_the_runs_and_sweeps_of_a_folder_are_listed(swept: Ledger, capsys: CAPSY
     run(outputs / "b", "batch=16", status="failed")
     rows = {row["name"]: row for row in listed(capsys, outputs)}
     assert rows["sweeps/one"]["overrides"] == ["optimizer.lr=1,2", "seed=1,2"]
-    assert (rows["sweeps/one"]["score"], rows["sweeps/one"]["state"]) == (92.0, "8 done, 1 failed")
+    assert (rows["sweeps/one"]["score"], rows["sweeps/one"]["state"]) == (91.0, "8 done, 1 failed")
     assert [rows[name]["overrides"] for name in "ab"] == [["batch=8"], ["batch=16"]]
     assert rows["a"]["size"] == sum(path.stat().st_size for path in (outputs / "a").rglob("*") if path.is_file())
     assert [row["name"] for row in listed(capsys, outputs, sort="score")] == ["sweeps/one", "a", "b"]
@@ -432,7 +479,7 @@ def test_a_smaller_score_is_first_where_it_is_better(swept: Ledger, tmp_path: Pa
     runs(str(other.folder), sort="score", filters=(), form="json")
     assert [row["score"] for row in json.loads(table(capsys))] == [4.0, 8.0, 16.0]
     runs(str(tmp_path / "outputs"), sort="score", filters=(), form="json")
-    assert [row["score"] for row in json.loads(table(capsys))] == [92.0, 4.0]
+    assert [row["score"] for row in json.loads(table(capsys))] == [91.0, 4.0]
     compare([str(tmp_path / "outputs")], by=(), sort="score", form="json")
     rows = json.loads(table(capsys))
     assert [row["score"] for row in rows] == [91.0, 91.0, 11.0, 4.0, 8.0, 16.0]
@@ -525,7 +572,7 @@ def test_best_names_the_winner_while_a_sweep_runs_and_never_a_pruned_job(swept: 
     assert swept.best == swept.records()[5].folder
     assert best_of(swept.records(), Direction.maximize) == swept.records()[5]
     row = next(row for row in groups(read_runs(swept.folder)) if row["optimizer.lr"] == "0.1")
-    assert (row["score"], row["done"], row["state"]) == (90.5, 2, "2 done, 1 pruned")
+    assert (row["score"], row["done"], row["state"]) == (None, 0, "2 done, 1 pruned")
 
 
 TEXTS = [*(f"a{character}b" for character in string.printable), "~/x", "$(ls)", "{a,b}", "*", "-n", "!!", "é", ""]

@@ -1,12 +1,14 @@
 """The ledger of a sweep, the devices of its jobs, and its table, without Hydra and without a trainer."""
 
 import dataclasses
+import itertools
 import json
 import os
 import re
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -523,6 +525,48 @@ def test_the_larger_part_of_odd_jobs_goes_on_and_a_late_rung_says_so(
     halve(ledger, records[:2], 2)
     late = "round 1 of 2 was to end after 50 % of the steps, and a job was first evaluated after 100 %; "
     assert late + "train.eval_every=50% saves the steps in between" in capsys.readouterr().out
+
+
+# For each of three settings of two folds and two seeds, the scores of its four jobs after the first round.
+UNEVEN = {"lr=0": (9.0, 9.0, 1.0, 1.0), "lr=1": (6.0, 6.0, 6.0, 6.0), "lr=2": (8.0, 2.0, 2.0, 2.0)}
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("failed", [(), (4,), (4, 5, 6, 7), (0, 4, 8)])
+@pytest.mark.parametrize("seed", ["seed", "++seed"])
+def test_a_setting_is_judged_by_all_its_seeds_and_folds(
+    tmp_path: Path, direction: Direction, failed: tuple[int, ...], seed: str
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(dataclasses.replace(ONE, figure="top1", direction=direction))
+    samples = [(f"{seed}={number}", f"dataset.fold={fold}") for number in (1, 2) for fold in (0, 1)]
+    records = ledger.enter(
+        [((lr, *sample), f"{lr},{number}") for lr in UNEVEN for number, sample in enumerate(samples)]
+    )
+    for record, score in zip(records, itertools.chain(*UNEVEN.values()), strict=True):
+        if record.number not in failed:
+            evaluated(ledger, record, *[score] * 3)
+
+    def run(tasks: Sequence[Task], enough: Any) -> None:
+        for task in tasks:
+            if task.record.number in failed:
+                ledger.end(task.record, State.failed, exit_code=70, error="no")
+            else:
+                ledger.end(task.record, State.done, objective=1.0)
+
+    halve(ledger, records, 2, run)
+    settings = [ledger.records()[4 * number : 4 * number + 4] for number in range(3)]
+    alive = [[record for record in setting if record.number not in failed] for setting in settings]
+    assert all(len({record.state for record in setting}) <= 1 for setting in alive), "a setting ends as a whole"
+    # The means of the jobs that have a score; a setting without one of its jobs comes behind those with all.
+    order = {
+        number: (len(of) - 4, direction.gain(statistics.mean(scores[r.number % 4] for r in of)))
+        for number, (of, scores) in enumerate(zip(alive, UNEVEN.values(), strict=True))
+        if of
+    }
+    better = sorted(order, key=order.__getitem__, reverse=True)[: 2 if len(order) > 2 else 1]
+    assert {number for number in order if alive[number][0].state is State.done} == {*better}
+    assert [record.number for record in ledger.records() if record.state is State.failed] == [*failed]
 
 
 class EndedPool:

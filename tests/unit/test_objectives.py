@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
@@ -47,7 +49,8 @@ def sweep(folder: Path) -> Ledger:
         path.mkdir()
         lines = [f'{{"step": {step}, "perf/step_ms": {milliseconds}}}' for step in (20, 50)]
         (path / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 50, "loss/val": 1}']) + "\n")
-        (path / "model.safetensors").write_bytes(bytes(2_000_000))
+        # Of the same size, with other words before the tensors.
+        save_file({"weight": torch.zeros(500_000)}, path / "model.safetensors", {"score": str(score) * record.number})
         ledger.end(record, State.done, objective=score)
     ledger.end(records[3], State.failed, exit_code=2, error="it is wrong")
     return ledger
@@ -74,6 +77,33 @@ def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFi
     assert "no other job is better in score and seconds than jobs 0, 1\n" in out
     SweepView(ledger, ledger.records()).show_table()
     assert "no other job" not in capsys.readouterr().out
+
+
+def test_equal_networks_have_equal_megabytes_and_no_worse_one_is_a_trade_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = sweep(tmp_path)
+    sizes = {(tmp_path / record.folder / "model.safetensors").stat().st_size for record in ledger.records()[:3]}
+    assert len(sizes) > 1
+    assert [objectives_of(ledger.folder, record, ["megabytes"]) for record in ledger.records()[:3]] == [[2.0]] * 3
+    SweepView(ledger, ledger.records()).show_table(["score", "megabytes"])
+    assert "no other job is better in score and megabytes than job 0\n" in capsys.readouterr().out
+
+
+def test_the_trade_offs_are_settings_with_the_means_of_their_seeds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.create(Identity(base={}, swept=("lr", "seed"), words=("lr=1,2,3", "seed=0,1"), figure="top1"))
+    jobs = [((f"lr={lr}", f"seed={seed}"), f"lr={lr},seed={seed}") for lr in (1, 2, 3) for seed in (0, 1)]
+    # The best single score is of the setting that is worse than another one in both means.
+    figures = [(80.0, 0.2), (80.0, 0.2), (95.0, 0.1), (60.0, 0.5), (40.0, 0.1), (40.0, 0.1)]
+    for record, (score, kwh) in zip(ledger.enter(jobs), figures, strict=True):
+        (path := tmp_path / record.folder).mkdir()
+        (path / "summary.json").write_text(json.dumps({"spent": {"kwh": kwh}}))
+        ledger.end(record, State.done, objective=score)
+    SweepView(ledger, ledger.records()).show_table(["score", "kwh"])
+    assert "is better in val top-1 and kwh than jobs 0, 1, 4, 5\n" in capsys.readouterr().out
 
 
 def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of
-from lockstep.sweep.record import SCORE, directions, job_key
+from lockstep.sweep.record import SAMPLES, SCORE, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
@@ -98,6 +98,11 @@ class OptunaSweeper(GridSweeper):
         space = {word.get_key_element(): distribution(word) for word in parsed if word.is_sweep_override()}
         if not space:
             raise InputError("hydra/sweeper=optuna has nothing to search; add for example optimizer.lr=0.001,0.01")
+        if samples := [key for key in SAMPLES if key in space]:
+            raise InputError(
+                f"hydra/sweeper=optuna compares job by job, so the luckiest {samples[0]} would win; give "
+                f"{samples[0]} one value, or sweep all combinations, with sweep.halving=3"
+            )
         alone = (word for word in parsed if not word.is_sweep_override())
         fixed = [
             str(word.input_line)

@@ -22,7 +22,7 @@ from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, columns_of, figure_of
+from lockstep.sweep.record import SAMPLES, SCORE, Record, best_of, columns_of, figure_of
 from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.runs import (
     JobRun,
@@ -30,11 +30,13 @@ from lockstep.sweep.runs import (
     check_columns,
     differing,
     existing,
+    groups,
     ordered,
     read_jobs,
     read_single,
     run_folders,
     setting,
+    spread_of,
     tables,
 )
 from lockstep.sweep.tables import column_of_figure, columns_of_keys
@@ -141,7 +143,7 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]
 
 
 def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
-    """The best job of a sweep, if there is one, and the row of the sweep."""
+    """The best job of a sweep, if there is one, and the row of the sweep, of its best setting if it has samples."""
     identity, records = ledger.identity(), ledger.records()
     started = min((record.started for record in records if record.started), default=0.0)
     best = best_of(records, identity.direction)
@@ -151,7 +153,11 @@ def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
     facts = _facts(ledger.folder, root, started, identity.words, score, state, state)
     values = {key: Setting(value) for key, _, value in (word.partition("=") for word in identity.words)}
     run = JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor)
-    return run, {**facts, **{key: values[key] for key in identity.swept if key in values}}
+    row = {**facts, **{key: values[key] for key in identity.swept if key in values}}
+    if {*SAMPLES} & {*identity.swept} and (jobs := read_jobs(ledger)):
+        (setting_row, *_), names = groups(jobs), columns_of(jobs)
+        row |= {key: setting_row[key] for name in names for key in (name, spread_of(name))}
+    return run, row
 
 
 def _facts(

@@ -40,12 +40,12 @@ class Setting(str):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table for people; with `may_move` it may go below each row, `best` is the row in bold."""
+    """A column of a table for people; with `may_move` it may go below each row, `best` are the rows in bold."""
 
     head: str
     cells: Sequence[str]
     may_move: bool = False
-    best: int | None = None
+    best: Sequence[int] = ()
 
     def head_lines(self, *, folded: bool) -> list[str]:
         """The head in one line; `folded`, in lines about as wide as the cells."""
@@ -65,7 +65,7 @@ class Column:
 
     def styled(self, row: int) -> Text:
         cell = self.cells[row]
-        style = "bold" if row == self.best else "dim" if isinstance(cell, Setting) and cell.is_default else ""
+        style = "bold" if row in self.best else "dim" if isinstance(cell, Setting) and cell.is_default else ""
         return Text(escaped(cell, keep=""), style)
 
 
@@ -149,7 +149,7 @@ def _latex(columns: Sequence[Column]) -> Iterator[str]:
     yield " & ".join(text(column.head) for column in columns) + r" \\"
     yield r"\midrule"
     for row in range(len(columns[0].cells)):
-        cells = [(text(column.cells[row]), row == column.best) for column in columns]
+        cells = [(text(column.cells[row]), row in column.best) for column in columns]
         yield " & ".join(rf"\textbf{{{cell}}}" if best else cell for cell, best in cells) + r" \\"
     yield r"\bottomrule"
     yield r"\end{tabular}"
@@ -162,7 +162,7 @@ def _markdown(columns: Sequence[Column]) -> Iterator[str]:
     yield f"| {' | '.join(text(column.head) for column in columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in range(len(columns[0].cells)):
-        cells = [(text(column.cells[row]), row == column.best) for column in columns]
+        cells = [(text(column.cells[row]), row in column.best) for column in columns]
         yield f"| {' | '.join(f'**{cell}**' if best else cell for cell, best in cells)} |"
 
 

@@ -1,8 +1,10 @@
 """The record of a job of a sweep, and what jobs are compared by: the score, and what it cost."""
 
+import os
 import re
 import socket
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +14,7 @@ from lockstep.config.options import options_of
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import METRIC, TAGS, Direction, Monitor, figure_name, figure_parts
 from lockstep.core.run import TEST, Run, State, born
-from lockstep.core.safe_read import is_number
+from lockstep.core.safe_read import UnreadableFile, is_number, opened
 
 SCORE, SEED, FOLD = "score", "seed", "dataset.fold"
 SAMPLES = (SEED, FOLD)  # jobs that differ only in these are samples of one setting, with a mean and a spread
@@ -69,6 +71,11 @@ Identify = Callable[[Sequence[str]], Hashable]  # what a job is, by its override
 def job_key(overrides: Sequence[str]) -> frozenset[str]:
     """What a job is where nobody can compose its config: its overrides in any order, wherever the sweep is."""
     return frozenset(word for word in overrides if not word.startswith("output_root="))
+
+
+def setting_of(overrides: Sequence[str]) -> frozenset[str]:
+    """What jobs share that are samples of one setting: their overrides without seed and fold."""
+    return job_key([word for word in overrides if word.lstrip("+").partition("=")[0] not in SAMPLES])
 
 
 def checked_direction(name: Any) -> Direction:
@@ -148,10 +155,17 @@ def _seconds(run: Run) -> float | None:
     return total or None  # None for a job of an app that writes no such file
 
 
+def _megabytes(run: Run) -> float | None:
+    """The tensors of the weights file, without the text before them, which has classes and scores, too."""
+    with suppress(UnreadableFile), opened(run.run_dir.weights) as file:
+        return (os.fstat(file.fileno()).st_size - 8 - int.from_bytes(file.read(8), "little")) / 1e6
+    return None
+
+
 # The costs of a run as objectives, of which less is better; None for one that was not measured.
 COSTS: Mapping[str, Callable[[Run], float | None]] = {
     "seconds": _seconds,
-    "megabytes": lambda run: path.stat().st_size / 1e6 if (path := run.run_dir.weights).exists() else None,
+    "megabytes": _megabytes,
     "kwh": lambda run: run.spent.get("kwh"),
 }
 OBJECTIVES = (SCORE, *COSTS)

@@ -165,7 +165,7 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
         for name in (name for name in figures if name not in row):
             samples = _samples(group, name)
             row[name] = statistics.mean(samples) if samples else None
-            row[f"{name}_spread"] = statistics.stdev(samples) if len(samples) > 1 else None
+            row[spread_of(name)] = statistics.stdev(samples) if len(samples) > 1 else None
         rows.append(row)
     return rows
 
@@ -177,9 +177,19 @@ def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
 
 
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
-    """A figure of the runs that are done and have it. A run that was made twice with one seed is one sample."""
+    """A figure of the runs that are done and have it. A run that was made twice with one seed is one sample.
+
+    None if one was pruned: the mean would be over those that were better.
+    """
+    if any(run.state == State.pruned for run in runs):
+        return []
     pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None)
     return [*{frozenset(run.settings.items()): value for run, value in pairs if value is not None}.values()]
+
+
+def spread_of(name: str) -> str:
+    """The column with the standard deviation of a figure."""
+    return "spread" if name == SCORE else f"{name}_spread"
 
 
 def setting(run: Run, key: str) -> Setting:

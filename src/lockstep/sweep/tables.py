@@ -9,7 +9,7 @@ from lockstep.core.run import TEST, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
 from lockstep.sweep.record import SCORE, columns_of, head, score_text
-from lockstep.sweep.runs import JobRun, Row, direction_of, tables
+from lockstep.sweep.runs import JobRun, Row, direction_of, spread_of, tables
 
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it contains 0, "
@@ -25,14 +25,15 @@ def columns_of_keys(rows: Sequence[Row], keys: Iterable[str], names: Sequence[st
 
 
 def column_of_figure(rows: Sequence[Row], name: str, monitor: Monitor) -> Column:
-    """The column of a figure: the mean and the spread of each row, the best one in bold."""
-    spread = "spread" if name == SCORE else f"{name}_spread"
+    """The column of a figure: the mean and the spread of each row; the best as shown are bold, unless all are."""
     figure = monitor.name if name in (SCORE, TEST) else name
-    texts = [[score_text(row.get(key), figure) for key in (name, spread)] for row in rows]
+    texts = [[score_text(row.get(key), figure) for key in (name, spread_of(name))] for row in rows]
     direction = direction_of(name, monitor.direction)
     gains = {number: direction.gain(row[name]) for number, row in enumerate(rows) if row.get(name) is not None}
-    best = max(gains, key=gains.__getitem__) if len(gains) > 1 else None
+    shown_best = texts[max(gains, key=gains.__getitem__)][0] if gains else ""
+    best = [number for number in gains if texts[number][0] == shown_best]
     cells = [" ± ".join(filter(None, text)) for text in texts]
+    best = best if len(best) < len(gains) else []
     return Column(head(name, monitor.name), cells, may_move=name != SCORE, best=best)
 
 
@@ -65,7 +66,7 @@ def _columns(
 ) -> Iterator[Column]:
     keys = dict.fromkeys(key for row in rows for key in takewhile(lambda key: key != SCORE, row))
     if "jobs" in rows[0]:
-        yield Column("job", [_numbers(row["jobs"]) for row in rows])
+        yield Column("job", [job_numbers(row["jobs"]) for row in rows])
     yield from columns_of_keys(rows, keys, chosen)
     yield from (column_of_figure(rows, name, monitor) for name in names if name not in keys)
     yield Column("state", [row["state"] for row in rows])
@@ -73,7 +74,7 @@ def _columns(
         yield Column("to the best", [_difference(row, monitor.name) for row in rows], may_move=True)
 
 
-def _numbers(jobs: Sequence[int]) -> str:
+def job_numbers(jobs: Sequence[int]) -> str:
     """Numbers of jobs: `3`, `0-2` or `0, 2`."""
     is_range = len(jobs) > 2 and [*jobs] == [*range(jobs[0], jobs[-1] + 1)]
     return f"{jobs[0]}-{jobs[-1]}" if is_range else ", ".join(map(str, jobs))

@@ -29,15 +29,14 @@ from lockstep.sweep.record import (
     best_of,
     columns_of,
     head,
-    objectives_of,
     score_text,
     swept_keys,
     trade_offs,
     unmeasured,
     varied,
 )
-from lockstep.sweep.runs import JobRun, groups
-from lockstep.sweep.tables import show_groups
+from lockstep.sweep.runs import JobRun, Row, groups
+from lockstep.sweep.tables import job_numbers, show_groups
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
 OVER = (State.done, State.failed, State.pruned)
@@ -238,8 +237,8 @@ class SweepView:
         columns = [name for name in columns_of(runs) if not {name, f"-{name}"} & {*names[1:]}] + names[1:]
         # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
         log.show(f"sweep in {relative(folder)}")
-        show_groups(runs, groups(runs, names=columns), columns)
-        for line in self._conclusions(records, names):
+        show_groups(runs, rows := groups(runs, names=columns), columns)
+        for line in self._conclusions(rows, records, names):
             log.show(line)
         self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
         for record in records:
@@ -250,12 +249,14 @@ class SweepView:
                     output = relative(output_of(self.ledger, record))
                     log.show(f"    what it printed: {output}")
 
-    def _conclusions(self, records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
+    def _conclusions(self, rows: Sequence[Row], records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         """The lines about several objectives: the trade-offs, and what was not measured."""
-        known = {record.number: objectives_of(self.ledger.folder, record, names) for record in records}
-        known = {number: values for number, values in known.items() if values}
+        jobs = {row["jobs"][0]: row["jobs"] for row in rows}
+        known = {row["jobs"][0]: [row[name] for name in names] for row in rows if {*names} <= row.keys()}
+        known = {number: values for number, values in known.items() if None not in values}
         if len(names) > 1 and (best_ones := trade_offs(known, names, self.monitor.direction)):
-            jobs = f"job{'s' * (len(best_ones) > 1)} {', '.join(map(str, best_ones))}"
+            of_best = [job for number in best_ones for job in jobs[number]]
             compared = " and ".join(head(name, self.monitor.name) for name in names)
-            yield f"no other job is better in {compared} than {jobs}"
+            numbers = ", ".join(job_numbers(jobs[number]) for number in best_ones)
+            yield f"no other job is better in {compared} than job{'s' * (len(of_best) > 1)} {numbers}"
         yield from unmeasured(self.ledger.folder, records, names)
