@@ -1,21 +1,32 @@
 """Small files that ask for much memory or time, and unusual ones that do not."""
 
+import gzip
 import io
+import re
+import resource
 import struct
 import tarfile
+import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from torch import nn
 
 from helpers import decoded
-from lockstep.core.errors import InputError
-from lockstep.data.datasets import WebDataset
+from lockstep.checkpoint.weights import load_start
+from lockstep.core.errors import BrokenImage, InputError, LockstepError
+from lockstep.core.safe_read import LARGEST
+from lockstep.data.datasets import CSV, MNIST, WebDataset
+from lockstep.data.datasets.builtin import read_idx
 from lockstep.data.datasets.decode import ImageFile
+from lockstep.data.datasets.files import FileSplit
 from lockstep.inference.images import stored_image
 
 END = bytes(2 * tarfile.BLOCKSIZE)
@@ -80,7 +91,10 @@ TARS: dict[str, tuple[bytes, str]] = {
     "a size of pax that is no number": (pax(size="many") + PHOTO + END, "its header at byte 1,536 is damaged"),
     "a header of pax of a negative size": (member(b"x", -512) + PHOTO, "header|negative"),
     "a record of pax of no length": (member(b"x", 5, b"0 a=\n") + PHOTO + END, "invalid header"),
-    "a long name of 4 TB": (member(b"L", 2**42) + PHOTO, "too much memory"),
+    "a long name of 4 TB": (
+        member(b"L", 2**42) + PHOTO,
+        "a header of it has 4,398,046,511,104 bytes, expected at most 1,073,741,824",
+    ),
     "a file of 4 TB": (member(size=2**42) + END, END_OF_DATA),
     "a file that is cut short": (member(name="b.jpg") + member(size=9000, content=b"x" * 5000), END_OF_DATA),
     "a header that is cut short": (PHOTO + member()[:300], "its header at byte 1,024 is damaged"),
@@ -135,6 +149,210 @@ def tiles_of_grey(side: int) -> bytes:
     return tiff({256: [64], 257: [48], 259: [8], 322: [side], 323: [side]}, [*map(zlib.compress, tiles)])
 
 
+@contextmanager
+def at_most(more: int) -> Iterator[None]:
+    """Give this process no more than so many bytes of further memory."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def deflated(size: int) -> bytes:
+    """About a megabyte for each gigabyte of zeros."""
+    compressor, block = zlib.compressobj(), bytes(2**22)
+    first, other = (compressor.compress(block) + compressor.flush(zlib.Z_FULL_FLUSH) for _ in range(2))
+    return first + other * (size // len(block) - 1)
+
+
+def bands(sides: dict[int, list[int]], parts: list[bytes], **tags: list[int]) -> bytes:
+    """A TIFF of 64x48 pixels of five bands, in tiles that are compressed by Deflate."""
+    return tiff(
+        {256: [64], 257: [48], 259: [8], 277: [5], **sides, **{int(k[1:]): v for k, v in tags.items()}}, parts
+    )
+
+
+def scans(number: int, side: int) -> bytes:
+    """A progressive JPEG, the last scan of which comes as often as asked for."""
+    content = saved("JPEG", (side, side), progressive=True)
+    last, end = content.rindex(b"\xff\xda"), content.rindex(b"\xff\xd9")
+    return content[:last] + content[last:end] * number + content[end:]
+
+
+def npy(shape: tuple[int, ...]) -> bytes:
+    header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file := io.BytesIO(), header)
+    return file.getvalue() + bytes(1000)
+
+
+TOO_MUCH = r"(has|have) [\d,]+ bytes, expected at most"
+IMAGES: dict[str, tuple[int, Bomb, str]] = {
+    "a tile for Pillow": (3, lambda: tiff({**SIZE, 322: [46_000], 323: [46_000]}, [zlib.compress(b"x")]), TOO_MUCH),
+    "planes of tiles for Pillow": (
+        3,
+        lambda: tiff({**SIZE, 277: [3], 262: [2], 284: [2], 322: [46_000], 323: [46_000]}, [zlib.compress(b"x")] * 3),
+        TOO_MUCH,
+    ),
+    "a tile of bands": (5, lambda: bands({322: [60_000], 323: [60_000]}, [zlib.compress(b"x")]), TOO_MUCH),
+    "tiles that inflate": (5, lambda: bands({322: [64], 323: [48]}, [deflated(2**32)]), TOO_MUCH),
+    "planes that inflate": (5, lambda: bands({322: [64], 323: [48]}, [deflated(2**32)] * 5, t284=[2]), TOO_MUCH),
+    "an array": (5, lambda: npy((100_000, 100_000, 5)), TOO_MUCH),
+    "scans of a JPEG": (3, lambda: scans(8000, 1024), "8,009 scans, expected at most 512"),
+    "text of a PNG": (3, lambda: png(b"zTXt" + b"a\0\0" + deflated(2**30)), "data too large"),
+    "the profile of a PNG": (3, lambda: png(b"iCCP" + b"a\0\0" + deflated(2**30)), "data too large"),
+}
+SIZE = {256: [64], 257: [48], 259: [8]}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_an_image_cannot_become_more_than_the_limit(name: str) -> None:
+    channels, make, says = IMAGES[name]
+    pytest.importorskip("tifffile")
+    stored_image(bytes(make_plain(channels)), (channels, 8, 8))  # imports the decoders
+    content = make()
+    assert len(content) < 25e6
+    with at_most(LARGEST // 2), pytest.raises(InputError, match=says):
+        stored_image(content, (channels, 8, 8))
+
+
+def make_plain(channels: int) -> bytes:
+    if channels == 3:
+        return tiles_of_grey(16)
+    np.save(file := io.BytesIO(), np.zeros((8, 8, channels), dtype=np.uint8))
+    return file.getvalue()
+
+
+def idx(path: Path, shape: tuple[int, ...], content: bytes) -> None:
+    (folder := path / "MNIST" / "raw").mkdir(parents=True)
+    start = b"\0\0\x08" + bytes([len(shape)]) + struct.pack(f">{len(shape)}I", *shape)
+    (folder / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(start) + content)
+
+
+def sparse(path: Path, start: bytes, size: int) -> None:
+    """A file of `size` bytes, nearly all of which are holes."""
+    path.write_bytes(start)
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def zipped(path: Path) -> None:
+    """Weights as `torch.save` writes them, in a ZIP file that is compressed."""
+    torch.save({"weight": torch.zeros(2, 2), "more": torch.zeros(2**18)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+class Zeros:
+    """A megabyte is in the test; a pickle of the same length can ask for terabytes."""
+
+    def __reduce__(self) -> Any:
+        return bytearray, (2**20,)
+
+
+FILES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
+    "an MNIST gzip of many images": (
+        lambda path: idx(path, (2**31, 28, 28), gzip.compress(bytes(2**22)) * 1000),
+        lambda path: MNIST(root=str(path)).read(train=True),
+        TOO_MUCH,
+    ),
+    "an MNIST gzip of more than its header says": (
+        lambda path: idx(path, (10, 28, 28), gzip.compress(bytes(2**22)) * 1000),
+        lambda path: MNIST(root=str(path)).read(train=True),
+        "MNIST cannot be read",
+    ),
+    "a table with a hole": (
+        lambda path: sparse(path / "list.csv", b"path,label\na.jpg,", 2**34),
+        lambda path: CSV(path=str(path / "list.csv"), val_share=0.5).list_files(),
+        "line 2 of .*list.csv has 1,048,576 characters or more",
+    ),
+    "a table that is a hole": (
+        lambda path: sparse(path / "list.csv", b"", 2**34),
+        lambda path: CSV(path=str(path / "list.csv"), val_share=0.5).list_files(),
+        "line 1 of .*list.csv has 1,048,576 characters or more",
+    ),
+    "a label of 4 TB": (
+        lambda path: sparse(path / "train.tar", member(size=2**42, name="a.cls"), 2**43),
+        lambda path: WebDataset(path=str(path)).list_files(),
+        rf"train.tar cannot be indexed \(with 'a.cls' its labels {TOO_MUCH}",
+    ),
+    "labels that are holes": (
+        lambda path: sparse(path / "train.tar", member(size=2**34, name="a.cls"), 2**35),
+        lambda path: WebDataset(path=str(path)).list_files(),
+        "train.tar cannot be indexed",
+    ),
+    "a long name that is a hole": (
+        lambda path: sparse(path / "train.tar", member(b"L", 2**34), 2**35),
+        lambda path: WebDataset(path=str(path)).list_files(),
+        f"train.tar cannot be indexed .*a header of it {TOO_MUCH}",
+    ),
+    "weights in a compressed archive": (
+        lambda path: zipped(path / "a.pth"),
+        lambda path: load_start(nn.Linear(2, 2), path / "a.pth"),
+        "a.pth has no weights that can be read safely .*is compressed",
+    ),
+    "weights with an array of bytes": (
+        lambda path: torch.save({"weight": torch.zeros(2), "more": Zeros()}, path / "a.pth"),
+        lambda path: load_start(nn.Linear(2, 2), path / "a.pth"),
+        "a.pth has no weights that can be read safely .*an array of bytes",
+    ),
+    "older weights with an array of bytes": (
+        lambda path: torch.save({"more": Zeros()}, path / "a.pth", _use_new_zipfile_serialization=False),
+        lambda path: load_start(nn.Linear(2, 2), path / "a.pth"),
+        "a.pth has no weights that can be read safely .*an array of bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_cannot_become_more_than_the_limit(tmp_path: Path, name: str) -> None:
+    make, read, says = FILES[name]
+    make(tmp_path)
+    with at_most(LARGEST // 2), pytest.raises(InputError, match=says):
+        read(tmp_path)
+
+
+HONEST: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "a.png": (
+        lambda path: Image.new("RGB", (5000, 5000)).save(path),
+        lambda path: stored_image(path, (3, 8, 8)),
+    ),
+    "b.png": (
+        lambda path: Image.new("RGB", (5000, 5000)).save(path),
+        lambda path: FileSplit([path], torch.zeros(1), (8, 8), skip=1).fetch([0]),
+    ),
+    "c.npy": (
+        lambda path: np.save(path, np.zeros((5000, 5000, 5), dtype=np.uint8)),
+        lambda path: FileSplit([path], torch.zeros(1), (8, 8), skip=1, channels=5).fetch([0]),
+    ),
+    "train-images-idx3-ubyte": (
+        lambda path: sparse(path, b"\0\0\x08\3" + struct.pack(">3I", 2**19, 28, 28), 16 + 2**19 * 784),
+        read_idx,
+    ),
+    "train.tar": (
+        lambda path: sparse(path, member(size=2**29, name="a.cls"), 2**30),
+        lambda path: WebDataset(path=str(path.parent)).list_files(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_a_lack_of_memory_names_the_file_and_does_not_count_it_as_damaged(tmp_path: Path, name: str) -> None:
+    make, read = HONEST[name]
+    make(tmp_path / name)
+    with (
+        at_most(2**25),
+        pytest.raises(LockstepError, match=rf"out of memory while \S+{re.escape(name)} was read") as e,
+    ):
+        read(tmp_path / name)
+    assert not isinstance(e.value, BrokenImage)
+
+
 LEGAL: dict[str, Bomb] = {
     "a TIFF of tiles": lambda: tiles_of_grey(16),
     "a TIFF of one tile that is larger": lambda: tiles_of_grey(64),
@@ -142,13 +360,16 @@ LEGAL: dict[str, Bomb] = {
     "a PGM in text": lambda: b"P2 # width, height\n3 2\n255\n# pixels\n1 2 3 4 5 6\n",
     "a BMP of run lengths": lambda: run_lengths(40),
     "an animated WebP": lambda: canvas(40, 30),
-    "a PNG of 16 bits": lambda: _png_of_16_bits(),
+    "a PNG of 16 bits": lambda: png(),
+    "a photo of as many scans as are allowed": lambda: scans(8000, 48),
 }
 
 
-def _png_of_16_bits() -> bytes:
+def png(*more: bytes) -> bytes:
+    """A PNG of 16 bits, with more chunks before its pixels."""
     rows = b"".join(b"\0" + bytes(range(6 * row, 6 * row + 24)) for row in range(3))  # 4 pixels of RGB
-    chunks = (b"IHDR" + struct.pack(">IIBBBBB", 4, 3, 16, 2, 0, 0, 0), b"IDAT" + zlib.compress(rows), b"IEND")
+    header = b"IHDR" + struct.pack(">IIBBBBB", 4, 3, 16, 2, 0, 0, 0)
+    chunks = (header, *more, b"IDAT" + zlib.compress(rows), b"IEND")
     parts = [struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body)) for body in chunks]
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 

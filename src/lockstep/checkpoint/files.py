@@ -5,8 +5,10 @@ Only plain files with our names are read, as numbers and texts, and a file is tr
 
 import hashlib
 import json
+import mmap
 import os
 import shutil
+import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
-from lockstep.core.safe_read import MB, UnreadableFile, checked_json, opened, read_bytes, read_json
+from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, opened, read_bytes, read_json
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
@@ -91,12 +93,24 @@ def _check(path: Path) -> None:
 def read_state(path: Path) -> dict[str, Any]:
     """The content of `state.pt`, whose hash has been checked; the file is mapped, not read. Raises ValueError."""
     try:
+        check_archive(path / STATE)
         return dict(torch.load(path / STATE, map_location="cpu", weights_only=True, mmap=True))
     except Exception as error:  # torch raises all kinds
         reason = f"{STATE} cannot be loaded ({str(error).partition(chr(10))[0]})"
         if isinstance(error, UnpicklingError) or "weights_only" in str(error):  # torch's text would advise to load it
             reason = f"{STATE} contains more than tensors and plain values"
         raise ValueError(reason) from error
+
+
+def check_archive(file: Path) -> None:
+    """Raise ValueError for what `torch.save` does not write, and `torch.load` would make any number of bytes of."""
+    with opened(file, links=True) as stored, mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if content.find(b"bytearray") >= 0:
+            raise ValueError("it has an array of bytes")
+    for member in zipfile.ZipFile(file).infolist() if zipfile.is_zipfile(file) else ():
+        check_size(member.file_size if member.filename.endswith(".pkl") else 0, f"{member.filename} in it has")
+        if member.compress_type != zipfile.ZIP_STORED:
+            raise ValueError(f"{member.filename} in it is compressed")
 
 
 @_reasons()

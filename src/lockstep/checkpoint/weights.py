@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import MODEL, header
+from lockstep.checkpoint.files import MODEL, check_archive, header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters, load_whole
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
-from lockstep.core.safe_read import UnreadableFile, opened
+from lockstep.core.safe_read import UnreadableFile
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
 WRAPPER = re.compile("(module|_orig_mod|model|net)[.]")
@@ -81,7 +81,8 @@ def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping
 def _unpickled(file: Path) -> Mapping[str, Tensor]:
     """The tensors that `torch.save` has written. Raises InputError: damaged, or with objects that run code."""
     try:
-        with torch.serialization.safe_globals(PLAIN), opened(file, links=True):
+        check_archive(file)
+        with torch.serialization.safe_globals(PLAIN):
             saved = torch.load(file, "cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
         saved = next((saved[name] for name in NESTED if name in saved), saved)
         return {name: value for name, value in saved.items() if isinstance(value, Tensor)}

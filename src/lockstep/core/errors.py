@@ -96,15 +96,16 @@ def reason_of(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def out_of_memory(error: BaseException) -> LockstepError | None:
-    """The error of a host that gave a library no memory or no thread; None for any other error."""
+def out_of_memory(error: BaseException, place: object = None) -> LockstepError | None:
+    """The error of a host that gave a library no memory or no thread, reading `place`; None for any other error."""
     in_words = ("can't start new thread", "annot allocate memory", "map segment", "Resource temporarily unavailable")
     system = isinstance(error, OSError | RuntimeError | ImportError) and any(word in str(error) for word in in_words)
     if not (system or isinstance(error, MemoryError)):
         return None
     reason = " ".join(f"{type(error).__name__} {error}".split())
+    where = "" if place is None else f" while {place} was read"
     return LockstepError(
-        f"out of memory ({reason}); allow more (ulimit -v unlimited, ulimit -u), or use a smaller batch, "
+        f"out of memory{where} ({reason}); allow more (ulimit -v unlimited, ulimit -u), or use a smaller batch, "
         "loader.workers=0 or launcher.threads=1"
     )
 

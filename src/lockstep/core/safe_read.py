@@ -17,10 +17,11 @@ from typing import Any, TextIO
 
 import yaml
 
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, out_of_memory
 
 KB, MB = 2**10, 2**20
 LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
+LARGEST = 2**30  # bytes of an image, a table or an array, in its file and decoded: a few kB can ask for any number
 LINE_LIMIT = MB
 DEPTH = 32  # levels of lists and mappings; a config has 3
 EVENTS = 20_000  # parser events of a YAML file: one for each key and each value
@@ -67,6 +68,12 @@ def is_plain(path: Path) -> bool:
     return False
 
 
+def check_size(size: int, what: str = "it has", most: int = LARGEST) -> None:
+    """Raise ValueError if what is about to be read or decoded takes more bytes than it may."""
+    if size > most:
+        raise ValueError(f"{what} {size:,} bytes, expected at most {most:,}")
+
+
 def kind(mode: int) -> str:
     """The kind of a file from its `st_mode`, such as "a pipe"; empty for a plain file."""
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "a special file")
@@ -80,6 +87,8 @@ def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
             yield file
         except OSError as error:
             raise UnreadableFile(path, f"cannot be read ({error.strerror})") from error
+        except MemoryError as error:
+            raise out_of_memory(error, path) or error from error
 
 
 def _open(path: Path, links: bool) -> BufferedReader:

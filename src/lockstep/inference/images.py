@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.errors import InputError, reason_of
+from lockstep.core.errors import InputError, out_of_memory, reason_of
 from lockstep.core.model_card import Shape
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
@@ -57,6 +57,8 @@ def stored_image(image: ImageLike, shape: Shape, *how: Any) -> Tensor:
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
+        if memory := out_of_memory(error, name):
+            raise memory from error
         reason = error.strerror if isinstance(error, OSError) and error.strerror else reason_of(error)
         raise InputError(f"{name} cannot be read as an image ({reason})") from error
 

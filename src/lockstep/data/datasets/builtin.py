@@ -22,7 +22,7 @@ from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import read_bytes
+from lockstep.core.safe_read import check_size, opened
 from lockstep.core.safe_write import absent, locked, remove_empty
 from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
@@ -327,7 +327,7 @@ def read_idx(path: Path) -> NDArray[np.uint8]:
     file = next((name for name in (path, packed) if name.is_file()), None)
     if file is None:
         raise FileNotFoundError(f"there is no {path.name}")
-    content = read_bytes(file, 2**30, links=True)  # MNIST's largest file has 47 MB
-    content = gzip.decompress(content) if file == packed else content
-    shape = np.frombuffer(content, ">i4", count=content[3], offset=4)
-    return np.frombuffer(content, np.uint8, offset=4 + shape.nbytes).reshape(shape)
+    with opened(file, links=True) as stored, gzip.GzipFile(fileobj=stored) if file == packed else stored as content:
+        shape = np.frombuffer(content.read(4 * content.read(4)[3]), ">u4").tolist()
+        check_size(size := math.prod(shape), "its array has")
+        return np.frombuffer(content.read(size + 1), np.uint8).reshape(shape)

@@ -9,8 +9,11 @@ says which values of other numbers are to be 0 and 255.
 from __future__ import annotations
 
 import logging
+import lzma
+import math
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -27,6 +30,7 @@ from torch.nn import functional as F
 from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
+from lockstep.core.safe_read import LARGEST, check_size
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.listing import Member
 
@@ -41,10 +45,17 @@ GREY, RGB = 1, 3  # the numbers of channels of a photo
 BANDS_SUFFIXES = frozenset({".tif", ".tiff", ".npy"})  # of files with other numbers of channels
 # The first bytes of a file.
 JPEG, NPY, TIFF = b"\xff\xd8\xff", b"\x93NUMPY", (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+NPY_HEADERS = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0  # and of later versions
+SEGMENT = "a strip or tile of it has"
+# The compressions of segments that tifffile decompresses whole, however much there is.
+UNBOUNDED: dict[int, Callable[[], Any]] = {
+    8: zlib.decompressobj,
+    32946: zlib.decompressobj,
+    34925: lzma.LZMADecompressor,
+}
 TO_8_BITS = "((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')"
-# The most pixels that a file may have decoded: one of a few kB can ask for any amount of memory and time.
-PIXELS = 2**27
-LENGTH = 8 * PIXELS  # the most bytes of a file; no format needs more for a pixel
+PIXELS = LARGEST // 8  # the most that an image may have, as no format needs more bytes for a pixel
+SCANS, SCANNED = 16, 4 * PIXELS  # a JPEG may have more scans than cameras make, if they go over few pixels: 2 s
 # The scales, in eighths, at which a JPEG is decoded. The others, 5 to 7, take longer than the full size.
 EIGHTHS = (1, 2, 3, 4)
 QUIET = ContextVar("QUIET", default=False)  # whether this thread reads a TIFF
@@ -76,6 +87,7 @@ class ImageFile(NamedTuple):
             header = _turbo_header(data)
             if header is None:
                 with photos.opened_by_pillow(data) as image:
+                    check_size(photos.tile_bytes(image), SEGMENT)
                     header = image.height, image.width, _by_pillow, photos.orientation_of(image, data)
         else:
             header = _bands_header(data, channels)
@@ -83,6 +95,9 @@ class ImageFile(NamedTuple):
         height, width = (columns, rows) if orientation in photos.TURNED else (rows, columns)
         file = cls(data, height, width, decoder, orientation, channels)
         _check_size(file, -(-height * width * max(channels, RGB) // RGB))  # the RGB pixels that take as many bytes
+        most = max(SCANS, SCANNED // (height * width))
+        if data.startswith(JPEG) and (scans := photos.scans_of_jpeg(data)) > most:
+            raise ValueError(f"it has {scans:,} scans, expected at most {most:,}")
         return file
 
     def fitted(
@@ -169,18 +184,13 @@ def contents(place: Path | Member) -> bytes:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is not a regular file")
-        check_length(status.st_size)
+        check_size(status.st_size)
         data = os.read(descriptor, status.st_size)
         while len(data) < status.st_size and (rest := os.read(descriptor, status.st_size - len(data))):
             data += rest  # a network file system may return less than is asked for
         return data
     finally:
         os.close(descriptor)
-
-
-def check_length(length: int) -> None:
-    if length > LENGTH:
-        raise ValueError(f"it has {length:,} bytes, expected at most {LENGTH:,}")
 
 
 def _check_size(file: ImageFile, pixels: int, how: str = "") -> None:
@@ -211,6 +221,9 @@ def _bands_header(data: bytes, channels: int) -> Header:
         return _tiff(data, channels)
     if not data.startswith(NPY):
         raise ValueError(f"it is neither .npy nor TIFF, expected one of them for {channels} channels")
+    file = BytesIO(data)
+    shape, _, dtype = NPY_HEADERS[np.lib.format.read_magic(file)[0] > 1](file)
+    check_size(math.prod(shape) * dtype.itemsize, "its pixels have")
     pixels = np.load(BytesIO(data), allow_pickle=False)
     _check_bands(pixels.shape, pixels.dtype, channels)
     return pixels.shape[0], pixels.shape[1], lambda _: np.ascontiguousarray(pixels), photos.UPRIGHT
@@ -226,11 +239,16 @@ def _tiff(data: bytes, channels: int) -> Header:
         raise ValueError(f"its first page has the shape {page.shape} and one sample per pixel, expected {channels}")
     rows, columns, samples = (page.shape[page.axes.index(axis)] for axis in "YXS")
     _check_bands((rows, columns, samples), page.dtype, channels)
+    size = math.prod(page.chunks)
+    check_size(size, SEGMENT)
 
     def decode(data: bytes) -> Pixels:
-        ends = (offset + count for offset, count in zip(page.dataoffsets, page.databytecounts, strict=True))
-        if max(ends) > len(data):
+        parts = [*zip(page.dataoffsets, page.databytecounts, strict=True)]
+        if max(map(sum, parts)) > len(data):
             raise ValueError("it is cut short")
+        for offset, count in parts if page.compression in UNBOUNDED else ():
+            part = UNBOUNDED[page.compression]().decompress(data[offset : offset + count], 2 * size + 1)
+            check_size(len(part), SEGMENT, 2 * size)
         with _quiet():
             pixels: Pixels = page.asarray(maxworkers=1)
         return np.ascontiguousarray(np.moveaxis(pixels, page.axes.index("S"), 2))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.core.centre import Size, evaluated_size, stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
-from lockstep.core.errors import BrokenImage, InputError, reason_of
+from lockstep.core.errors import BrokenImage, InputError, out_of_memory, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
@@ -129,7 +129,10 @@ class FileSplit:
         try:
             return read(*arguments)
         except Exception as error:  # Pillow and the decoders raise all kinds of errors for a damaged file
-            raise BrokenImage(index, str(self.paths[index]), reason_of(error)) from error
+            name = str(self.paths[index])
+            if memory := out_of_memory(error, name):
+                raise memory from error
+            raise BrokenImage(index, name, reason_of(error)) from error
 
 
 def with_input(split: Split, interpolation: str, mean: Sequence[float]) -> Split:

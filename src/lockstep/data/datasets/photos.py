@@ -4,6 +4,8 @@ Transparent pixels become white. Of integers of 12 or 16 bits the upper 8 are ke
 do. Floats, signed integers and integers of 32 bits are rejected: nothing says which value is white.
 """
 
+import math
+import re
 import warnings
 from io import BytesIO
 from typing import Any
@@ -20,11 +22,14 @@ HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"
 # A file without these has no orientation. Searching for them is faster than Pillow, which decodes a whole PNG for it.
 # Between the pixels of a JPEG no 0xFF is followed by 0xE1, the marker of EXIF and XMP.
 NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")}
+# The markers of a JPEG before its segments; within a scan 0xFF is followed by zero or by a restart.
+MARKER, SCAN, END = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]"), b"\xff\xda", b"\xff\xd9"
+SEQUENTIAL = (b"\xff\xc0", b"\xff\xc1", b"\xff\xc9")  # frames, all of which one scan can hold
 ORIENTATION, UPRIGHT = 0x0112, 1
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
 TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
-# Tags of TIFF: whether zero is white, and the bits of a number.
-PHOTOMETRIC, BITS = 262, 258
+# Tags of TIFF: whether zero is white, the bits of a number, and the sides of a tile.
+PHOTOMETRIC, BITS, TILE = 262, 258, (322, 323)
 WHITE_IS_ZERO = 0
 TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astype('uint8')).save('NAME.png')"
 
@@ -69,6 +74,26 @@ def orientation_of_jpeg(data: bytes) -> int:
         return UPRIGHT
     with opened_by_pillow(data) as image:
         return orientation_of(image, data)
+
+
+def scans_of_jpeg(data: bytes) -> int:
+    """How many scans a JPEG has: passes over its pixels, in as little as ten bytes. Previews are not counted."""
+    scans, components, start = 0, b"", len(SCAN)
+    while (marker := MARKER.search(data, start)) and marker[0] != END:
+        start = marker.end()
+        if marker[0] in SEQUENTIAL:
+            components = data[start + 7 : start + 8]
+        if marker[0] == SCAN and data[start + 2 : start + 3] == components:
+            return 1
+        scans += marker[0] == SCAN
+        start += int.from_bytes(data[start : start + 2])
+    return scans
+
+
+def tile_bytes(image: Any) -> int:
+    """The bytes of a tile of a TIFF, which may be larger than the image and is decoded whole; 0 without tiles."""
+    tags = getattr(image, "tag_v2", {})
+    return math.prod(tags.get(tag, 0) for tag in TILE) * sum(tags.get(BITS, (8,))) // 8
 
 
 def upright(pixels: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:

@@ -7,8 +7,9 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, check_installed
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import opened
+from lockstep.core.safe_read import LINE_LIMIT, opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.listing import Files, as_names, in_folder, in_order, option_of
 from lockstep.data.datasets.targets import SEPARATOR, as_numbers, as_targets, names_of, split_text, target_of
@@ -147,11 +148,12 @@ class CSV(FileSource):
         with opened(Path(self.path), links=True) as file:
             text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
             try:
-                header = text.readline()
+                lines_of_text = self._lines(text)
+                header = next(lines_of_text, "")
                 delimiter = max(DELIMITERS, key=header.count)
                 names = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
                 columns, width = self._columns(names), len(self._columns_of_labels)
-                lines = csv.reader(text, delimiter=delimiter, skipinitialspace=True, strict=True)
+                lines = csv.reader(lines_of_text, delimiter=delimiter, skipinitialspace=True, strict=True)
                 for cells in lines:
                     if not cells:
                         continue
@@ -167,6 +169,13 @@ class CSV(FileSource):
                 ) from error
             except csv.Error as error:
                 raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
+
+    def _lines(self, text: TextIO) -> Iterator[str]:
+        """The lines of the table. Raises InputError: one is longer than any that names an image."""
+        for number, line in enumerate(iter(partial(text.readline, LINE_LIMIT), ""), start=1):
+            if len(line) == LINE_LIMIT:
+                raise self._wrong(number, f"has {LINE_LIMIT:,} characters or more")
+            yield line
 
     def _columns(self, names: list[str]) -> list[int]:
         """The numbers of the columns of the path, the labels, the split if there is one, and the group."""

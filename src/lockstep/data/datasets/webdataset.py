@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -17,8 +18,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import opened
-from lockstep.data.datasets.decode import check_length
+from lockstep.core.safe_read import check_size, opened
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
@@ -36,7 +36,7 @@ class TarMember:
     size: int
 
     def contents(self) -> bytes:
-        check_length(self.size)
+        check_size(self.size)
         descriptor = os.open(self.shard, os.O_RDONLY)
         try:
             return os.pread(descriptor, self.size, self.offset)
@@ -112,6 +112,7 @@ class WebDataset(FileSource):
     def _index(self, shard: Path, left_out: Counter[str]) -> dict[TarMember, Any]:
         images: dict[str, dict[str, TarMember]] = {}
         labels: dict[str, Any] = {}
+        labels_size = 0
         with opened(shard, links=True) as file:
             try:
                 for name, offset, size in stored_files(file):
@@ -119,6 +120,7 @@ class WebDataset(FileSource):
                     if any(kind_of(part) == HIDDEN for part in name.split("/") if part != "."):
                         left_out[HIDDEN] += 1
                     elif suffix == self.label.lower().removeprefix("."):
+                        check_size(labels_size := labels_size + size, f"with {name!r} its labels have")
                         file.seek(offset)
                         labels[key] = self._target(file.read(size), f"{shard}:{name}")
                     elif f".{suffix.rpartition('.')[2]}" in suffixes_of(self.channels):
@@ -187,8 +189,14 @@ def _key_and_suffix(name: str) -> tuple[str, str]:
 
 def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
     """The name, the offset and the size of each file. Raises ValueError for a damaged archive, links or devices."""
+
+    def read(size: int) -> bytes:  # a long name or a description, which are read at once
+        check_size(size, "a header of it has")
+        return archive.read(size)
+
+    headers: Any = SimpleNamespace(read=read, seek=archive.seek, tell=archive.tell)
     try:
-        with tarfile.open(fileobj=archive, mode="r:", encoding="utf-8") as tar:
+        with tarfile.open(fileobj=headers, mode="r:", encoding="utf-8") as tar:
             while member := tar.next():
                 if member.size < 0:  # on an older Python, the next member would be this one again
                     raise ValueError(f"its member {member.name!r} has {member.size:,} bytes")
@@ -202,5 +210,5 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
             archive.seek(tar.offset)
             if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
                 raise ValueError(f"its header at byte {tar.offset:,} is damaged")
-    except (tarfile.TarError, MemoryError, OverflowError) as error:  # memory, for a name of terabytes
-        raise ValueError(str(error) or "it needs too much memory") from error
+    except (tarfile.TarError, OverflowError) as error:
+        raise ValueError(str(error)) from error
