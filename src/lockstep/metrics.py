@@ -37,15 +37,17 @@ Function = Callable[["NDArray[Any]", "NDArray[Any]"], "float | NDArray[Any]"]
 class Collected:
     """A score that `function` computes from the targets and the predictions of all examples.
 
-    `decide` turns the probabilities of a block into the predictions that are kept, such as the predicted classes.
+    `decide` turns the log-odds (or values) of a block into the predictions that are kept, such as predicted classes.
     """
+
+    takes_log_odds: ClassVar[bool] = True
 
     def __init__(self, function: Function, decide: Callable[[Tensor], Tensor] | None = None) -> None:
         self.function, self.decide = function, decide
         self.reset()
 
-    def update(self, probabilities: Tensor, targets: Tensor) -> None:
-        self.batches.append((targets, probabilities if self.decide is None else self.decide(probabilities)))
+    def update(self, odds: Tensor, targets: Tensor) -> None:
+        self.batches.append((targets, odds if self.decide is None else self.decide(odds)))
 
     def compute(self) -> Tensor:
         targets, predictions = (torch.cat(parts) for parts in zip(*self.batches, strict=True))
@@ -59,8 +61,8 @@ class Collected:
         self.batches: list[tuple[Tensor, Tensor]] = []
 
 
-def predicted_classes(probabilities: Tensor) -> Tensor:
-    return best_classes(probabilities, 1)[:, 0]
+def predicted_classes(odds: Tensor) -> Tensor:
+    return best_classes(odds, 1)[:, 0]
 
 
 def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> float | NDArray[Any]:
@@ -92,7 +94,7 @@ class Accuracy:
             examples = np.bincount(labels, minlength=classes)
             return averaged(np.bincount(labels, hits, minlength=classes) / examples, examples, self.average)
 
-        return Collected(score, lambda probabilities: best_classes(probabilities, self.top_k))
+        return Collected(score, lambda odds: best_classes(odds, self.top_k))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,21 +109,21 @@ class _Averaged:
     """Whether the score is of the order of the probabilities, and not of what is predicted."""
 
     def build(self, classes: int) -> Score:
-        def of_shares(labels: NDArray[Any], shares: NDArray[Any]) -> float | NDArray[Any]:
-            return self._of_columns(labels[:, None] == np.arange(classes), shares)
+        def of_odds(labels: NDArray[Any], odds: NDArray[Any]) -> float | NDArray[Any]:
+            return self._of_columns(labels[:, None] == np.arange(classes), odds)
 
         def of_classes(labels: NDArray[Any], predicted: NDArray[Any]) -> float | NDArray[Any]:
             average = "micro" if self.average == "micro" else None
             score: Any = self._function(labels=range(classes), average=average)(labels, predicted)
             return score if average else averaged(score, np.bincount(labels, minlength=classes), self.average)
 
-        return Collected(of_shares) if self.of_ranks else Collected(of_classes, predicted_classes)
+        return Collected(of_odds) if self.of_ranks else Collected(of_classes, predicted_classes)
 
     def build_labels(self, classes: int) -> Score:
         """The score for images with several labels."""
         return Collected(
             lambda targets, predictions: self._of_columns(targets > 0.5, predictions),
-            None if self.of_ranks else lambda probabilities: probabilities > 0.5,
+            None if self.of_ranks else lambda odds: odds > 0,
         )
 
     def _of_columns(self, true: NDArray[Any], predicted: NDArray[Any]) -> float | NDArray[Any]:
@@ -188,7 +190,7 @@ class SubsetAccuracy:
     targets: ClassVar[tuple[str, ...]] = (LABELS,)
 
     def build(self, classes: int) -> Score:
-        return Collected(lambda targets, predictions: ((targets > 0.5) == (predictions > 0.5)).all(1).mean())
+        return Collected(lambda targets, odds: ((targets > 0.5) == (odds > 0)).all(1).mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,14 +243,13 @@ class Calibration:
     higher_is_better: ClassVar[bool] = False
 
     def build(self, classes: int) -> Score:
-        def best(probabilities: Tensor) -> Tensor:
-            confidences = probabilities.amax(1)
-            return torch.stack([confidences, predicted_classes(probabilities).to(confidences)], 1)
+        def best(odds: Tensor) -> Tensor:
+            return torch.stack([odds.amax(1).sigmoid(), predicted_classes(odds).double()], 1)
 
         def score(labels: NDArray[Any], best: NDArray[Any]) -> float:
             confidences, hits = best[:, 0], best[:, 1] == labels
-            # A probability of exactly 1 has a bin of its own, as in torchmetrics (whose import takes seconds).
-            bins = np.searchsorted(np.linspace(0, 1, self.bins + 1, dtype=np.float32), confidences, side="right") - 1
+            # The bin m has the probabilities in ((m - 1) / bins, m / bins].
+            bins = np.searchsorted(np.linspace(0, 1, self.bins + 1)[1:-1], confidences)
             counts = np.bincount(bins)
             filled = counts > 0
             shares = counts[filled] / len(labels)

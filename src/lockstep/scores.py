@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, SOFTMAX
 from lockstep.core.protocols import Metric, Score
 from lockstep.core.world import World
@@ -75,18 +75,19 @@ class Scores(EvaluationObserver):
     def update(self, block: Block) -> None:
         if self.metrics:
             valid = ~is_broken(block.labels)
-            self._count(probabilities(block.logits[valid], self.kind).cpu(), block.labels[valid].cpu())
+            self._count(block.logits[valid].cpu(), block.labels[valid].cpu())
 
     def update_without(self) -> None:
         if self.metrics:
             none = torch.empty(0, len(self.class_names))
             self._count(none, none[:, 0].long() if self.targets == CLASSES else none)
 
-    def _count(self, probabilities: Tensor, labels: Tensor) -> None:
-        for block in self.world.gather_to_main((probabilities, labels)):
-            if len(block[1]):
+    def _count(self, logits: Tensor, labels: Tensor) -> None:
+        for outputs, targets in self.world.gather_to_main((logits, labels)):
+            if len(targets):
+                predictions = probabilities(outputs, self.kind), log_odds(outputs, self.kind)
                 for score in self.scores.values():
-                    score.update(*block)
+                    score.update(predictions[getattr(score, "takes_log_odds", False)], targets)
 
     def compute(self) -> dict[str, float]:
         """The scores by name, `NAME` or `NAME/CLASS`, on main; then resets them."""

@@ -21,7 +21,12 @@ from lockstep.sweep.ledger import Ledger
 
 IMAGES = 24
 TARGETS = {"multiclass": "label_column=one", "multilabel": "label_columns=[x,y]", "regression": "label_columns=[u,v]"}
-METRICS = {"multiclass": "metric=[f1,auroc]", "multilabel": "metric=[auroc]", "regression": "metric=[mae]"}
+# With these rates, most probabilities round to 0 or 1.
+METRICS = {
+    "multiclass": ("metric=[f1,auroc]", "optimizer=sgd", "optimizer.lr=2"),
+    "multilabel": ("metric=[auroc]", "optimizer=sgd", "optimizer.lr=20"),
+    "regression": ("metric=[mae]",),
+}
 LINE = ("model=linear", "batch=8", "epochs=2", "augment=none", "device=cpu", "launcher.threads=1", "logger=jsonl")
 
 
@@ -54,7 +59,7 @@ def sweeps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for task, targets in TARGETS.items():
         folder = tmp_path_factory.mktemp(task)
         photos(folder / "data")
-        words = (f"task={task}", f"dataset.{targets}", METRICS[task], "dataset.folds=3", "dataset.fold=0,1,2")
+        words = (f"task={task}", f"dataset.{targets}", *METRICS[task], "dataset.folds=3", "dataset.fold=0,1,2")
         folders[task] = sweep(folder, *words)
     return folders
 
@@ -71,26 +76,26 @@ def right_scores(task: str, rows: list[dict[str, str]]) -> dict[str, float]:
     if task == "multiclass":
         true = np.array([row["label"] == "b" for row in rows])
         predicted = np.array([row["predicted"] == "b" for row in rows])
-        shares = np.array([float(row["probability"]) for row in rows])
-        shares = np.where(predicted, shares, 1 - shares)
+        odds = np.array([float(row["log-odds b"]) for row in rows])
         return {
             "top1": 100 * reference.accuracy_score(true, predicted),
             "top5": 100.0,
-            "loss": reference.log_loss(true, shares),
+            "loss": np.logaddexp(0, np.where(true, -odds, odds)).mean(),
             "f1": reference.f1_score(true, predicted, average="macro"),
-            "auroc": reference.roc_auc_score(true, shares),
+            "auroc": reference.roc_auc_score(true, odds),
         }
     names = ("x", "y") if task == "multilabel" else ("u", "v")
     true, values = (
         np.array([[float(row[f"{kind} {name}"]) for name in names] for row in rows]) for kind in ("true", "predicted")
     )
     if task == "multilabel":
+        odds = np.array([[float(row[f"log-odds {name}"]) for name in names] for row in rows])
         return {
-            "loss": float(np.mean([reference.log_loss(true[:, n], values[:, n]) for n in (0, 1)])),
-            "map": reference.average_precision_score(true, values),
+            "loss": np.logaddexp(0, np.where(true == 1, -odds, odds)).mean(),
+            "map": reference.average_precision_score(true, odds),
             "f1": reference.f1_score(true, values > 0.5, average="macro", zero_division=0),
             "subset_accuracy": reference.accuracy_score(true, values > 0.5),
-            "auroc": reference.roc_auc_score(true, values),
+            "auroc": reference.roc_auc_score(true, odds),
         }
     return {
         "loss": reference.mean_squared_error(true, values),

@@ -159,7 +159,7 @@ def test_the_page_shows_the_labels_and_the_values_of_the_predictor(task: str, tm
         assert above
     else:
         (values,) = predictor.values(tmp_path / "a.png").tolist()
-        rows = [[str(number), f"{value:.4g}"] for number, value in enumerate(values)]
+        rows = [[str(number), str(np.float32(value))] for number, value in enumerate(values)]
         above = []
     texts = "[...document.querySelectorAll('#classes li')].map((row) => [...row.querySelectorAll('.name, .share')]"
     bold = "return [...document.querySelectorAll('#classes .predicted .name')].map((each) => each.textContent)"

@@ -155,7 +155,7 @@ def test_classes_in_another_order_are_evaluated_by_name(place: Path, tmp_path: P
     for file in (weights, tmp_path / "turned.safetensors"):
         done = used(tmp_path, "evaluate", str(file), *data, "--out", str(tmp_path))
         assert done.code == 0, done.err
-        tables.append((tmp_path / "predictions.csv").read_text())
+        tables.append(rows((tmp_path / "predictions.csv").read_text()))
     assert tables[0] == tables[1]
 
 

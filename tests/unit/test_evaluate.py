@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lockstep.cli.scoring import EvaluatedSplit, Evaluation, Part
+from lockstep.cli.scoring import EvaluatedSplit, Evaluation, Part, csv_lines
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
@@ -252,6 +252,19 @@ def test_broken_images_do_not_count_and_a_split_of_them_alone_is_refused(tmp_pat
         path.write_bytes(b"no image")
     with pytest.raises(InputError, match="no image of the split can be decoded"):
         scores(Mean(), Folder(path=str(tmp_path), decode_size=8, skip=12))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-30, 1e-5, 1.0, 311017.26, 1e30])
+def test_written_values_are_read_back_to_the_same_number(scale: float, dtype: torch.dtype) -> None:
+    values = scale * torch.randn(50, 2, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    split = ArraySplit(torch.zeros(50, 1, 1, 1, dtype=torch.uint8), values)
+    card: Any = SimpleNamespace(names=("a", "b"), classes=2, targets="values")
+    part = Part(EvaluatedSplit(split, values), 1, torch.ones(50, dtype=torch.bool), (values.flip(0),), {})
+    _, *lines = csv_lines([Evaluation(card, [part], {}, {})])
+    cells = [line.decode().strip().split(",")[1:] for line in lines]
+    kind = {torch.float32: np.float32, torch.float64: np.float64}[dtype]
+    assert np.array_equal(np.array(cells).astype(kind), torch.cat([values, values.flip(0)], 1).numpy())
 
 
 def test_the_results_by_class_are_those_of_the_labels_and_leave_out_broken_images() -> None:

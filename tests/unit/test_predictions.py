@@ -81,11 +81,29 @@ def test_the_counts_are_those_of_scikit_learn(kind: str) -> None:
     assert predictions.predicted == predicted.bincount().tolist()
     assert predictions.hits == [predictions.confusion[label][label] for label in range(CLASSES)]
     assert predictions.step == 7
-    for label, (own, outside) in enumerate(predictions.curves):
-        assert (sum(own), sum(own) + sum(outside)) == (predictions.examples[label], len(LABELS))
-        certain = PROBABILITIES[kind][:, label] >= 63 / (BINS - 1)
-        assert sum(own[63:]) == int((certain & (label == LABELS)).sum())
-        assert sum(outside[63:]) == int((certain & (label != LABELS)).sum())
+    for label, counts in enumerate(predictions.curves):
+        assert_curve(counts, LABELS.numpy() == label, PROBABILITIES[kind][:, label].numpy())
+
+
+@pytest.mark.parametrize("scale", [1, 100, 10_000])
+def test_a_curve_of_probabilities_that_round_to_0_or_1_is_that_of_the_logits(scale: int) -> None:
+    two = torch.stack([LOGITS[:, 0], -LOGITS[:, 0]], 1)
+    for label, counts in enumerate(collected(logits=scale * two, labels=(LABELS != 0).long()).curves):
+        assert_curve(counts, ((LABELS == 0) == (label == 0)).numpy(), two[:, label].numpy())
+    for label, counts in enumerate(collected(**OF_LABELS, logits=scale * LOGITS).curves[:3]):
+        assert_curve(counts, (TRUE[WHOLE, label] > 0.5).numpy(), LOGITS[WHOLE, label].numpy())
+
+
+def assert_curve(counts: Any, true: Any, scores: Any) -> None:
+    """Assert that a curve is on scikit-learn's, at the scores of the examples of the class, or of 126 of them."""
+    hits, _, precision, recall = pictures.precision_recall(counts)
+    ours = {(round(r, 9), round(p, 9)) for r, p, some in zip(recall, precision, hits, strict=True) if some}
+    precision, recall, thresholds = reference.precision_recall_curve(true, scores)
+    at = np.append(np.isin(thresholds, scores[true]), False)
+    theirs = {(round(r, 9), round(p, 9)) for r, p in zip(recall[at], precision[at], strict=True)}
+    whole = (1.0, round(float(true.mean()), 9))  # all examples
+    assert ours <= theirs | {whole}
+    assert len(ours - {whole}) >= min(len(theirs - {whole}), BINS - 2)
 
 
 @pytest.mark.parametrize("kind", PROBABILITIES)
@@ -136,12 +154,9 @@ def test_labels_are_counted_as_by_scikit_learn() -> None:
     expected = [reference.average_precision_score(true[:, label], shares[:, label]) for label in range(3)]
     assert predictions.average_precision == [*map(pytest.approx, expected), None]
     assert predictions.confusion == []
-    for label, counts in enumerate(predictions.curves):
-        hits, false, precision, recall = pictures.precision_recall(counts)
-        decided = shares[:, label] >= 63 / (BINS - 1)
-        assert (hits[63], false[63]) == ((decided * true[:, label]).sum(), (decided * (1 - true[:, label])).sum())
-        assert precision[63] == pytest.approx(reference.precision_score(true[:, label], decided))
-        assert recall[63] == pytest.approx(reference.recall_score(true[:, label], decided, zero_division=0.0))
+    for label, counts in enumerate(predictions.curves[:3]):
+        assert_curve(counts, true[:, label] > 0.5, shares[:, label])
+    assert not np.array(predictions.curves[3])[0].any(), "a label that no image has"
 
 
 def test_the_worst_examples_have_their_true_and_their_predicted_labels() -> None:
@@ -171,7 +186,10 @@ def test_values_have_points_of_predicted_and_true_numbers(factor: int) -> None:
     number = int(worst["sample"])
     assert worst["label"] == repeated["labels"][number].tolist()
     assert worst["predicted"] == repeated["logits"][number].tolist()
-    assert predictions.in_words([0.51, -2.0, None, 1234567.0]) == "0 0.51, 1 -2, 2 not a number, 3 1.235e+06"
+    large = str(np.float32(1234567))
+    assert predictions.in_words([0.51, -2.0, None, 1234567.0]) == f"0 0.51, 1 -2, 2 not a number, 3 {large}"
+    near = torch.tensor([-311017.26, -311017.28]).tolist()
+    assert {predictions.in_words([value, 0.1]) for value in near} == {"0 -311017.25, 1 0.1", "0 -311017.28, 1 0.1"}
     assert pictures.against_true(predictions, 0).startswith("data:image/svg+xml")
     assert pictures.worst(predictions).startswith(b"\x89PNG")
 

@@ -7,21 +7,21 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy.special import logsumexp
 from sklearn import metrics as reference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
-from torchmetrics.classification import MulticlassCalibrationError
 
 from helpers import built, records, train_here
 from lockstep import metrics
 from lockstep.core.figures import finite, read_figures
-from lockstep.core.model import best_classes
+from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.run import Run
 from lockstep.core.world import World
 from lockstep.scores import Block, Scores
@@ -77,9 +77,18 @@ def metric_of(name: str, option: str) -> Any:
     return metric
 
 
-def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor) -> Any:
+def odds_by_definition(logits: torch.Tensor, kind: str = "softmax") -> Any:
+    """log p - log(1 - p) of each class in float64; 1 - p is the sum over the other classes."""
+    values = logits.double().numpy()
+    if kind == "sigmoid" or values.shape[1] == 1:
+        return values
+    sums = [logsumexp(np.delete(values, label, 1), 1) for label in range(values.shape[1])]
+    return values - np.stack(sums, 1)
+
+
+def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor, kind: str = "softmax") -> Any:
     """What scikit-learn says of a metric; a list with a number for each class for the average `none`."""
-    shares, predicted, classes = logits.softmax(1), logits.argmax(1), logits.shape[1]
+    odds, predicted, classes = odds_by_definition(logits, kind), best_classes(logits)[:, 0], logits.shape[1]
     scores = {"accuracy": reference.recall_score, "recall": reference.recall_score}
     scores |= {"precision": reference.precision_score, "f1": reference.f1_score}
     if name in scores:
@@ -92,7 +101,7 @@ def expected(name: str, average: str, logits: torch.Tensor, labels: torch.Tensor
         return averaged(average, score, labels, classes)
     curves = {"auroc": reference.roc_auc_score, "average_precision": reference.average_precision_score}
     if name in curves:
-        return averaged(average, lambda label: curves[name](labels == label, shares[:, label]), labels, classes)
+        return averaged(average, lambda label: curves[name](labels == label, odds[:, label]), labels, classes)
     if name == "matthews":
         return reference.matthews_corrcoef(labels, predicted)
     weights = None if average == "none" else average
@@ -122,6 +131,45 @@ def test_every_metric_is_that_of_scikit_learn_over_the_classes_that_are_there(ca
         named = {f"it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {}
         theirs = pytest.approx(named or {"it": values}, rel=1e-5, nan_ok=True)
         assert scores.compute() == theirs, f"{name} {option}"
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("classes", [2, 3, 7])
+@pytest.mark.parametrize("least", [18.0, 40.0, 1000.0])
+def test_probabilities_that_round_to_0_or_1_keep_their_order(kind: str, classes: int, least: float) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    labels = torch.randint(0, classes, (90,), generator=generator)
+    # The logits of all examples are so large, or so far from each other, that float32 rounds their probabilities.
+    noise = torch.rand(90, classes, generator=generator)
+    dominant = F.one_hot(torch.where(noise[:, 0] < 0.6, labels, labels.roll(1)), classes).float()
+    logits = least * (1 + noise) * (dominant if kind == "softmax" else 2 * (noise.roll(1, 0) + dominant > 0.7) - 1)
+    logits[1] = logits[0]  # equal examples
+    logits[2], logits[3, 0] = least, -math.inf  # equal classes, and one that a model rules out
+    shares = getattr(logits, kind)(*[1] * (kind == "softmax"))
+    assert (shares.amax(1) == 1).double().mean() > 0.5
+    for name, option in WALK:
+        scores = Scores({"it": metric_of(name, option)}, classes, (), World.solo(), kind)
+        for half in (slice(40), slice(40, None)):
+            scores.update(block(logits[half], labels[half]))
+        values = expected(name, option, logits.nan_to_num(neginf=-1e30), labels, kind)
+        right = {f"it/{at}": value for at, value in enumerate(values)} if isinstance(values, list) else {"it": values}
+        assert scores.compute() == pytest.approx(right, rel=1e-9), f"{name} {option}"
+    top2 = Scores({"it": metrics.Accuracy(average="micro", top_k=2)}, classes, (), World.solo(), kind)
+    top2.update(block(logits, labels))
+    hits = (best_classes(logits, 2) == labels[:, None]).any(1).double().mean()
+    assert top2.compute()["it"] == pytest.approx(float(hits))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_log_odds_are_those_of_the_probabilities_and_exact_for_two_classes(kind: str) -> None:
+    for logits in (LOGITS, LOGITS.float(), 30 * LOGITS, 1e4 * LOGITS):
+        np.testing.assert_allclose(log_odds(logits, kind), odds_by_definition(logits, kind), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_odds(LOGITS, kind).sigmoid(), probabilities(LOGITS, kind))
+    two = (1e3 * LOGITS[:, :2]).float()
+    assert np.array_equal(log_odds(two, kind), odds_by_definition(two, kind))
+    assert log_odds(torch.tensor([[3.0]]), kind).isfinite().all()
+    assert log_odds(torch.tensor([[-math.inf, 1.0]]), kind).isfinite().all()
+    assert log_odds(torch.tensor([[math.nan, 1.0]]), kind).isnan().any()
 
 
 def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:
@@ -169,19 +217,35 @@ def scores_of(metric: Any, *blocks: int, names: tuple[str, ...] = ()) -> dict[st
     return values
 
 
+def guo(shares: torch.Tensor, labels: torch.Tensor, bins: int, norm: str) -> float:
+    """The calibration error of Guo et al. (2017): over the intervals ((m - 1) / M, m / M] of the probability."""
+    confidences, predicted = shares.max(1)
+    gaps, weights = [], []
+    for m in range(1, bins + 1):
+        inside = (confidences > (m - 1) / bins) & (confidences <= m / bins)
+        if inside.any():
+            accuracy = (predicted[inside] == labels[inside]).double().mean()
+            gaps.append(float((accuracy - confidences[inside].mean()).abs()))
+            weights.append(float(inside.double().mean()))
+    if norm == "max":
+        return max(gaps)
+    power = {"l1": 1, "l2": 2}[norm]
+    return float(np.average(np.array(gaps) ** power, weights=weights) ** (1 / power))
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("norm", ["l1", "l2", "max"])
 @pytest.mark.parametrize("bins", [1, 10, 15])
-def test_the_calibration_error_is_that_of_torchmetrics(norm: Literal["l1", "l2", "max"], bins: int) -> None:
-    shares = SHARES.clone()
-    shares[:9] = F.one_hot(LABELS[:9], CLASSES)  # certain ones are in no bin of others
-    labels = LABELS.clone()
+def test_the_calibration_error_is_that_of_guo_with_1_in_the_last_interval(kind: str, norm: str, bins: int) -> None:
+    logits, labels = LOGITS.clone(), LABELS.clone()
+    logits[:9] += 100 * F.one_hot(LABELS[:9], CLASSES)  # certain ones, of which one is wrong
     labels[0] = (labels[0] + 1) % CLASSES
-    theirs = MulticlassCalibrationError(CLASSES, n_bins=bins, norm=norm)
-    score = metrics.Calibration(bins=bins, norm=norm).build(CLASSES)
-    for block in zip(shares.split(50), labels.split(50), strict=True):
-        theirs.update(*block)
-        score.update(*block)
-    assert float(score.compute()) == pytest.approx(float(theirs.compute()), rel=1e-5)
+    scores = Scores({"it": metrics.Calibration(bins=bins, norm=norm)}, CLASSES, (), World.solo(), kind)
+    for at in (slice(50), slice(50, None)):
+        scores.update(block(logits[at], labels[at]))
+    shares = probabilities(logits, kind)
+    assert (shares == 1).any(1).sum() >= 9
+    assert scores.compute()["it"] == pytest.approx(guo(shares, labels, bins, norm), rel=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "shares"), [("softmax", SHARES), ("sigmoid", LOGITS.sigmoid())])

@@ -129,7 +129,7 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     table.end("completed")
     (row,) = rows(tmp_path / "metrics.csv")
     assert list(row) == ["step", "epoch", *COLUMNS.values()]
-    assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123457", "90")
+    assert (row["step"], row["epoch"], row["train_loss"], row["val_top1"]) == ("15", "1.5", "0.123456789", "90")
     assert row["img_per_s"] == ""
     table = CsvTable(tmp_path / "own.csv", PLAN, 0, tags=["loss/val", "metric/map", "distill/kl"])
     table.write(10, {"distill/kl": 0.5})

@@ -81,20 +81,94 @@ def test_a_prediction_of_labels_has_those_above_the_threshold(
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=1.0, **options)
     assert "1 image: 1 no label" in capsys.readouterr().out
     predict(str(runs["multilabel"].path), [str(tmp_path)], form="csv", threshold=1.0, **options)
-    assert capsys.readouterr().out == "file,rank,label,class,probability\n"
+    assert capsys.readouterr().out == "file,rank,label,class,probability,log_odds\n"
     with pytest.raises(InputError, match="--threshold is 2, expected a probability"):
         predict(str(runs["multilabel"].path), [str(tmp_path)], form="table", threshold=2.0, **options)
     with pytest.raises(InputError, match=r"--threshold is 0\.5, but this model predicts values"):
         predict(str(runs["regression"].path), [str(tmp_path)], form="table", threshold=0.5, **options)
     predictor = lockstep.load(runs["regression"].path, device="cpu")
     values = predictor.values(tmp_path / "a.png")[0].tolist()
-    for form, digits in (("table", ".4g"), ("csv", ".6g")):
+    for form in ("table", "csv"):
         predict(str(runs["regression"].path), [str(tmp_path)], form=form, **options)
-        assert all(f"{value:{digits}}" in capsys.readouterr().out for value in values[:1])
+        assert all(str(np.float32(value)) in capsys.readouterr().out for value in values[:1])
     predict(str(runs["regression"].path), [str(tmp_path)], form="json", **options)
     assert [*json.loads(capsys.readouterr().out)[0]["values"].values()] == values
     with pytest.raises(InputError, match=r"predicts values \(0, 1, 2\) and no classes; use Predictor.values"):
         predictor.predict(tmp_path / "a.png")
+
+
+CERTAIN: dict[str, tuple[str, ...]] = {
+    "softmax": ("task=multiclass", "optimizer.lr=10", "metric=[auroc,average_precision]"),
+    "sigmoid": ("task=multiclass", "loss=bce", "optimizer.lr=20", "metric=[auroc,average_precision]"),
+    "labels": ("task=multilabel", "optimizer.lr=20", "metric=[auroc]"),
+}
+
+
+@pytest.mark.parametrize("kind", CERTAIN)
+def test_what_is_written_keeps_the_order_of_probabilities_that_round_to_1(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("optimizer=sgd", "train.clip_norm=null", "dataset.classes=2", "epochs=2", *CERTAIN[kind])
+    run = train_here(tmp_path / "run", *JOB, *job)
+    evaluate(str(run.path), (), split="val", device="cpu", out=None)
+    facts, of_training = json.loads((run.path / "evaluation.json").read_text()), run.read_summary()["scores"]
+    assert {name: facts[name] for name in of_training} == of_training, "to the bit"
+    with (run.path / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    odds = np.array([[float(row[f"log-odds {n}"]) for n in range(2)] for row in rows])
+    shares = [float(row[key]) for row in rows for key in row if key in ("probability", "predicted 0", "predicted 1")]
+    cells = [[(row.get(f"true {n}"), row.get("label")) for n in range(2)] for row in rows]
+    true = np.array([[own == "1" or label == str(n) for n, (own, label) in enumerate(row)] for row in cells])
+    assert np.isin(shares, [0, 1]).mean() > 0.3, "saturated"
+    assert len({*map(tuple, odds)}) == len(rows)
+    assert facts["auroc"] == pytest.approx(reference.roc_auc_score(true, odds, average="macro"), rel=1e-12)
+    name = "map" if kind == "labels" else "average_precision"
+    assert facts[name] == pytest.approx(reference.average_precision_score(true, odds, average="macro"), rel=1e-12)
+    for number in range(9):
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    files = [str(tmp_path / f"{number}.png") for number in range(9)]
+    predictor = lockstep.load(run.path, device="cpu")
+    logits = predictor.values(files).double().numpy()
+    right = logits - logits[:, ::-1] if kind == "softmax" else logits
+    options: dict[str, Any] = {"device": "cpu", "out": None, "top": None}
+    capsys.readouterr()
+    predict(str(run.path), files, form="csv", threshold=0.0 if kind == "labels" else None, **options)
+    lines = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    predict(str(run.path), files, form="json", threshold=0.0 if kind == "labels" else None, **options)
+    classes = [row for record in json.loads(capsys.readouterr().out) for row in record["classes"]]
+    for row, answer in zip(lines, classes, strict=True):
+        expected = right[files.index(row["file"]), int(row["label"])]
+        assert float(row["log_odds"]) == answer["log_odds"] == expected
+        assert float(row["probability"]) == answer["probability"]
+        assert (expected == right[files.index(row["file"])].max()) == (row["rank"] == "1")
+
+
+def test_written_values_are_read_back_to_the_same_float32(
+    runs: dict[str, RunDir], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, options = runs["regression"], {"device": "cpu", "out": None}
+    evaluate(str(run.path), (), split="val", **options)
+    true, predicted = (table.astype(np.float32).astype(float) for table in columns(run))
+    facts = json.loads((run.path / "evaluation.json").read_text())
+    assert facts["mae"] == pytest.approx(reference.mean_absolute_error(true, predicted), rel=1e-12)
+    for number in range(2):  # they differ by one level of one pixel
+        pixels = np.random.default_rng(0).integers(1, 255, (8, 8), dtype=np.uint8)
+        pixels[3, 3] += number
+        Image.fromarray(pixels).save(tmp_path / f"{number}.png")
+    files = [str(tmp_path / f"{number}.png") for number in range(2)]
+    values = lockstep.load(run.path, device="cpu").values(files).numpy()
+    capsys.readouterr()
+    for form in ("table", "csv", "json"):
+        predict(str(run.path), files, form=form, top=None, **options)
+        text = capsys.readouterr().out
+        if form == "csv":
+            cells = [[row[str(n)] for n in range(3)] for row in csv.DictReader(text.splitlines())]
+        elif form == "table":
+            cells = [line.split()[2::2] for line in text.splitlines()]
+        else:
+            cells = [[*record["values"].values()] for record in json.loads(text)]
+        assert np.array_equal(np.array(cells, dtype=np.float32), values), form
 
 
 def test_a_file_that_is_no_image_is_not_counted(

@@ -14,6 +14,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
+from lockstep.core.table import digits
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import crops_files
@@ -77,9 +78,9 @@ def stored_pixels(images: Tensor, transforms: DeviceTransforms) -> Tensor:
 def caption(shares: Tensor, classes: Sequence[str], targets: str = CLASSES) -> list[str]:
     """The class of an image, or the two of a mixed one, with their shares in front; some labels; or some values."""
     if targets != CLASSES:
-        named = [(float(share), escaped(name, keep="")) for share, name in zip(shares, classes, strict=True)]
+        named = [(share, escaped(name, keep="")) for share, name in zip(shares.numpy(), classes, strict=True)]
         if targets == VALUES:
-            return [f"{name} {value:.4g}" for value, name in named[:LINES]]
+            return [f"{name} {digits(value)}" for value, name in named[:LINES]]
         some = [name if share == 1 else f"{100 * share:.0f} % {name}" for share, name in named if share > 0]
         return some[:LINES] or ["no label"]
     ordered = [(round(100 * float(shares[label])), escaped(classes[label], keep="")) for label in shares.argsort()]

@@ -13,7 +13,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
-from lockstep.core.table import row_lines
+from lockstep.core.table import digits, row_lines
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
@@ -23,7 +23,7 @@ from lockstep.telemetry.progress import progress
 AT_ONCE = 32  # images in one batch of the model
 USUAL_TOP = 3  # classes of an image
 MOST = 24  # columns for the name of a class
-Answer = tuple[int, str, float]  # a class and its probability, or a value: number, name and figure
+Answer = tuple[Any, ...]  # number and name of a class, its probability and log-odds; or of a value, and it (NumPy's)
 Results = Iterator[tuple[Path, list[Answer]]]
 
 
@@ -63,11 +63,13 @@ def predict(
     def answers(images: Tensor) -> list[list[Answer]]:
         labels = range(predictor.card.classes)
         if targets == VALUES:
-            return [[*zip(labels, predictor.names, row, strict=True)] for row in predictor.values(images).tolist()]
-        predictions = predictor.predict(images)
-        if targets == CLASSES:
-            return [prediction.top(USUAL_TOP if top is None else top) for prediction in predictions]
-        return [prediction.above(THRESHOLD if threshold is None else threshold) for prediction in predictions]
+            return [[*zip(labels, predictor.names, row, strict=True)] for row in predictor.values(images).numpy()]
+        least = THRESHOLD if threshold is None else threshold
+        return [
+            [(*row, float(prediction.log_odds[row[0]])) for row in rows]
+            for prediction in predictor.predict(images)
+            for rows in [prediction.top(top or USUAL_TOP) if targets == CLASSES else prediction.above(least)]
+        ]
 
     problems: list[str] = []
     paths = list(_images(files, problems, predictor.card.image_shape[0]))
@@ -131,9 +133,9 @@ def _table(paths: Sequence[Path], results: Results, targets: str, names: Sequenc
     name_width = min(MOST, max(map(cell_len, names)))
     number = 0
     for path, answers in results:
-        cells = [(escaped(name, keep=""), figure) for _, name, figure in answers]
+        cells = [(escaped(name, keep=""), figure) for _, name, figure, *_ in answers]
         if targets == VALUES:
-            yield f"{_shown(path)}  {'  '.join(f'{name} {value:.4g}' for name, value in cells)}"
+            yield f"{_shown(path)}  {'  '.join(f'{name} {digits(value)}' for name, value in cells)}"
             continue
         number += 1
         classes = "  ".join(f"{set_cell_size(name, name_width)} {100 * share:5.1f} %" for name, share in cells)
@@ -152,17 +154,17 @@ def _shown(path: Path) -> str:
 
 
 def _lines(results: Results, targets: str, form: str) -> list[str]:
-    digits: Any = "{:.6g}".format if form == "csv" else float
     rows: list[dict[str, Any]] = []
     for path, answers in results:
         file = {"file": str(path)}
         if targets == VALUES:
-            values = {name: digits(value) for _, name, value in answers}
+            values = {name: digits(value) if form == "csv" else float(value) for _, name, value in answers}
             rows.append(file | (values if form == "csv" else {"values": values}))
         elif form == "json":
-            classes = [dict(zip(("label", "name", "probability"), answer, strict=True)) for answer in answers]
-            rows.append({**file, "classes": classes})
+            keys = ("label", "name", "probability", "log_odds")
+            rows.append({**file, "classes": [dict(zip(keys, answer, strict=True)) for answer in answers]})
         else:
-            for rank, (label, name, share) in enumerate(answers, start=1):
-                rows.append({**file, "rank": rank, "label": label, "class": name, "probability": digits(share)})
-    return row_lines(rows, form) or ["file,rank,label,class,probability"] * (targets != VALUES)
+            for rank, (label, name, share, odds) in enumerate(answers, start=1):
+                row = {**file, "rank": rank, "label": label, "class": name}
+                rows.append({**row, "probability": digits(share), "log_odds": digits(odds)})
+    return row_lines(rows, form) or ["file,rank,label,class,probability,log_odds"] * (targets != VALUES)

@@ -17,11 +17,11 @@ from lockstep.config import components
 from lockstep.config.schema import CONF
 from lockstep.core import log
 from lockstep.core.data_protocols import Split
-from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.monitor import CALIBRATION_ERROR, figure_parts, figure_word
 from lockstep.core.protocols import Task
-from lockstep.core.table import Column, csv_row, show_table
+from lockstep.core.table import Column, csv_row, digits, show_table
 from lockstep.core.world import World
 from lockstep.data.loading.loaders import read_once
 from lockstep.data.loading.shards import EvalLoader
@@ -31,7 +31,7 @@ from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.tasks import Multiclass, Multilabel, Regression
 from lockstep.telemetry.progress import progress
 from lockstep.training.evaluate import evaluate
-from lockstep.training.predictions import counts_by_class
+from lockstep.training.predictions import MATRIX_CLASSES, counts_by_class
 
 BY_LABEL = ("precision", "recall")  # only in the table, in addition to the metrics of the run
 TASKS: Mapping[str, Task] = {CLASSES: Multiclass(), LABELS: Multilabel(), VALUES: Regression()}
@@ -65,7 +65,7 @@ class Part:
     Fields:
         whole: which images are not broken, bool (N,).
         answers: the predicted classes and their probabilities, (N,) each; or the probabilities of the labels, or the
-            values, (N, K).
+            values, (N, K). Then the log-odds of the labels, or of at most `MATRIX_CLASSES` classes, (N, K).
         figures: the scores of these examples, by name.
     """
 
@@ -137,17 +137,20 @@ class Evaluation:
     def lines(self) -> Iterator[dict[str, str]]:
         """The cells of each example, by column. A broken image has no prediction."""
         names = self.card.names
+
+        def named(kind: str, values: Any) -> dict[str, str]:
+            return {f"{kind} {name}": digits(value) for name, value in zip(names, values, strict=True)}
+
         for part in self.parts:
-            columns = (column.tolist() for column in (part.split.labels, part.whole, *part.answers))
-            for index, (label, whole, *answer) in enumerate(zip(*columns, strict=True)):
+            columns = (column.numpy() for column in (part.split.labels, part.whole, *part.answers))
+            for index, (label, whole, answer, *others) in enumerate(zip(*columns, strict=True)):
                 if self.card.targets == CLASSES:
-                    true, predicted = {"label": names[label]}, {"predicted": names[answer[0]]}
-                    predicted["probability"] = f"{answer[1]:.6g}"
+                    true, predicted = {"label": names[label]}, {"predicted": names[answer]}
+                    predicted["probability"] = digits(others.pop(0))
                 else:
-                    true, predicted = (
-                        {f"{kind} {name}": f"{value:.6g}" for name, value in zip(names, values, strict=True)}
-                        for kind, values in (("true", label), ("predicted", *answer))
-                    )
+                    true, predicted = named("true", label), named("predicted", answer)
+                for odds in others:
+                    predicted |= named("log-odds", odds)
                 predicted = predicted if whole else dict.fromkeys(predicted, "")
                 yield {"sample": part.split.examples.name(index), **true, **predicted, **part.split.place}
 
@@ -179,9 +182,11 @@ class Predicted(EvaluationObserver):
         self.blocks: list[tuple[Tensor, ...]] = []
 
     def update(self, block: Block) -> None:
-        shares, predicted = probabilities(block.logits, self.card.probabilities), block.predicted[:, 0]
-        is_class = self.card.targets == CLASSES
-        answers = (predicted, shares.gather(1, predicted[:, None])[:, 0]) if is_class else (shares,)
+        kind, predicted, is_class = self.card.probabilities, block.predicted[:, 0], self.card.targets == CLASSES
+        shares = probabilities(block.logits, kind)
+        answers = [predicted, shares.gather(1, predicted[:, None])[:, 0]] if is_class else [shares]
+        if self.card.targets == LABELS or (is_class and self.card.classes <= MATRIX_CLASSES):
+            answers.append(log_odds(block.logits, kind))
         self.blocks.append(tuple(answer.cpu() for answer in answers))
         self.advance(len(block.labels))
 

@@ -145,9 +145,8 @@ class DemoServer(LocalServer):
         """
         targets = self.predictor.card.targets
         if targets == VALUES:
-            (values,) = self.predictor.values(photo).tolist()
-            pairs = zip(self.predictor.names, values, strict=True)
-            return {"values": [{"name": name, "value": value} for name, value in pairs]}
+            pairs = zip(self.predictor.names, self.predictor.values(photo)[0].numpy(), strict=True)
+            return {"values": [{"name": name, "value": float(str(value))} for name, value in pairs]}
         (prediction,) = self.predictor.predict(photo)
         predicted = len(prediction.above(THRESHOLD)) if targets == LABELS else 1
         rows = prediction.top(max(SHOWN, predicted))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from lockstep.core.model_card import SIGMOID, VALUES
+from lockstep.core.model_card import SIGMOID, SOFTMAX, VALUES
 
 # The base classes of all batch norms and of all convolutions, torch's and timm's. They have no public names.
 BatchNorm = _BatchNorm
@@ -136,6 +136,24 @@ def probabilities(logits: Tensor, kind: str) -> Tensor:
     if kind == VALUES:
         return logits
     return logits.sigmoid() if kind == SIGMOID else logits.softmax(1)
+
+
+def log_odds(logits: Tensor, kind: str) -> Tensor:
+    """log(p / (1 - p)) of the `probabilities` p of logits (B, classes): float64, finite or NaN, in the same shape.
+
+    They keep the order of examples and of classes where probabilities round to 0 or 1. For softmax they are the logit
+    minus the log-sum-exp of the others, computed so that equal logits stay equal. Values stay as they are.
+    """
+    if kind == VALUES:
+        return logits
+    logits = logits.double()
+    if kind == SOFTMAX:
+        top, best = logits.max(1, keepdim=True)
+        others = logits.scatter(1, best, -torch.inf)
+        shares = (others - top).exp()
+        below = logits - top - (shares.sum(1, keepdim=True) - shares).log1p()
+        logits = torch.where(logits == top, top - others.logsumexp(1, keepdim=True), below)
+    return logits.nan_to_num(torch.nan)
 
 
 def is_broken(labels: Tensor) -> Tensor:

@@ -382,6 +382,9 @@ class Metric(Component, Protocol):
 class Score(Protocol):
     """The interface of `torchmetrics.Metric`. Only main has one; it gets every example once, in the split's order."""
 
+    takes_log_odds: ClassVar[bool] = False
+    """Whether `update` gets `log_odds` in place of probabilities, which lose the order of examples near 0 and 1."""
+
     def update(self, probabilities: Tensor, labels: Tensor) -> None:
         """Take examples: probabilities (n, classes) as the loss has them, and labels, both on the CPU.
 

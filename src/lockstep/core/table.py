@@ -69,6 +69,11 @@ class Column:
         return Text(escaped(cell, keep=""), style)
 
 
+def digits(number: Any) -> str:
+    """A float of Python or NumPy with the digits that tell it from all others of its dtype."""
+    return str(number).removesuffix(".0")
+
+
 def shortened(text: str, digits: int = 3) -> str:
     """A text with its fractions cut to so many significant digits at most: `lr=0.004043878` becomes `lr=0.00404`."""
 

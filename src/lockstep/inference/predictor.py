@@ -17,7 +17,7 @@ from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.centre import evaluated_size
 from lockstep.core.errors import InputError
-from lockstep.core.model import best_classes, infinite_buffers, is_sound, probabilities
+from lockstep.core.model import best_classes, infinite_buffers, is_sound, log_odds, probabilities
 from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
@@ -43,11 +43,13 @@ class Prediction:
         names: the names of all classes, by label.
         probabilities: float (classes,) on the CPU, by label. They add up to 1, unless the model judges each class by
             itself (`Predictor.card.probabilities` is `sigmoid`, as after `loss=bce`).
+        log_odds: float64 (classes,), log(p / (1 - p)) of each probability p, also where it rounds to 0 or 1.
     """
 
     label: int
     names: tuple[str, ...]
     probabilities: Tensor
+    log_odds: Tensor
 
     @property
     def name(self) -> str:
@@ -61,14 +63,15 @@ class Prediction:
 
     def top(self, k: int) -> list[tuple[int, str, float]]:
         """The `k` most probable classes (or all, if there are fewer): label, name and probability."""
-        order = self.probabilities.clone()
-        order[self.label] += 1  # the first of equal ones
+        order = self.log_odds.clone()
+        order[self.label] = torch.inf  # the first of equal ones
         best = order.topk(min(k, len(order))).indices.tolist()
         return [(label, self.names[label], float(self.probabilities[label])) for label in best]
 
     def above(self, threshold: float) -> list[tuple[int, str, float]]:
         """The labels above this probability, the most probable first: label, name and probability."""
-        return [row for row in self.top(len(self.names)) if row[2] > threshold]
+        least = torch.tensor(threshold, dtype=torch.float64).clamp(0, 1).logit()
+        return [row for row in self.top(len(self.names)) if self.log_odds[row[0]] > least]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +153,11 @@ class Predictor:
             raise InputError(
                 f"{KEY}: this model predicts values ({', '.join(self.names)}) and no classes; use Predictor.values"
             )
-        logits = self.values(images).to(self.device)
-        labels, shares = best_classes(logits)[:, 0].tolist(), probabilities(logits, self.card.probabilities).cpu()
+        logits, kind = self.values(images).to(self.device), self.card.probabilities
+        shares, odds = probabilities(logits, kind).cpu(), log_odds(logits, kind).cpu()
         return [
-            Prediction(label=label, names=self.names, probabilities=row)
-            for label, row in zip(labels, shares, strict=True)
+            Prediction(label=label, names=self.names, probabilities=row, log_odds=row_odds)
+            for label, row, row_odds in zip(best_classes(logits)[:, 0].tolist(), shares, odds, strict=True)
         ]
 
 

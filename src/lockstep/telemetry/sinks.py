@@ -23,6 +23,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
+from lockstep.core.table import digits
 
 
 class TextFile(Observer):
@@ -135,7 +136,7 @@ class CsvTable(TextFile):
         if scalars.keys() & EVALUATION:
             epoch = step / self.plan.steps_per_epoch
             known = finite(self.latest)
-            figures = [f"{known[key]:.6g}" if key in known else "" for key in self.columns]
+            figures = [digits(known[key]) if key in known else "" for key in self.columns]
             with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lockstep.core.data_protocols import Split
 from lockstep.core.errors import as_unicode
 from lockstep.core.figures import BINS, Predictions
-from lockstep.core.model import is_broken, probabilities
+from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
@@ -77,8 +77,7 @@ class CollectedPredictions(EvaluationObserver):
     def _kept(self, block: Block) -> tuple[Tensor, ...]:
         """What is kept of a block until `finish`."""
         few = len(self.names) <= CURVE_CLASSES
-        shares = probabilities(block.logits, self.kind) if few else block.logits[:0]
-        return block.labels, block.predicted[:, 0], shares
+        return block.labels, block.predicted[:, 0], log_odds(block.logits if few else block.logits[:0], self.kind)
 
     def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
         predicted = block.predicted[top, 0]
@@ -94,11 +93,11 @@ class CollectedPredictions(EvaluationObserver):
         valid = ~is_broken(labels)
         return [part[valid] if len(part) else part for part in (labels, *others)]
 
-    def _fields(self, labels: Tensor, predicted: Tensor, shares: Tensor) -> dict[str, Any]:
+    def _fields(self, labels: Tensor, predicted: Tensor, odds: Tensor) -> dict[str, Any]:
         """The fields of `Predictions`, from what all ranks have kept."""
         size = len(self.names)
         by_class, confusion = counts_by_class(labels, predicted, size)
-        curves = counts_by_probability(labels[:, None] == torch.arange(size), shares) if len(shares) else shares
+        curves = counts_by_recall(labels[:, None] == torch.arange(size), odds) if len(odds) else odds
         return {**_counts(by_class.tolist()), "confusion": confusion.tolist(), "curves": curves.tolist()}
 
     def _examples(self) -> list[Any]:
@@ -117,8 +116,7 @@ class CollectedLabels(CollectedPredictions):
 
     def _kept(self, block: Block) -> tuple[Tensor, ...]:
         few = len(self.names) <= MATRIX_CLASSES
-        shares = probabilities(block.logits, self.kind) if few else block.logits[:0]
-        return block.labels, block.predicted, shares
+        return block.labels, block.predicted, log_odds(block.logits if few else block.logits[:0], self.kind)
 
     def _predicted(self, block: Block, top: Tensor) -> tuple[Tensor, ...]:
         return (block.predicted[top],)
@@ -127,16 +125,16 @@ class CollectedLabels(CollectedPredictions):
         true, chosen = ([at for at, value in enumerate(values) if value > 0.5] for values in (label, predicted))
         return super()._answer(true, chosen, share)
 
-    def _fields(self, labels: Tensor, predicted: Tensor, shares: Tensor) -> dict[str, Any]:
+    def _fields(self, labels: Tensor, predicted: Tensor, odds: Tensor) -> dict[str, Any]:
         true, predicted = labels > 0.5, predicted > 0.5
         by_label = [part.sum(0).tolist() for part in (true, predicted, true & predicted)]
         fields = _counts(by_label) | {"targets": LABELS, "confusion": [], "curves": []}
-        if len(shares):
+        if len(odds):
             score = AveragePrecision(average="none").build_labels(len(self.names))
-            score.update(shares, true)
+            score.update(odds, true)
             fields["average_precision"] = [_number(value) for value in score.compute().tolist()]
             if len(self.names) <= CURVE_CLASSES:
-                fields["curves"] = counts_by_probability(true, shares).tolist()
+                fields["curves"] = counts_by_recall(true, odds).tolist()
         return fields
 
 
@@ -182,10 +180,12 @@ def counts_by_class(labels: Tensor, predicted: Tensor, classes: int) -> tuple[Te
     return by_class, confusion
 
 
-def counts_by_probability(true: Tensor, shares: Tensor) -> Tensor:
-    """The `Predictions.curves`, int64 (C, 2, BINS), of which classes are true and their probabilities, (n, C)."""
-    size = true.shape[1]
-    intervals = (shares.float().nan_to_num(0) * (BINS - 1)).long().clamp(0, BINS - 1)
+def counts_by_recall(true: Tensor, odds: Tensor) -> Tensor:
+    """The `Predictions.curves`, int64 (C, 2, BINS), of which classes are true and their log-odds, (n, C)."""
+    size, columns = true.shape[1], zip(true.T, odds.nan_to_num(-math.inf).T.contiguous(), strict=True)
+    # Of the examples of the class, how many have at most the log-odds of each example.
+    ranks = torch.stack([torch.searchsorted(column[own].sort()[0], column, right=True) for own, column in columns], 1)
+    intervals = ranks * (BINS - 1) // true.sum(0).clamp(min=1)
     cells = (2 * torch.arange(size) + ~true) * BINS + intervals
     return torch.bincount(cells.flatten(), minlength=2 * size * BINS).view(size, 2, BINS)
 
