@@ -46,7 +46,7 @@ class Launcher:
 def sweeper(folder: Path, launcher: Any, **settings: Any) -> OptunaSweeper:
     words = {key: value for key, value in CONFIG.items() if key != "_target_"} | settings
     searching = OptunaSweeper(**words)
-    searching.settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}}})
+    searching.settings = OmegaConf.create({"hydra": {"sweep": {"dir": str(folder)}, "sweeper": {}}})
     searching.launcher = launcher
     return searching
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 from hydra.experimental.callback import Callback
 from hydra.plugins.launcher import Launcher
@@ -23,6 +24,8 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import command_of_program
+from lockstep.config.composition import words_of_job
+from lockstep.config.hydra_policy import as_typed
 from lockstep.config.messages import translate
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
@@ -132,7 +135,7 @@ class PoolLauncher(Launcher, Callback):
             view.enter(ledger.records(), [])
             tasks = self._enter_drawn(ledger, view, self.search.follow())
             records = ledger.records()
-        if (words := tuple(self.config.hydra.overrides.task)) != (identity := ledger.identity()).words:
+        if (words := tuple(as_typed(self.config.hydra.overrides.task))) != (identity := ledger.identity()).words:
             ledger.create(replace(identity, words=words))  # not before: a rejected command cannot be resumed
         if tasks is None:
             return records
@@ -186,15 +189,16 @@ class PoolLauncher(Launcher, Callback):
         records = [_settled(ledger, record) for record in self._recorded(ledger, job_overrides)]
         chosen = {record.number for record in to_run(records, retry=self.retry)}
         tasks = []
-        for record, (config, need), words in zip(records, planned, job_overrides, strict=True):
+        for record, (config, need) in zip(records, planned, strict=True):
             if record.number not in chosen:
                 continue
             chosen.remove(record.number)  # the line may have a job twice
-            run = functools.partial(self._run, config, record)
+            self._number(config, record.number, record.folder)
+            run = functools.partial(self._run, config)
             if need.submits:
                 run()
             else:
-                tasks.append(Task(record, need, run, (*program, *words)))
+                tasks.append(Task(record, need, run, (*program, *words_of_job())))
         return records, None if not tasks and any(need.submits for need in needs) else tasks
 
     def _agree(self, ledger: Ledger, monitors: set[str]) -> None:
@@ -216,6 +220,7 @@ class PoolLauncher(Launcher, Callback):
         if (key := tuple(words)) not in self.planned:
             try:
                 config = self.hydra_context.config_loader.load_sweep_config(self.config, [*words])
+                self._number(config, 0, "")  # what it is does not depend on its number, which follows from what it is
                 needs_of = getattr(self.task_function, "needs", None)
                 needs = needs_of(config, self.devices.all) if needs_of else Needs(self.gpus, self.cores)
                 check_figures(needs.figures, needs.monitor, self.objectives)
@@ -271,12 +276,16 @@ class PoolLauncher(Launcher, Callback):
 
         return Pool(ledger, devices, view, most=self.jobs, start=start)
 
-    def _run(self, config: DictConfig, record: Record) -> float | None:
+    def _number(self, config: DictConfig, number: int, folder: str) -> None:
+        """Set the number and the folder of a job in its config, and in Hydra, which `${hydra:job.num}` asks."""
+        HydraConfig.instance().cfg = config  # type: ignore[assignment]  # `set_config` copies it, which takes 3 ms
         with read_write(config.hydra), open_dict(config.hydra):
-            config.hydra.job.id, config.hydra.job.num = str(record.number), record.number
+            config.hydra.job.id, config.hydra.job.num = str(number), number
             config.hydra.sweep.dir = self.config.hydra.sweep.dir
-            config.hydra.sweep.subdir = record.folder
-        new = absent(Path(self.config.hydra.sweep.dir, record.folder).absolute())
+            config.hydra.sweep.subdir = folder
+
+    def _run(self, config: DictConfig) -> float | None:
+        new = absent(Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute())
         try:
             done = run_job(
                 task_function=self.task_function,

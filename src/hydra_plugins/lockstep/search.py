@@ -33,9 +33,10 @@ from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
+from lockstep.core.run import SAMPLES
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.line import jobs_of
-from lockstep.sweep.record import SAMPLES, SCORE, directions, job_key
+from lockstep.sweep.line import jobs_of, params_of
+from lockstep.sweep.record import SCORE, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class GridSweeper(Sweeper):
     loader: Any = None
 
     def __init__(self, params: Mapping[str, Any]) -> None:
-        self.params = params
+        """`params` are resolved here, and read from the config for the jobs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self.settings, self.loader = config, hydra_context.config_loader
@@ -78,7 +79,7 @@ class GridSweeper(Sweeper):
         )
 
     def words(self, arguments: list[str]) -> list[str]:
-        return [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        return [*params_of(self.settings), *arguments]
 
     def sweep(self, arguments: list[str]) -> None:
         for returned in self.launcher.launch(jobs_of(self.words(arguments), self.loader), initial_job_idx=0):

@@ -9,10 +9,9 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import leaves
 from lockstep.core.monitor import figure_text, telling
-from lockstep.core.run import Run, State
+from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, shortened, show_rows, show_table
-from lockstep.sweep.record import SEED
 from lockstep.sweep.runs import Row, check_columns, differing, existing, groups, is_below, ordered, read_runs
 from lockstep.sweep.tables import show_groups
 from lockstep.telemetry.progress import format_duration, format_timestamp

@@ -29,7 +29,7 @@ from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES, TrainedInput, class_name
 from lockstep.core.monitor import figure_word, telling
-from lockstep.core.run import Run, State, read_overrides
+from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.table import show_json
@@ -39,7 +39,6 @@ from lockstep.inference.predictor import Predictor, find_weights, load, run_of, 
 from lockstep.job.resolve import with_targets
 from lockstep.runtime.host import cores
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import FOLD
 from lockstep.sweep.runs import by_values, differing, read_jobs
 from lockstep.training.resolved_job import fingerprint_of
 

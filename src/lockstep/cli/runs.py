@@ -16,13 +16,13 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Monitor
-from lockstep.core.run import Run, State
+from lockstep.core.run import SAMPLES, Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SAMPLES, SCORE, Record, best_of, columns_of, figure_of
+from lockstep.sweep.record import SCORE, Record, best_of, columns_of, figure_of
 from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.runs import (
     JobRun,

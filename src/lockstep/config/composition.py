@@ -21,8 +21,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import hydra_policy, messages
-from lockstep.config.commands import check_word, key_of, program_name, program_words, quoted_path, shell_command
-from lockstep.config.hydra_policy import own_hydra
+from lockstep.config.commands import (
+    check_word,
+    key_of,
+    override,
+    program_name,
+    program_words,
+    quoted_path,
+    shell_command,
+)
+from lockstep.config.hydra_policy import as_typed, own_hydra
 from lockstep.config.messages import UNEXPECTED, sentence, translate, unreadable
 from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core import log
@@ -79,7 +87,7 @@ class Invocation:
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
-        overrides = tuple(str(override) for override in hydra.overrides.task)
+        overrides = tuple(words_of_job())
         return cls(
             overrides=overrides,
             command=shell_command([*program_words(), *configs.words, *overrides]),
@@ -88,6 +96,21 @@ class Invocation:
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
         )
+
+
+def words_of_job() -> list[str]:
+    """The overrides of the job that Hydra has, with the values of the `${...}` in them: each means the same alone."""
+    hydra: Any = HydraConfig.get()
+    config, words = OmegaConf.select(hydra, ".."), list[str]()  # the config that Hydra's own is a part of
+    for word in as_typed(hydra.overrides.task):
+        keys = _keys_set(word) if "${" in word.replace("\\", "") and not word.startswith("~") else []
+        values = {key: OmegaConf.select(config, key) for key in keys}
+        if not keys or any(map(OmegaConf.is_dict, values.values())):
+            words.append(word)
+        else:
+            sign = word[: -len(word.lstrip("+"))]
+            words += [sign + override(key, _plain(value)) for key, value in values.items()]
+    return words
 
 
 def check_hydra_overrides(overrides: Iterable[object], *, sweep: bool) -> None:

@@ -79,6 +79,12 @@ def is_of_hydra(override: str | Override) -> bool:
     return any(str(name or "").lstrip(":").startswith("hydra") for name in (parsed.key_or_group, parsed.package))
 
 
+def as_typed(overrides: Any) -> list[str]:
+    """A list of overrides of Hydra, as typed: a job of a sweep, not the sweep, gives a `${KEY}` in it its value."""
+    words: Any = OmegaConf.to_container(overrides, resolve=False)
+    return [*words]
+
+
 class CheckedLoader:
     """A loader that returns another loader's config only if all its values below `hydra` are allowed."""
 
@@ -131,7 +137,7 @@ class CheckedLoader:
 
     def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
         composed = self.loader.load_sweep_config(master_config, sweep_overrides)
-        words = [*master_config.hydra.overrides.hydra, *sweep_overrides]
+        words = [*as_typed(master_config.hydra.overrides.hydra), *sweep_overrides]
         self._check(composed, OverridesParser.create().parse_overrides(words))
         return composed
 

@@ -29,6 +29,8 @@ from lockstep.core.safe_read import MB, UnreadableFile
 Content = TypeVar("Content")
 
 CLASS, TEST = "._target_", "test"
+SEED, FOLD = SAMPLES = ("seed", "dataset.fold")  # runs that differ only in these are samples of one setting
+_OF_SAMPLE = re.compile(rf"\$\{{({'|'.join(SAMPLES)})\}}").search
 # Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
 ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
 
@@ -193,6 +195,8 @@ class Run:
         values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
         values |= self.choices
         values |= {"monitor": self.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
+        # `init_from=base/${seed}` is one setting of all seeds.
+        values |= {key: text for key, text in self.typed_values.items() if key not in SAMPLES and _OF_SAMPLE(text)}
         keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]
         return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 

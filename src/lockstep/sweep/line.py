@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config.commands import key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
+from lockstep.config.hydra_policy import as_typed
 from lockstep.config.options import declared
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
@@ -47,17 +48,23 @@ def choose_folder(config: DictConfig) -> Ledger:
     _check_meaning(config, launcher)
     if "jsonl" not in config.logger:
         _check_needs_no_figures(config)
-    words = [word for word in config.hydra.overrides.task if not key_of(word).startswith("sweep.")]
-    params = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
+    typed = as_typed(config.hydra.overrides.task)
+    words = [word for word in typed if not key_of(word).startswith("sweep.")]
     monitor = _monitor(config)
     identity = Identity(
         base=_base(config),
-        swept=_swept([*params, *config.hydra.overrides.task]),
+        swept=_swept([*params_of(config), *typed]),
         words=tuple(words),
         figure=monitor.name,
         direction=monitor.direction,
     )
     return _choose(config, identity, words)
+
+
+def params_of(config: DictConfig) -> list[str]:
+    """The words of `hydra.sweeper.params`. A job gives a `${KEY}` its value, escaped (for Hydra's sweeper) or not."""
+    node: Any = OmegaConf.to_container(config.hydra.sweeper, resolve=False)
+    return [f"{key}={value}".replace(r"\${", "${") for key, value in (node.get("params") or {}).items()]
 
 
 def _check_meaning(config: DictConfig, launcher: str) -> None:

@@ -13,11 +13,10 @@ from typing import Any
 from lockstep.config.options import options_of
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import METRIC, TAGS, Direction, Monitor, figure_name, figure_parts
-from lockstep.core.run import TEST, Run, State, born
+from lockstep.core.run import SAMPLES, TEST, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, opened
 
-SCORE, SEED, FOLD = "score", "seed", "dataset.fold"
-SAMPLES = (SEED, FOLD)  # jobs that differ only in these are samples of one setting, with a mean and a spread
+SCORE = "score"
 
 
 @dataclass(frozen=True, kw_only=True)

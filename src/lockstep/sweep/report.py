@@ -11,11 +11,11 @@ from urllib.parse import quote
 from lockstep.config.commands import shell_command
 from lockstep.core.figures import number_or_text
 from lockstep.core.monitor import Monitor, figure_text
-from lockstep.core.run import Run
+from lockstep.core.run import SAMPLES, SEED, Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SAMPLES, SCORE, SEED, Record, best_of, cells, columns_of, head, swept_keys, varied
+from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, swept_keys, varied
 from lockstep.sweep.runs import JobRun, groups
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, Curve, line_chart

@@ -15,11 +15,11 @@ from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.monitor import Direction, Monitor, chosen_monitor
 from lockstep.core.named_paths import pointed
-from lockstep.core.run import TEST, Run, State
+from lockstep.core.run import SAMPLES, TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SAMPLES, SCORE, Record, columns_of, evaluation_figure, figure_of
+from lockstep.sweep.record import SCORE, Record, columns_of, evaluation_figure, figure_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
