@@ -8,7 +8,7 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,15 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cli.evaluate import split_for
+from lockstep.config import components
 from lockstep.config.commands import shell_command
 from lockstep.core import log
+from lockstep.core.centre import evaluated_size, stored_side
 from lockstep.core.errors import InputError, LockstepError, check_installed, reason_of
-from lockstep.core.model_card import CROP, PAD, SQUASH, ModelCard
+from lockstep.core.model_card import CROP, PAD, SIGMOID, SOFTMAX, SQUASH, VALUES, ModelCard
 from lockstep.core.monitor import figure_text
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import read_json
 from lockstep.core.safe_write import check_out, storing, sync, write_atomic
+from lockstep.core.table import markdown, markdown_code
+from lockstep.data.datasets.decode import RGB
 from lockstep.data.loading.reading import sample
 from lockstep.inference.images import files_in
 from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
@@ -38,6 +42,8 @@ TOLERANCE, SHARE, LARGEST_SHARE = 1e-4, 1e-5, 1e-3
 ONNX_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 20
 OF_SUFFIX = {".onnx": "onnx", ".pt": "torch", ".pt2": "torch", ".pth": "torch"}  # the format of a file
+# What Transformers calls the probabilities: its pipeline computes them.
+PROBLEMS = {SOFTMAX: "single_label_classification", SIGMOID: "multi_label_classification", VALUES: "regression"}
 COMPARED, OF_TIMM = 64, 8  # images on which an exported model is compared with its original: a file's, a folder's
 INPUT, OUTPUT, BATCH = "images", "logits", "batch"
 
@@ -210,29 +216,42 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     facts_of_timm: Any = getattr(model, "pretrained_cfg", None)
     if facts_of_timm is None:
         raise InputError(f"--to timm: this model is no model of timm ({card.model['_target_']}); use --to onnx")
-    shape = card.input_shape
-    facts: dict[str, Any] = {
+    shape, share = card.input_shape, timm_share(card)
+    # Nothing else that timm says of published weights holds for these: test sizes, tag, licence, origin.
+    facts: dict[str, Any] = {key: facts_of_timm.get(key) for key in ("fixed_input_size", "first_conv", "classifier")}
+    facts |= {
+        "num_classes": card.classes,
         "input_size": shape,
         "mean": card.mean,
         "std": card.std,
         "interpolation": card.interpolation,
-        "crop_pct": card.eval_crop,
+        "crop_pct": share or card.eval_crop,
         "crop_mode": {CROP: "center", PAD: "border", SQUASH: "squash"}[card.fit],
     }
     arguments = dict(card.model.get("options") or {})
-    if shape[0] != 3:
+    if shape[0] != RGB:
         arguments["in_chans"] = shape[0]
-    if facts_of_timm["fixed_input_size"]:
+    if facts["fixed_input_size"]:
         arguments.setdefault("img_size", shape[1:])
-    config = {"pretrained_cfg": facts, "label_names": list(card.names)}
+    config = {"label_names": list(card.names), "problem_type": PROBLEMS[card.probabilities]}
+    trained = {} if run is None else components.load(run.config).get("model") or {}
+    base = facts_of_timm if trained.get("pretrained") else {}
+    stored, seen = ("x".join(map(str, size[1:])) for size in (card.image_shape, shape))
+    possible = {
+        f"this run resizes a photo to {stored} and its centre to {seen}, timm resizes it once": share is None,
+        f"this run averages {card.eval_views} views of an image, this model takes one": card.eval_views > 1,
+        f"images have {shape[0]} channels, Transformers' pipeline makes them RGB": shape[0] != RGB,
+    }
+    differences = [difference for difference, holds in possible.items() if holds]
     with storing(target), tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as place:
         folder = Path(place, target.name)
         timm.models.save_for_hf(model, str(folder), config, arguments, safe_serialization=True)
         written = read_json(folder / "config.json")
         # config.json also has it next to model_args, and Transformers accepts it only once.
         written.get("model_args", {}).pop("num_classes", None)
+        written["pretrained_cfg"] = facts
         write_atomic(folder / "config.json", json.dumps(written, indent=2) + "\n")
-        write_atomic(folder / "README.md", readme(card, run, target.name))
+        write_atomic(folder / "README.md", readme(card, run, target.name, differences, base))
         images = torch.randn((OF_TIMM, *shape), generator=torch.Generator().manual_seed(0))
         try:
             loaded = timm.create_model(f"local-dir:{folder}", pretrained=True).eval()
@@ -245,32 +264,52 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
         if not equal:
             raise LockstepError("--to timm: the model that timm builds has other logits; nothing was written")
         folder.rename(target)
+    for difference in differences:
+        log.show_warning(f"--to timm: {difference}: predictions can differ from those of lockstep predict")
     log.show(f'wrote {target}: timm.create_model("local-dir:{target}", pretrained=True) has the logits of the run')
 
 
-def readme(card: ModelCard, run: RunDir | None, name: str) -> str:
-    """The model card in Markdown, with the fields that the hub of Hugging Face reads at its top."""
+def timm_share(card: ModelCard) -> float | None:
+    """The `crop_pct` by which timm resizes and crops photos as for a card; None if there is none."""
+    stored, seen = card.image_shape[1:], card.input_shape[1:]
+    largest = min(side / size for side, size in zip(seen, stored, strict=True))
+    for share in (card.eval_crop, largest, math.nextafter(largest, 0)):
+        if tuple(stored_side(side, share) for side in seen) == stored:
+            return share if evaluated_size(stored, card.eval_crop, seen) == seen else None
+    return None
+
+
+def readme(
+    card: ModelCard, run: RunDir | None, name: str, differences: Sequence[str], base: Mapping[str, Any]
+) -> str:
+    """The model card in Markdown, with the fields that the hub of Hugging Face reads at its top.
+
+    `base` are timm's facts about the published weights that the training started from; empty if from none.
+    """
     words = [] if run is None else ["lockstep", "train", *read_overrides(run.overrides)]
-    scores = [f"- {figure_text(figure, value)}" for figure, value in card.scores.items()]
+    scores = [f"- {markdown(figure_text(figure, value))}" for figure, value in card.scores.items()]
+    origin = ", ".join(filter(None, (base.get("hf_hub_id"), base.get("license"), base.get("origin_url"))))
     code = [
         "import timm",
         "",
-        f'model = timm.create_model("local-dir:{name}", pretrained=True).eval()',
+        f"model = timm.create_model({f'local-dir:{name}'!r}, pretrained=True).eval()",
         "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
     ]
     lines = [
         *("---", "library_name: timm", "pipeline_tag: image-classification", "tags: [image-classification, timm]"),
-        *("---", "", f"# {name}", ""),
-        f"`{card.model_name}`, trained on {card.data_name} with Lockstep {card.lockstep}, "
-        f"step {card.step:,}{', averaged weights' * card.averaged}.",
+        *([f"base_model: {json.dumps(base['hf_hub_id'])}"] if base.get("hf_hub_id") else []),
+        *("---", "", f"# {markdown(name)}", ""),
+        f"{markdown_code(card.model_name)}, trained on {markdown(card.data_name)} with Lockstep "
+        f"{markdown(card.lockstep)}, step {card.step:,}{', averaged weights' * card.averaged}.",
+        *([f"Fine-tuned from {markdown(origin)}."] if origin else []),
         "",
         *(["On the evaluation split:", "", *scores, ""] if scores else []),
         f"Images: {'x'.join(map(str, card.input_shape))} (channels, height, width), {card.fit}, the central "
         f"{card.eval_crop:.1%}, {card.interpolation}; mean {list(card.mean)}, "
         f"standard deviation {list(card.std)}. Outputs: {card.classes:,} {card.targets} ({card.probabilities}).",
-        *([f"The scores are of {card.eval_views} views; this model takes one."] if card.eval_views > 1 else []),
+        *(f"Predictions can differ from the run's: {difference}." for difference in differences),
         "",
-        *(["```bash", shell_command(words), "```", ""] if words else []),
-        *("```python", *code, "```", ""),
+        *([markdown_code(shell_command(words), "bash"), ""] if words else []),
+        *(markdown_code("\n".join(code), "python"), ""),
     ]
     return "\n".join(lines)

@@ -23,6 +23,8 @@ _FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(e[+-]?\d+)?(?![\w.])")
 _ALIGNED_RIGHT = re.compile(r"([-+]?[\d.,]+(e[-+]?\d+)?)?( ?(±.*|%|[kMGT]?B))?")
 _LATEX = {**{sign: f"\\{sign}" for sign in "&%$#_{}"}, "±": r"$\pm$", "\\": r"\textbackslash{}"}
 _LATEX |= {"~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+# What begins markup, HTML, a formula or a link, also an address without marks.
+_MARKDOWN = re.compile(r"[\\`*_~\[\]<>|&$@]|/(?=/)|(?<=[Ww]{3})\.")
 
 
 class Setting(str):
@@ -160,14 +162,24 @@ def _latex(columns: Sequence[Column]) -> Iterator[str]:
     yield r"\end{tabular}"
 
 
-def _markdown(columns: Sequence[Column]) -> Iterator[str]:
-    def text(cell: str) -> str:
-        return re.sub(r"([\\|*_`<])", r"\\\1", escaped(cell, keep=""))
+def markdown(text: str) -> str:
+    """A text as words in a line of Markdown, whatever is in it."""
+    return _MARKDOWN.sub(r"\\\g<0>", escaped(text, keep=""))
 
-    yield f"| {' | '.join(text(column.head) for column in columns)} |"
+
+def markdown_code(text: str, language: str = "") -> str:
+    """A text as code in Markdown, whatever is in it: in a line, or as a block of a language."""
+    text = escaped(text, keep="\n" if language else "")
+    ticks = "`" * max(3 if language else 1, 1 + max(map(len, re.findall("`+", text)), default=0))
+    gap = "\n" if language else " " * ("`" in text)
+    return f"{ticks}{language}{gap}{text}{gap}{ticks}"
+
+
+def _markdown(columns: Sequence[Column]) -> Iterator[str]:
+    yield f"| {' | '.join(markdown(column.head) for column in columns)} |"
     yield f"|{'---|' * len(columns)}"
     for row in range(len(columns[0].cells)):
-        cells = [(text(column.cells[row]), row in column.best) for column in columns]
+        cells = [(markdown(column.cells[row]), row in column.best) for column in columns]
         yield f"| {' | '.join(f'**{cell}**' if best else cell for cell, best in cells)} |"
 
 
