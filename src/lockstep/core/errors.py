@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-# A password may hold `/` and `@` that should have been escaped: all up to the last `@` of a word is hidden.
-_PASSWORD = re.compile(r"""(://[^\s:/'"]*:)[^\s'"]*@""")
+# A password may hold `/` and `@` that should have been escaped: all up to the last `@` of a word is hidden. pathlib
+# leaves one slash of two.
+_PASSWORD = re.compile(r"""(:/{1,2}[^\s:/'"]*:)[^\s'"]*@""")
 _QUERY_SECRET = re.compile(
     r"""([?&;][\w.-]*(?:token|secret|passw|pwd|key|sig|credential)[\w.-]*=)[^\s&;'"]+""", re.IGNORECASE
 )
@@ -143,7 +144,7 @@ def did_you_mean(word: str, options: Iterable[str], *, prefix: str = "") -> str:
 
 def masked(text: str) -> str:
     """`text` with `***` for the secrets in its URLs: passwords (`user:password@host`) and keys (`?token=`)."""
-    return _QUERY_SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", text)) if "://" in text else text
+    return _QUERY_SECRET.sub(r"\1***", _PASSWORD.sub(r"\1***@", text)) if ":/" in text else text
 
 
 def escaped(text: str, keep: str = "\n\t") -> str:

@@ -23,7 +23,7 @@ from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
-from lockstep.core.table import digits
+from lockstep.core.table import csv_row, digits
 
 
 class TextFile(Observer):
@@ -127,7 +127,7 @@ class CsvTable(TextFile):
         self.latest = dict(latest or {})
         usual = {tag: name for tag, name in COLUMNS.items() if TAGS[TOP1] in tags or not tag.startswith("acc/")}
         self.columns = {**usual, **{tag: tag.removeprefix(METRIC) for tag in tags if tag not in COLUMNS}}
-        header = ",".join(["step", "epoch", *self.columns.values()]) + "\n"
+        header = csv_row(["step", "epoch", *self.columns.values()]) + "\n"
         self.file = truncate_after(path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header)
         self.writer = csv.writer(self.file, lineterminator="\n")
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
-from lockstep.core.errors import StorageError, masked
+from lockstep.core.errors import StorageError, escaped
 from lockstep.core.figures import BINS, Predictions, finite, number_or_text, place_of
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
@@ -246,7 +246,7 @@ def append_verdict(run_dir: RunDir, step: int) -> None:
 
 def add_text(writer: SummaryWriter, title: str, text: str, step: int) -> None:
     """Write a text about the run: in Markdown a block of code, whatever it has in it."""
-    writer.add_text(f"run/{title}", "\n".join(f"    {line}" for line in masked(text).splitlines()), step)
+    writer.add_text(f"run/{title}", "\n".join(f"    {line}" for line in escaped(text).splitlines()), step)
 
 
 def add(writer: SummaryWriter, summary: Any, step: int) -> None:
