@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from lockstep.config.options import option
-from lockstep.core.fields import choice, ranged
+from lockstep.core.errors import InputError
+from lockstep.core.fields import TEXT, choice, ranged, ruled
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.protocols import Score
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 # defined for one class at a time.
 AVERAGES = ("macro", "weighted", "micro", "none")
 CLASS_AVERAGES = ("macro", "weighted", "none")
+MOST_NAMED = 20  # classes in a sentence
 
 Function = Callable[["NDArray[Any]", "NDArray[Any]"], "float | NDArray[Any]"]
 
@@ -119,7 +121,7 @@ class _Averaged:
 
         return Collected(of_odds) if self.of_ranks else Collected(of_classes, predicted_classes)
 
-    def build_labels(self, classes: int) -> Score:
+    def build_labels(self, names: Sequence[str]) -> Score:
         """The score for images with several labels."""
         return Collected(
             lambda targets, predictions: self._of_columns(targets > 0.5, predictions),
@@ -267,14 +269,32 @@ class Kappa:
     """Cohen's kappa: how much better than chance predictions and labels agree."""
 
     weights: str = choice("none", "none", "linear", "quadratic")
+    order: list[str] = ruled([], TEXT)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
 
+    def __post_init__(self) -> None:
+        if self.order and self.weights == "none":
+            raise InputError("metric.kappa.order has no effect without metric.kappa.weights=quadratic (or linear)")
+
+    def notes(self, names: Sequence[str]) -> list[str]:
+        """A sentence about an order that is not given. Raises InputError for one that does not name each class."""
+        shown = ",".join(names[:MOST_NAMED]) + ",..." * (len(names) > MOST_NAMED)
+        if self.order and sorted(self.order) != sorted(names):
+            raise InputError(f"metric.kappa.order is [{','.join(self.order)}], expected each class once: [{shown}]")
+        matters = self.weights != "none" and len(names) > 2 and not self.order and not all(map(str.isdigit, names))
+        by = f"metric.kappa.weights={self.weights} counts the classes in this order: metric.kappa.order=[{shown}]"
+        return [f"{by}; if theirs is another one, name it with this key"] * matters
+
     def build(self, classes: int) -> Score:
+        return self.build_classes([*map(str, range(classes))])
+
+    def build_classes(self, names: Sequence[str]) -> Score:
         from sklearn.metrics import cohen_kappa_score  # takes a second to import
 
         weights = None if self.weights == "none" else self.weights
-        return Collected(partial(cohen_kappa_score, labels=range(classes), weights=weights), predicted_classes)
+        labels = [names.index(name) for name in self.order or names]
+        return Collected(partial(cohen_kappa_score, labels=labels, weights=weights), predicted_classes)
 
 
 @option("metric")

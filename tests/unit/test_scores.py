@@ -1,6 +1,7 @@
 """The metrics of an evaluation, compared with scikit-learn's on all predictions at once."""
 
 import functools
+import json
 import math
 import re
 import warnings
@@ -18,8 +19,10 @@ from sklearn import metrics as reference
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.nn import functional as F
 
-from helpers import built, records, train_here
+from helpers import built, records, refusal, resolved, train_here
 from lockstep import metrics
+from lockstep.cli.evaluate import evaluate
+from lockstep.core.errors import InputError
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.run import Run
@@ -170,6 +173,66 @@ def test_log_odds_are_those_of_the_probabilities_and_exact_for_two_classes(kind:
     assert log_odds(torch.tensor([[3.0]]), kind).isfinite().all()
     assert log_odds(torch.tensor([[-math.inf, 1.0]]), kind).isfinite().all()
     assert log_odds(torch.tensor([[math.nan, 1.0]]), kind).isnan().any()
+
+
+@pytest.mark.parametrize("weights", ["linear", "quadratic"])
+@pytest.mark.parametrize("order", ["dcab", "bacd", "abcd", "dcba"])
+def test_a_weighted_kappa_has_the_order_of_the_classes_that_is_given(weights: str, order: str) -> None:
+    words = ("metric=kappa", f"metric.kappa.weights={weights}", f"metric.kappa.order=[{','.join(order)}]")
+    scores = Scores({**built(*words).metric}, CLASSES, ("a", "b", "c", "d"), World.solo())
+    scores.update(block(LOGITS, LABELS))
+    labels, predicted = (["abcd"[label] for label in labels] for labels in (LABELS, PREDICTED))
+    right = reference.cohen_kappa_score(labels, predicted, labels=[*order], weights=weights)
+    assert scores.compute() == {"kappa": pytest.approx(right)}
+
+
+@pytest.mark.parametrize(
+    ("words", "names", "expected"),
+    [
+        (("weights=none",), "abc", ""),
+        (("weights=linear",), "ab", ""),
+        (("weights=linear",), "012", ""),
+        (
+            ("weights=linear",),
+            "abc",
+            "weights=linear counts the classes in this order: metric.kappa.order=[a,b,c]; if",
+        ),
+        (("weights=quadratic", "order=[c,a,b]"), "abc", ""),
+        (("weights=quadratic", "order=[2,0,1]"), "012", ""),
+        (("weights=quadratic", "order=[c,a]"), "abc", "order is [c,a], expected each class once: [a,b,c]"),
+        (("weights=quadratic", "order=[c,a,a,b]"), "abc", "order is [c,a,a,b], expected each class once: [a,b,c]"),
+        (("weights=none", "order=[c,a,b]"), "abc", "order has no effect without metric.kappa.weights=quadratic"),
+    ],
+)
+def test_a_weighted_kappa_says_which_order_it_takes(words: tuple[str, ...], names: str, expected: str) -> None:
+    try:
+        job = built("metric=kappa", *(f"metric.kappa.{word}" for word in words))
+        (sentence,) = job.metric["kappa"].notes([*names]) or [""]  # type: ignore[attr-defined]
+    except InputError as error:
+        sentence = str(error)
+    assert expected in sentence
+    assert bool(sentence) == bool(expected)
+
+
+def test_the_order_of_a_kappa_is_said_before_a_run_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
+    for place, number in (("train", 4), ("val", 2)):
+        for name in ("none", "mild", "severe"):
+            (tmp_path / "images" / place / name).mkdir(parents=True)
+            for level in range(number):
+                Image.new("L", (8, 8), 40 * level).save(tmp_path / "images" / place / name / f"{level}.png")
+    words = ("dataset=folder", f"dataset.path={tmp_path / 'images'}", "dataset.decode_size=8", "model=linear")
+    words = (*words, "metric=kappa", "metric.kappa.weights=quadratic", "batch=4", "steps=2", "device=cpu")
+    sentence = (
+        "metric.kappa.weights=quadratic counts the classes in this order: metric.kappa.order=[mild,none,severe]"
+    )
+    (note,) = resolved(*words).metric_notes()
+    assert note.startswith(sentence)
+    run = train_here(tmp_path / "run", *words, "metric.kappa.order=[none,mild,severe]")
+    evaluate(str(run.path), (), split="val", device="cpu", out=None)
+    facts = json.loads((run.path / "evaluation.json").read_text())
+    assert facts["kappa"] == run.read_summary()["scores"]["kappa"]
+    refused = refusal(tmp_path / "refused", *words, "metric.kappa.order=[none,mild]")
+    assert "metric.kappa.order is [none,mild], expected each class once: [mild,none,severe]" in refused
 
 
 def test_balanced_and_top_k_accuracy_are_those_of_scikit_learn() -> None:

@@ -40,6 +40,7 @@ def check_plan(job: ResolvedJob) -> Plan:
     for step in (1, plan.total_steps):  # raises if the schedule does not fit the plan
         job.schedule.factor(step, plan, ())
     check_monitor(job)
+    job.metric_notes()  # raises for a metric that does not fit the classes
     check_average(job, plan)
     Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
     return plan

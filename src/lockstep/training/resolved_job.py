@@ -64,6 +64,12 @@ class ResolvedJob(Job):
         """The largest number of examples in one forward pass on one of `ranks` ranks."""
         return math.ceil(self.batch / ranks / self.train.passes)
 
+    def metric_notes(self) -> list[str]:
+        """What the metrics say of the classes of the data. Raises InputError for a metric that does not fit them."""
+        names = self.dataset.class_names or [*map(str, range(self.dataset.classes))]
+        metrics = [metric for metric in self.metric.values() if hasattr(metric, "notes")]
+        return [note for metric in metrics for note in metric.notes(names)]
+
     @classmethod
     def of(cls, job: Job) -> ResolvedJob:
         """The same job with narrower types."""

@@ -64,6 +64,7 @@ class RunRecord:
     def _notes(self, job: ResolvedJob, data: TrainingData, state: TrainState) -> list[str]:
         """Sentences about the limits of equal runs for this job, and about its speed on this machine."""
         notes = job.dataset.notes() + job.strategy.notes(state.model, self.world, data.plan) + state.notes
+        notes += job.metric_notes()
         on_cpu = self.world.device.type == "cpu"
         if on_cpu and job.precision.dtype is torch.bfloat16 and not host.has_bfloat16():
             notes.append(
