@@ -28,7 +28,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.run import candidates, step_of
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
+from lockstep.core.safe_write import make_folder, replacing, sync, usual_mode, write_atomic
 
 RETRY_S = 30.0  # seconds between a failed save and the next one
 
@@ -48,7 +48,8 @@ class Weights:
     metadata: dict[str, str] | None
 
     def save(self, path: Path) -> None:
-        save_file(self.tensors, path, self.metadata)
+        with usual_mode(path):
+            save_file(self.tensors, path, self.metadata)
 
 
 @dataclass

@@ -27,7 +27,7 @@ from lockstep.core.monitor import figure_text
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import read_json
-from lockstep.core.safe_write import check_out, storing, sync, write_atomic
+from lockstep.core.safe_write import check_out, storing, sync, usual_mode, write_atomic
 from lockstep.core.table import markdown, markdown_code
 from lockstep.data.datasets.decode import RGB
 from lockstep.data.loading.reading import sample
@@ -244,8 +244,9 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     }
     differences = [difference for difference, holds in possible.items() if holds]
     with storing(target), tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as place:
-        folder = Path(place, target.name)
-        timm.models.save_for_hf(model, str(folder), config, arguments, safe_serialization=True)
+        (folder := Path(place, target.name)).mkdir()
+        with usual_mode(folder / "model.safetensors"):
+            timm.models.save_for_hf(model, str(folder), config, arguments, safe_serialization=True)
         written = read_json(folder / "config.json")
         # config.json also has it next to model_args, and Transformers accepts it only once.
         written.get("model_args", {}).pop("num_classes", None)

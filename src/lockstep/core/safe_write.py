@@ -8,6 +8,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,13 +41,27 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
     os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
     try:
-        yield temporary
+        with usual_mode(temporary):
+            yield temporary
         sync(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+@contextmanager
+def usual_mode(path: Path) -> Iterator[None]:
+    """Give a file the mode of a new file, which follows the umask and the folder, whatever the context makes of it.
+
+    safetensors writes another file with mode 0600 and renames it, so that no other user could read the weights.
+    """
+    append(path).close()
+    mode = path.stat().st_mode
+    yield
+    if path.stat().st_mode != mode:
+        path.chmod(stat.S_IMODE(mode))
 
 
 def append(path: Path, mode: str = "a", **options: Any) -> Any:
@@ -119,7 +134,7 @@ def fail_if_full(path: Path, error: OSError) -> None:
 def open_locked(path: Path, *, waits: bool = False) -> int:
     """Open a file, or create it, and lock it; closing the descriptor releases the lock. Raises OSError."""
     # Without blocking, because opening a pipe waits for a reader.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BaseException:

@@ -19,7 +19,7 @@ from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import locked, storing
+from lockstep.core.safe_write import append, locked, storing
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
 
@@ -163,6 +163,8 @@ class MLflowRun(Observer):
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
         with locked(folder / ".mlflow.lock", waits=True):  # two jobs must not both make the tables
+            if not store:
+                append(folder / "mlflow.db").close()  # SQLite would follow a link, and allow no group to write
             self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
             self.client = MlflowClient(tracking_uri=self.store)
             known = self.client.get_experiment_by_name(experiment)
