@@ -324,7 +324,7 @@ def reads(tree: ast.AST) -> bool:
         name = function.rpartition(".")[2]
         if name in ("read_text", "read_bytes") and function not in (name, f"safe_read.{name}"):
             return True
-        if name == "open" and not re.search(r"'[awx]b?'|O_WRONLY|O_CREAT", arguments):
+        if name in ("open", "_PatientFile") and not re.search(r"'[awx]b?'|O_WRONLY|O_CREAT", arguments):
             return True
     return False
 

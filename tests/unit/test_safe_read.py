@@ -90,7 +90,7 @@ def test_a_file_without_the_right_to_read_it_is_unreadable(tmp_path: Path, monke
     def refused(*_: object) -> int:
         raise PermissionError(13, "Permission denied")  # here, because root, who may run the tests, can read any file
 
-    monkeypatch.setattr(Path, "open", refused)
+    monkeypatch.setattr(safe_read, "_PatientFile", refused)
     with pytest.raises(UnreadableFile, match=r"file cannot be read \(Permission denied\)"):
         read_text(tmp_path / "file")
 

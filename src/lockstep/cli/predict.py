@@ -10,7 +10,7 @@ from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from lockstep.core import log
-from lockstep.core.errors import InputError, escaped
+from lockstep.core.errors import InputError, StorageError, escaped
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import digits, row_lines
@@ -44,7 +44,7 @@ def predict(
     Raises:
         InputError: the weights cannot be loaded. Or some files are not images: it is raised after the classes of the
             other files are printed, with a sentence for each.
-        StorageError: `out` cannot be written.
+        StorageError: `out` cannot be written, or the system cannot read a file.
     """
     if top is not None and top < 1:
         raise InputError(f"--top is {top}, expected 1 or more: --top 5")
@@ -123,6 +123,8 @@ def _results(
 def _read(predictor: Predictor, path: Path) -> Tensor | InputError:
     try:
         return predictor.stored(path)
+    except StorageError:
+        raise
     except InputError as error:
         return error
 

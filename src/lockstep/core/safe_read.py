@@ -1,5 +1,7 @@
 """Reading files that somebody else may have written, or that a fault may have changed: else UnreadableFile.
 
+What the system cannot read of a file that is there is tried again, for network file systems: else UnreadableStorage.
+
 Only plain files of a bounded size are read: opening a pipe blocks, and a device has no end. Only numbers, texts,
 lists and mappings are parsed, a few levels deep: a few lines of YAML can expand to gigabytes.
 """
@@ -9,15 +11,17 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from io import BufferedReader
+from functools import partial
+from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import yaml
 
-from lockstep.core.errors import InputError, out_of_memory
+from lockstep.core.errors import InputError, StorageError, out_of_memory
 
 KB, MB = 2**10, 2**20
 LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
@@ -31,6 +35,10 @@ WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to pr
 _PARSER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 UNUSABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR})
+# The errors of a path, or of a library, which reading again does not change.
+LASTING = UNUSABLE | {errno.ENOENT, errno.ELOOP, errno.EMFILE, errno.ENFILE, None}
+PAUSES_S = (0.1, 0.4, 1.2)  # between the attempts to read; a stop is heard within 3 s
+T = TypeVar("T")
 
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -45,9 +53,12 @@ _KINDS = {
 class UnreadableFile(InputError):
     """A file is missing or has the wrong kind or content. `reason` is the sentence without the path."""
 
-    def __init__(self, path: Path, reason: str, *, missing: bool = False) -> None:
+    def __init__(self, path: Any, reason: str, *, missing: bool = False) -> None:
         super().__init__(f"{path} {reason}")
         self.path, self.reason, self.missing = path, reason, missing
+
+    def __reduce__(self) -> Any:  # for other ranks
+        return type(self), (self.path, self.reason)
 
 
 @contextmanager
@@ -59,6 +70,31 @@ def unusable_paths() -> Iterator[None]:
         if error.errno not in UNUSABLE or not error.filename:
             raise
         raise UnreadableFile(Path(os.fsdecode(error.filename)), f"cannot be used ({error.strerror})") from error
+
+
+class UnreadableStorage(UnreadableFile, StorageError):
+    """The system cannot read a file that is there. Who can do without the file takes it for a damaged one."""
+
+    exit_code = StorageError.exit_code
+
+
+def stored(read: Callable[[], T], place: object) -> T:
+    """The result of `read`, which reads from `place`, after up to three more attempts. Raises UnreadableStorage."""
+    for pause in (*PAUSES_S, 0):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in LASTING:
+                raise
+            failure = error
+        time.sleep(pause)
+    reason = f"cannot be read ({failure.strerror}, also when it was read again); check its disk or network"
+    raise UnreadableStorage(place, reason) from failure
+
+
+class _PatientFile(FileIO):
+    def readinto(self, buffer: Any) -> int | None:
+        return stored(partial(super().readinto, buffer), self.name)
 
 
 def is_plain(path: Path) -> bool:
@@ -82,7 +118,7 @@ def kind(mode: int) -> str:
 @contextmanager
 def opened(path: Path, *, links: bool = False) -> Iterator[BufferedReader]:
     """Open a plain file for reading, without blocking. `links` allows a symbolic link. Raises UnreadableFile."""
-    with _open(path, links) as file:
+    with stored(partial(_open, path, links), path) as file:
         try:
             yield file
         except OSError as error:
@@ -95,10 +131,12 @@ def _open(path: Path, links: bool) -> BufferedReader:
     try:
         # Check the kind before opening: opening a pipe waits for a writer, and can start an action of a device.
         if not (other_kind := kind(path.stat(follow_symlinks=links).st_mode)):
-            return path.open("rb")
+            return BufferedReader(_PatientFile(path))
     except (FileNotFoundError, NotADirectoryError):
         raise UnreadableFile(path, "is missing", missing=True) from None
     except (OSError, ValueError) as error:  # a path with a NUL byte is a ValueError
+        if isinstance(error, OSError) and error.errno not in LASTING:
+            raise
         reason = error.strerror if isinstance(error, OSError) else error
         raise UnreadableFile(path, f"cannot be read ({reason})") from error
     raise UnreadableFile(path, f"is {other_kind}, expected a plain file")

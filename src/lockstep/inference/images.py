@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lockstep.core.errors import InputError, out_of_memory, reason_of
+from lockstep.core.errors import InputError, StorageError, out_of_memory, reason_of
 from lockstep.core.model_card import Shape
 from lockstep.data.datasets.decode import GREY, RGB, ImageFile, contents
 from lockstep.data.datasets.folder import image_files, suffixes_of
@@ -56,6 +56,8 @@ def stored_image(image: ImageLike, shape: Shape, *how: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(file.fitted(shape[1:], *how)))
     except FileNotFoundError:
         raise InputError(f"{name}: there is no such file or folder") from None
+    except StorageError:
+        raise
     except Exception as error:  # the decoders raise all kinds of errors for a damaged file
         if memory := out_of_memory(error, name):
             raise memory from error

@@ -20,7 +20,7 @@ from lockstep.config.composition import Invocation
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -137,6 +137,8 @@ def fetch_data(resume: Resume, dataset: Source) -> None:
     try:
         dataset.train()
         dataset.eval()
+    except StorageError:
+        raise
     except InputError as error:
         remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
         raise InputError(f"{error}; {remedy}") from error

@@ -7,6 +7,7 @@ import hashlib
 import math
 from abc import abstractmethod
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -19,10 +20,10 @@ from torch.nn import functional as F
 
 from lockstep.config.options import option
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
-from lockstep.core.errors import InputError
+from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
-from lockstep.core.safe_read import check_size, opened
+from lockstep.core.safe_read import check_size, opened, stored
 from lockstep.core.safe_write import absent, locked, remove_empty
 from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
@@ -198,8 +199,10 @@ class Published(ArraySource):
 
     def read(self, train: bool) -> tuple[Tensor, Tensor]:
         try:
-            pixels, labels = self.read_files(train)
+            pixels, labels = stored(partial(self.read_files, train), self.root)
             return torch.from_numpy(np.array(pixels)), torch.as_tensor(np.array(labels), dtype=torch.int64)
+        except StorageError:
+            raise
         except Exception as error:  # the readers raise all kinds of errors for a damaged file
             raise InputError(
                 f"data_root: {self.factory} cannot be read from {self.root} ({type(error).__name__}: {error}); "
@@ -209,6 +212,8 @@ class Published(ArraySource):
     def prepare(self) -> None:
         try:
             super().prepare()
+        except StorageError:
+            raise
         except InputError as error:
             self._download(error)
             super().prepare()

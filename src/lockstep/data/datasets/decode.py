@@ -8,6 +8,7 @@ says which values of other numbers are to be 0 and 255.
 
 from __future__ import annotations
 
+import errno
 import logging
 import lzma
 import math
@@ -17,6 +18,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +32,7 @@ from torch.nn import functional as F
 from lockstep.core.centre import Size, centre_start
 from lockstep.core.errors import check_installed
 from lockstep.core.model_card import CROP, INTERPOLATION, PAD, SQUASH
-from lockstep.core.safe_read import LARGEST, check_size
+from lockstep.core.safe_read import LARGEST, check_size, stored
 from lockstep.data.datasets import photos
 from lockstep.data.datasets.listing import Member
 
@@ -176,18 +178,25 @@ class ImageFile(NamedTuple):
 
 
 def contents(place: Path | Member) -> bytes:
-    """The bytes of an image file, in few system calls. Raises OSError, or ValueError for a pipe or a device."""
-    if not isinstance(place, Path):
-        return place.contents()
-    descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
+    """The bytes of an image file. Raises OSError, UnreadableStorage, or ValueError for a pipe or a device."""
+    return stored(partial(read_part, place) if isinstance(place, Path) else place.contents, place)
+
+
+def read_part(path: Path, offset: int = 0, size: int | None = None) -> bytes:
+    """`size` bytes of a file, or all, in few system calls. Raises OSError, or ValueError for a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is not a regular file")
-        check_size(status.st_size)
-        data = os.read(descriptor, status.st_size)
-        while len(data) < status.st_size and (rest := os.read(descriptor, status.st_size - len(data))):
-            data += rest  # a network file system may return less than is asked for
+        if size is None:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError("it is not a regular file")
+            size = status.st_size
+        check_size(size)
+        data = b""
+        while len(data) < size:  # a network file system may return less than is asked for
+            if not (rest := os.pread(descriptor, size - len(data), offset + len(data))):
+                raise OSError(errno.EIO, f"it ends after {len(data):,} of {size:,} bytes")
+            data += rest
         return data
     finally:
         os.close(descriptor)

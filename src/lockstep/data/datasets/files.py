@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lockstep.core.centre import Size, evaluated_size, stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
-from lockstep.core.errors import BrokenImage, InputError, out_of_memory, reason_of
+from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
 from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
+from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.decode import RGB, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
@@ -125,11 +126,17 @@ class FileSplit:
         return contents(self.paths[index])
 
     def _attempt(self, index: int, read: Callable[..., ResultT], *arguments: Any) -> ResultT:
-        """`read(*arguments)` for the image `index`. Raises BrokenImage."""
+        """`read(*arguments)` for the image `index`. Raises BrokenImage, or UnreadableStorage."""
         try:
             return read(*arguments)
+        except StorageError:
+            raise
         except Exception as error:  # Pillow and the decoders raise all kinds of errors for a damaged file
             name = str(self.paths[index])
+            if isinstance(error, OSError) and error.errno is not None:
+                raise UnreadableStorage(
+                    name, f"is an image of the data set and cannot be read ({error.strerror})"
+                ) from error
             if memory := out_of_memory(error, name):
                 raise memory from error
             raise BrokenImage(index, name, reason_of(error)) from error

@@ -160,6 +160,8 @@ def read_manifest(folder: Path) -> Manifest:
                     size = os.fstat(data.fileno()).st_size
                 if size != expected:
                     raise ValueError(f"{file} has {size} bytes, expected {expected}")
+    except StorageError:
+        raise
     except UnreadableFile as error:
         raise _invalid(folder, f"{error.path.name} {error.reason}") from error
     except ValueError as error:

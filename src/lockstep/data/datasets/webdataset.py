@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import check_size, opened
+from lockstep.data.datasets.decode import read_part
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import HIDDEN, kind_of, left_out_note, suffixes_of
 from lockstep.data.datasets.listing import Files, as_names
@@ -36,12 +36,7 @@ class TarMember:
     size: int
 
     def contents(self) -> bytes:
-        check_size(self.size)
-        descriptor = os.open(self.shard, os.O_RDONLY)
-        try:
-            return os.pread(descriptor, self.size, self.offset)
-        finally:
-            os.close(descriptor)
+        return read_part(self.shard, self.offset, self.size)
 
     def __str__(self) -> str:
         return f"{self.shard}:{self.name}"
