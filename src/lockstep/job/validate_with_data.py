@@ -4,19 +4,26 @@ import json
 import math
 from collections.abc import Iterator
 
+import torch
+from torch import Tensor
+
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import local_size
-from lockstep.core.model_card import CLASSES, LABELS, NAMES_LIMIT
+from lockstep.core.model_card import CLASSES, LABELS, NAMES_LIMIT, VALUES
 from lockstep.core.monitor import Monitor
 from lockstep.core.plan import Plan
+from lockstep.core.world import World
+from lockstep.losses import probabilities_of
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
+from lockstep.scores import Block, Scores
 from lockstep.training.averages import check_average
 from lockstep.training.learning import Patience
 from lockstep.training.resolved_job import ResolvedJob, plan_of
 
 FLOAT32 = 4  # bytes
 FEW = 3  # classes that a sentence names
+TRIED = 4096  # images, from all parts of a split, that usually show that a metric has a value
 LARGE = 1024  # the side of images for which the layers of some networks of timm take long to make
 
 
@@ -74,7 +81,7 @@ def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
 
 
 def check_monitor(job: ResolvedJob) -> None:
-    """Refuse a monitor that no evaluation of this job logs."""
+    """Refuse a monitor that no evaluation of this job logs, or that has no value on the images to evaluate."""
     name, outputs = Monitor.parse(job.monitor).name, job.dataset.class_names or map(str, range(job.dataset.classes))
     by_class = {name for name, metric in job.metric.items() if getattr(metric, "average", "") == "none"}
     known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
@@ -89,3 +96,23 @@ def check_monitor(job: ResolvedJob) -> None:
             f"monitor is {name or job.monitor}, which an evaluation of this job does not log, expected one of "
             f"{', '.join([*known, *few])}{more}; {remedy}"
         )
+    if name.partition("/")[0] not in job.metric:
+        return
+    labels, targets = job.dataset.eval().labels, job.task.targets
+    if not any(has_value(job, name, tried) for tried in (labels[:: max(1, len(labels) // TRIED)], labels)):
+        present = labels.unique().numel() if targets == CLASSES else int((labels > 0.5).any(0).sum())
+        of_outputs = f" ({present} of {job.dataset.classes} {targets})" * (targets != VALUES)
+        raise InputError(
+            f"monitor is {name}, which has no value on the {len(labels):,} images to evaluate{of_outputs}, whatever "
+            "is predicted; use monitor=loss, or other images to evaluate"
+        )
+
+
+def has_value(job: ResolvedJob, name: str, labels: Tensor) -> bool:
+    """Whether a figure of a metric has a value for predictions of these labels that are drawn at random."""
+    metric, kind = name.partition("/")[0], probabilities_of(job.task, job.loss)
+    world, data = World.solo(), job.dataset
+    scores = Scores({metric: job.metric[metric]}, data.classes, data.class_names, world, kind, job.task.targets)
+    logits = torch.randn(len(labels), data.classes, generator=torch.Generator().manual_seed(0))
+    scores.update(Block(logits, logits, logits, labels, logits[:, 0], 0))
+    return not math.isnan(scores.compute()[name])

@@ -258,7 +258,7 @@ def say_ending(
     progress, name = trainer.progress, trainer.monitor.name
     state = trainer.state
     average = " of the averaged weights" if state.ema is not None and progress.best_step >= state.ema.start else ""
-    best = "none"
+    best = f"none, {name} never had a value; the weights are those of step {progress.best_step}"
     if progress.best is not None:
         epoch = progress.best_step / trainer.plan.steps_per_epoch
         best = f"{figure_text(name, progress.best)}{average} at step {progress.best_step} (epoch {epoch:.3g})"

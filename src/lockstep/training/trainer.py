@@ -155,9 +155,10 @@ class Trainer:
         if gain is None and best is None and not any(score is not None for _, score in progress.scores):
             self.telemetry.display.warn(f"{self.monitor.name} has no value after step {progress.step}: no best yet")
         improved = gain is not None and (best is None or gain > best)
-        if progress.best_step == 0 and progress.step == self.plan.total_steps:
-            improved = True  # a run has weights, also if no evaluation had a score
         progress.evaluated(None if gain is None else value, figures, better=improved)
+        if progress.best is None and (progress.step == self.plan.total_steps or self.ended_early):
+            improved = True  # a run that ends has weights, also if no evaluation had a score
+            progress.best_step, progress.best_figures = progress.step, progress.figures
         if gain is not None:
             self.step.scores.append((progress.step, gain))
         return improved
