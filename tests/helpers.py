@@ -124,7 +124,7 @@ def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, Resolv
     """The run folder that `python train.py OVERRIDES` would make, and the job that it would launch."""
     values = composed(*overrides)
     with initialize_config_dir(str(ROOT / "conf")):
-        called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="")
+        called = Invocation(overrides=overrides, sweep=False, folder=folder, hydra="")
         with closing(Lock()) as lock:
             preparation, job = create_run(decide_resume(values, called), called, lock)
     return preparation.run_dir, job

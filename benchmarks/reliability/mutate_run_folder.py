@@ -136,7 +136,7 @@ class _StopAt(StopRequest):
 def stopped_halfway(folder: Path, seed: int) -> None:
     """Run the job in `folder` and stop it after step `STOP_AT`."""
     overrides = (*JOB, f"seed={seed}", f"output_root={folder.parent}")
-    called = Invocation(overrides=overrides, command="", sweep=False, folder=folder, hydra="{}\n")
+    called = Invocation(overrides=overrides, sweep=False, folder=folder, hydra="{}\n")
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
@@ -148,7 +148,7 @@ def stopped_halfway(folder: Path, seed: int) -> None:
 def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
     """Run `python train.py resume=FOLDER`, with the config that Hydra has already `composed` for this command."""
     overrides = (f"resume={folder}", f"output_root={folder.parent}")
-    called = Invocation(overrides=overrides, command="python train.py", sweep=False, folder=None, hydra="{}\n")
+    called = Invocation(overrides=overrides, sweep=False, folder=None, hydra="{}\n")
     job = {**composed, "resume": str(folder), "output_root": str(folder.parent)}
 
     def command() -> None:

@@ -36,7 +36,7 @@ def resume_of(folder: Path | None, named: Path | None = None) -> Resume:
 
 def decided(*overrides: str, **changed: Any) -> Resume:
     """What a command with these overrides continues; `changed` are values that its config has besides."""
-    called = Invocation(overrides=overrides, command="", sweep=False, folder=None, hydra="")
+    called = Invocation(overrides=overrides, sweep=False, folder=None, hydra="")
     values = {**composed(*overrides), **changed}
     with composition.composing():
         return decide_resume(values, called)
@@ -160,7 +160,7 @@ def test_another_option_replaces_the_first(tmp_path: Path, first: str, now: str,
 def test_a_key_that_is_typed_now_must_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_dir(tmp_path / "run", "schedule=step", "schedule.gamma=0.5")
     for word in ("schedule.gamma=0.7", "schedule.warmpu=7", "++schedule={gamma: 0.7}"):
-        called = Invocation(overrides=("schedule=constant", word), command="", sweep=False, folder=None, hydra="")
+        called = Invocation(overrides=("schedule=constant", word), sweep=False, folder=None, hydra="")
         with pytest.raises(InputError, match=r"schedule\.(gamma|warmpu)"), composition.composing():
             build_job(decide_resume({**composed("schedule=constant"), "resume": str(run.path)}, called).values)
     assert "schedule.gamma=0.5 of the run is dropped" in capsys.readouterr().out

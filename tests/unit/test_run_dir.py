@@ -259,7 +259,7 @@ def test_a_disk_that_fills_up_while_a_job_is_described_leaves_it_as_it_was(tmp_p
 @pytest.mark.parametrize("content", [b"\xff", bytes(2**20)])
 def test_latest_that_names_nothing_is_a_mistake_with_a_remedy(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "latest").write_bytes(content)
-    called = Invocation(overrides=(), command="", sweep=False, folder=None, hydra="")
+    called = Invocation(overrides=(), sweep=False, folder=None, hydra="")
     with pytest.raises(InputError, match=r"resume=latest: .*latest .*; name a run folder with resume=PATH"):
         decide_resume(composed("resume=latest", f"output_root={tmp_path}"), called)
     with pytest.raises(InputError, match=r"^weights: .*latest .*; name a run folder$"):
@@ -279,7 +279,7 @@ def test_the_best_checkpoint_of_a_run_is_resumed_by_the_file_that_names_it(tmp_p
     checkpoint.mkdir()
     (checkpoint / MANIFEST).write_text("{}")
     run.best.write_text(f"{checkpoint.name}\n")
-    called = Invocation(overrides=(), command="", sweep=False, folder=None, hydra="")
+    called = Invocation(overrides=(), sweep=False, folder=None, hydra="")
     assert decide_resume(composed(f"resume={run.best}"), called).values["resume"] == str(checkpoint)
 
 

@@ -92,8 +92,8 @@ def test_each_submitted_job_has_its_number_and_its_folder(tmp_path: Path, progra
 def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **values: Any) -> Submission:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     values = {**composed("device=cpu"), "resume": None, **values}
-    resume = Resume(composed=values, values=values, overrides=words, run=run, folder=run, may_fetch=True)
-    called = Invocation(overrides=words, command="", sweep=False, folder=None, hydra="")
+    resume = Resume(composed=values, values=values, overrides=words, typed=words, run=run, folder=run, may_fetch=True)
+    called = Invocation(overrides=words, sweep=False, folder=None, hydra="")
     return submission(resume, Slurm(setup=values.pop("setup", [])), called, Lock())
 
 

@@ -21,8 +21,8 @@ import torch
 
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
 from lockstep.cli.processes import ending, running
-from lockstep.config.commands import RUN_FOLDERS, key_of, override, shell_command
-from lockstep.config.composition import without_keys
+from lockstep.config.commands import RUN_FOLDERS, key_of, latest_starts, override, shell_command, with_starts
+from lockstep.config.composition import composed, without_keys
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
@@ -130,6 +130,7 @@ def ladder(
     """
     refuse_resume(overrides, "ladder trains from the initial weights")
     words = (*without_keys(overrides, OF_RUNGS, "each setup sets strategy, launcher, loggers and folder"),) or DEFAULT
+    words = (*with_starts(words, latest_starts(composed([*words, "name=ladder"]))),)
     files = [Path(script).absolute() for script in scripts]
     job = job_of([*words, "strategy=single", "launcher.ranks=1"])
     gpus = torch.cuda.device_count() if job.device == "cuda" else 0

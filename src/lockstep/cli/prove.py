@@ -26,7 +26,7 @@ from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.reading import latest_valid
 from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
-from lockstep.config.commands import OF_RUN, key_of
+from lockstep.config.commands import OF_RUN, key_of, latest_starts, with_starts
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
@@ -82,6 +82,7 @@ def prove(
     if not 2 <= steps <= MOST_STEPS:
         raise InputError(f"--steps is {steps}, expected from 2 to {MOST_STEPS:,}: --steps=20")
     refuse_resume(overrides, "prove trains from the initial weights")
+    overrides = with_starts(overrides, latest_starts(composition.composed([*overrides, "name=prove"])))
     overrides = composition.without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     job = replace(job, dataset=with_targets(job.dataset, job.task.targets))

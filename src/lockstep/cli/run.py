@@ -35,7 +35,7 @@ from lockstep.sweep.line import NOT_OF_SWEEP
 from lockstep.training.resolved_job import load_job
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
-Decide = Callable[[], Resume]
+Decide = Callable[..., Resume]
 SLURM = "lockstep.launcher.Slurm"
 # What does not change how much memory a job takes.
 NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
@@ -99,7 +99,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
     jobs = []  # of main; the other ranks that torchrun started read it from the folder
 
     def create(earlier: str) -> Preparation:
-        preparation, job = create_run(decide(), invocation, lock, earlier)
+        preparation, job = create_run(decide(*filter(None, [earlier])), invocation, lock, earlier)
         jobs.append(job)
         return preparation
 

@@ -4,20 +4,24 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from lockstep.core.errors import InputError, shown
+from lockstep.core.fields import leaves
 from lockstep.core.named_paths import pointed
-from lockstep.core.run_dir import LATEST
+from lockstep.core.run_dir import LATEST, RunDir
+from lockstep.core.safe_read import UnreadableFile, read_yaml
 
 # The keys that hold paths of runs and checkpoints, and the keys that hold other folders.
 RUNS = ("resume", "init_from", "task.teacher")
-STARTS = ("init_from", "task.teacher")  # of these, `latest` means the run that is the newest now
+STARTS = ("init_from", "task.teacher")  # of these, `latest` is the run that was the newest when the job began
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
 RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of runs begin
 # What says where a run trains, and what it records: of no use where no run is made.
@@ -60,10 +64,34 @@ def quoted_path(word: str) -> str:
     key, _, path = word.partition("=")
     if key not in (*RUNS, *FOLDERS) or not path:
         return word
-    if (key in RUNS and Path(path).is_file()) or (key in STARTS and path == LATEST):
+    if key in RUNS and path != LATEST and Path(path).is_file():
         path = str(pointed(Path(path), Path("outputs"), key))
         word = f"{key}={path}"
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word
+
+
+def latest_starts(values: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """The run that `latest` names in the `STARTS` of a config, by key.
+
+    A job whose config was `stored` keeps its run. Any other takes the newest one of the config's `output_root`; if
+    that is a run of the same command, what it took. Raises InputError if there is none.
+    """
+    at, taken = dict(leaves(values)), dict(leaves(stored or {}))
+    if not (keys := [key for key in STARTS if at.get(key) == LATEST]):
+        return {}
+    if not all(map(taken.get, keys)):
+        newest = pointed(Path(LATEST), Path(str(at["output_root"])).expanduser(), f"{keys[0]}={LATEST}")
+        taken = dict.fromkeys(keys, str(newest))
+        with suppress(UnreadableFile):
+            of_newest = dict(leaves(read_yaml(RunDir(newest).composed)))
+            taken |= of_newest if {**at, **dict.fromkeys(keys)} == {**of_newest, **dict.fromkeys(keys)} else {}
+    return {key: str(taken[key]) for key in keys}
+
+
+def with_starts(words: Iterable[str], starts: Mapping[str, str]) -> list[str]:
+    """The overrides with the runs that `latest_starts` has found."""
+    others = [word for word in words if key_of(word) not in starts]
+    return [*others, *(override(key, path) for key, path in starts.items())]
 
 
 def parsed(word: str) -> object:

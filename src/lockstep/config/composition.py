@@ -72,11 +72,15 @@ class ConfigFiles:
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
     overrides: tuple[str, ...]  # of the job's keys
-    command: str  # all of it, quoted for a shell
     sweep: bool
     folder: Path | None  # the run folder, if the sweep or the command names it
     hydra: str  # Hydra's own config as YAML
     configs: ConfigFiles = ConfigFiles()
+
+    @property
+    def command(self) -> str:
+        """All of it, quoted for a shell."""
+        return shell_command([*program_words(), *self.configs.words, *self.overrides])
 
     @classmethod
     def current(cls) -> Invocation:
@@ -87,10 +91,8 @@ class Invocation:
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
-        overrides = tuple(words_of_job())
         return cls(
-            overrides=overrides,
-            command=shell_command([*program_words(), *configs.words, *overrides]),
+            overrides=tuple(words_of_job()),
             sweep=sweep,
             folder=folder.absolute() if sweep or folder != Path() or typed_here else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),

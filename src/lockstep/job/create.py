@@ -60,7 +60,7 @@ def create_run(
         run_dir,
         {
             run_dir.config: components.dump(components.plain(job)),
-            run_dir.command: invocation.command + "\n",
+            run_dir.command: replace(invocation, overrides=resume.typed).command + "\n",
             run_dir.hydra / "hydra.yaml": resume.hydra,
             run_dir.overrides: components.dump(resume.overrides),
             run_dir.composed: components.dump(resume.composed),

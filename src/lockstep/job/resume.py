@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, composition, extensions
-from lockstep.config.commands import key_of, override, shell_command
+from lockstep.config.commands import key_of, latest_starts, override, shell_command, with_starts
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
@@ -39,6 +39,7 @@ class Resume:
     # Whether missing data may be downloaded. Not to a folder that only the run folder names: somebody else may have
     # written that.
     may_fetch: bool
+    typed: tuple[str, ...] = ()  # the overrides of the command, with the runs that `latest` names
     hydra: str = ""  # Hydra's own config of `composed`, as YAML, with the options of the job
 
     @property
@@ -64,8 +65,11 @@ class Resume:
         return Path(named) if newest is None and named is not None else newest
 
 
-def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
-    """What the command with the composed config `values` continues. Writes nothing. Raises InputError."""
+def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str = "") -> Resume:
+    """What the command with the composed config `values` continues, also in the folder of an `earlier` attempt of it.
+
+    Writes nothing. Raises InputError.
+    """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* applies only to sweeps; add -m, or remove it")
     (run, start), named = _named(values, invocation), invocation.folder
@@ -83,10 +87,19 @@ def decide_resume(values: dict[str, Any], invocation: Invocation) -> Resume:
         values = {**own, "output_root": values["output_root"]}
         # What it was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
         start = components.load(RunDir(run).config).get("resume")
+    folder = (named or (Path(earlier) if earlier else None)) if run is None else run
+    starts = latest_starts(values, None if folder is None else Run(folder).composed)
+    for key, path in starts.items():
+        if folder is not None and Path(path).resolve() == folder.resolve():
+            raise InputError(f"{key}=latest is {path}, the run itself; name another one with {key}=RUN")
+        block, _, name = key.rpartition(".")
+        values = {**values, **({block: {**values[block], name: path}} if block else {name: path})}
+    overrides = tuple(with_starts(overrides, starts))
     return Resume(
         composed=values,
         values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
         overrides=overrides,
+        typed=tuple(with_starts(invocation.overrides, starts)),
         run=run,
         folder=named if run is None else run,
         may_fetch=may_fetch,

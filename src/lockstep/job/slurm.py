@@ -55,7 +55,7 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
     _check_setup(launcher.setup)
     if resume.run is None:
         components.build_job(resume.values)
-    overrides = [word for word in invocation.overrides if key_of(word) not in ("launcher.dry_run", "resume")]
+    overrides = [word for word in resume.typed if key_of(word) not in ("launcher.dry_run", "resume")]
     source = resume.run or resume.values["resume"]
     words = [override("resume", source)] if source is not None else []
     return Submission(

@@ -51,6 +51,7 @@ class Identity:
     words: tuple[str, ...] = ()  # the command line of the newest call, without the program
     direction: Direction = Direction.maximize
     figure: str = SCORE  # the figure that the score is; `score` where nothing says it
+    latest: str = ""  # the run that `latest` names to its jobs: the newest one when the sweep began
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # no other sweep has it, even in the same folder
 
     @property
@@ -107,6 +108,7 @@ class Ledger:
                 words=tuple(map(str, facts["words"])),
                 direction=Direction(facts["direction"]),
                 figure=str(facts.get("figure", SCORE)),  # an earlier version names none
+                latest=str(facts.get("latest", "")),
                 id=str(facts["id"]),
             )
         except UnreadableFile as error:

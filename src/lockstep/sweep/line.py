@@ -2,7 +2,9 @@
 
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config.commands import key_of, shell_command
+from lockstep.config import commands
+from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
 from lockstep.config.options import declared
@@ -19,8 +22,9 @@ from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import problems
 from lockstep.core.monitor import Monitor, chosen_monitor
+from lockstep.core.named_paths import pointed
 from lockstep.core.run import State
-from lockstep.core.run_dir import relative
+from lockstep.core.run_dir import LATEST, relative
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
 
@@ -162,10 +166,25 @@ def _choose(config: DictConfig, identity: Identity, words: list[str]) -> Ledger:
         _say_what_goes_on(ledger)
     else:
         ledger.create(identity)
+    words = _with_starts(config, words, ledger)
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.sweep.dir = str(ledger.folder)
         config.hydra.overrides.task = words
     return ledger
+
+
+def _with_starts(config: DictConfig, words: list[str], ledger: Ledger) -> list[str]:
+    """The words with the run that `latest` named when the sweep began, of all jobs the same."""
+    pattern = re.compile(rf"(?<![\w./-]){LATEST}(?![\w./-])")
+    starts = [word for word in words if key_of(word) in STARTS]
+    keys = {key for key in STARTS if OmegaConf.select(config, key) == LATEST} - {*map(key_of, starts)}  # of a recipe
+    if keys or any(map(pattern.search, starts)):
+        if not (identity := ledger.identity()).latest:
+            path = pointed(Path(LATEST), Path(config.output_root).expanduser(), f"{min(keys or STARTS)}={LATEST}")
+            ledger.create(identity := replace(identity, latest=str(path)))
+        run = commands.override("", identity.latest)[1:]
+        words = [pattern.sub(lambda _: run, word) if word in starts else word for word in words]
+    return [*words, *(f"{key}={run}" for key in sorted(keys))]
 
 
 def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:

@@ -1,0 +1,100 @@
+"""`latest` is the newest run of the `output_root` in effect, and a job keeps the run that it was at its begin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from helpers import ROOT, composed
+from lockstep.config import components, composition
+from lockstep.config.composition import Invocation
+from lockstep.core.errors import InputError
+from lockstep.core.fields import leaves
+from lockstep.core.run_dir import RunDir
+from lockstep.job.resume import Resume, decide_resume
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.line import choose_folder
+
+KEYS = {"init_from=latest": (), "task.teacher=latest": ("task=distill",)}
+ROOTS = ("runs", "nested/runs/", "{}/elsewhere", "outputs")
+
+
+def started(root: str, name: str, decided: Resume | None = None) -> str:
+    """A run below an output root, the newest one; its path."""
+    run = RunDir.at(Path(root, name))
+    if decided is not None:
+        run.composed.write_text(components.dump(decided.composed))
+        run.overrides.write_text(components.dump(decided.overrides))
+    run.mark_latest(Path(root))
+    return str(run.path)
+
+
+def decided(*words: str, folder: Path | None = None, earlier: str = "") -> Resume:
+    called = Invocation(overrides=words, sweep=False, folder=folder, hydra="")
+    return decide_resume(composed(*words), called, earlier)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started("outputs", "of the default root")
+
+
+@pytest.mark.parametrize("word", KEYS)
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_job_keeps_the_run_that_latest_was(tmp_path: Path, word: str, root: str) -> None:
+    root, key = root.format(tmp_path), word.partition("=")[0]
+    words = (*KEYS[word], word, f"output_root={root}", "seed=3")
+    base = started(root, "base")
+
+    def named(resume: Resume) -> Path:
+        (typed,) = (text.partition("=")[2] for text in resume.overrides if text.startswith(f"{key}="))
+        assert typed == dict(leaves(resume.composed))[key] == dict(leaves(resume.values))[key]
+        assert f"{key}={typed}" in resume.typed
+        return Path(typed.strip('"'))
+
+    first = decided(*words)
+    assert named(first).resolve() == Path(base).resolve()
+    own = Path(started(root, "own", first))
+    for again in (decided(*words), decided(*words, folder=own), decided(*words, earlier=str(own))):
+        assert named(again) == named(first), "it takes neither itself nor what has come between"
+    started(root, "between")
+    assert named(decided(*words, folder=own)) == named(first)
+    assert named(decided(*words, "epochs=9")).name == "between"
+    with pytest.raises(InputError, match=f"^{key}=latest is .*between, the run itself; name another one with {key}="):
+        decided(*words, folder=Path(root, "between").absolute())
+
+
+@pytest.mark.parametrize("word", KEYS)
+def test_latest_that_is_none_names_the_output_root(word: str) -> None:
+    with pytest.raises(InputError, match=f"^{word}: no run has been started in empty yet; name a run folder$"):
+        decided(*KEYS[word], word, "output_root=empty")
+
+
+@pytest.mark.parametrize("words", [("seed=1,2", "init_from=latest"), ("init_from=latest,null",)], ids=str)
+def test_all_jobs_of_a_sweep_start_from_one_run_also_when_its_line_is_typed_again(words: tuple[str, ...]) -> None:
+    base = started("runs", "base")
+    folders = []
+    for _ in range(2):
+        with initialize_config_dir(str(ROOT / "conf")):
+            loader = GlobalHydra.instance().config_loader()
+            config = loader.load_configuration("config", [*words, "output_root=runs", "name=x"], RunMode.MULTIRUN)
+            folders.append(choose_folder(config).folder)
+        started("runs", "job")
+        assert [word.replace("latest", base) for word in words] == [*config.hydra.overrides.task][: len(words)]
+    assert folders[0] == folders[1]
+    assert Ledger(folders[0]).identity().latest == base
+
+
+def test_a_recipe_says_latest_and_where(tmp_path: Path) -> None:
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    recipe = "# @package _global_\noutput_root: runs\ninit_from: latest\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(recipe)
+    base = started("runs", "base")
+    with composition.invoked([f"hydra.searchpath=[{tmp_path}/conf]", "experiment=mine"]) as (values, invocation):
+        resume = decide_resume(values, invocation)
+    assert (resume.values["init_from"], resume.overrides[-1]) == (base, f"init_from={base}")
