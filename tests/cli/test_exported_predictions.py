@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from helpers import train_here
+from helpers import documented, train_here
 from lockstep.cli import export as exporting
 from lockstep.core.model import probabilities
 from lockstep.core.model_card import VALUES
@@ -198,3 +198,32 @@ def test_the_card_names_published_weights_only_where_the_training_started_from_t
     assert head["base_model"] == "timm/convnextv2_atto.fcmae_ft_in1k"
     assert "cc-by-nc-4.0" in text  # the licence of the base, in its place: not of these weights
     assert "license" not in head | json.loads((folder / "config.json").read_text())["pretrained_cfg"]
+
+
+@pytest.mark.parametrize(
+    ("task", "sizes"),
+    [
+        ("labels", SIZES["square"]),
+        ("values", (*SIZES["oblong"], "dataset.fit=pad")),
+        (
+            "classes",
+            ("model=test_resnet", "dataset.decode_size=[40,64]", "dataset.input_size=32", "dataset.fit=squash"),
+        ),
+    ],
+)
+def test_an_onnx_file_and_the_code_of_the_document_predict_what_the_run_predicts(
+    photos: Path, tmp_path: Path, task: str, sizes: tuple[str, ...]
+) -> None:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    usual = ("dataset=csv", f"dataset.path={photos / 'list.csv'}", "augment=none", "batch=8", "steps=3")
+    run = train_here(tmp_path / "run", *usual, *TASKS[task], *sizes, *OWN)
+    exporting.export(str(run.path), [], kind="onnx", pixels="uint8", out=str(tmp_path / "model.onnx"))
+    session, ours = onnxruntime.InferenceSession(tmp_path / "model.onnx"), load(run.path, device="cpu")
+    card = json.loads(session.get_modelmeta().custom_metadata_map["lockstep"])
+    assert (card["probabilities"], tuple(card["class_names"])) == (ours.card.probabilities, ours.names)
+    for number in range(4):
+        photo = photos / f"{number}.png"
+        pixels = documented("prepared")(Image.open(photo), card, session.get_inputs()[0].shape[2:])
+        (logits,) = session.run(["logits"], {"images": pixels})
+        shares = probabilities(torch.from_numpy(logits), card["probabilities"])[0]
+        assert shares.tolist() == pytest.approx(expected(ours, photo), abs=0.02)

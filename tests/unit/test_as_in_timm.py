@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from helpers import NARROW, train_here
+from helpers import NARROW, documented, train_here
 from lockstep.checkpoint.weights import read_card
 from lockstep.core.model_card import ModelCard
 from lockstep.data.datasets.files import with_input, with_sizes
@@ -124,11 +122,6 @@ STORED: tuple[tuple[tuple[int, int], tuple[int, int], float], ...] = (
 def test_the_code_of_the_document_prepares_photos_like_predict(
     photos: Path, card: ModelCard, sizes: tuple[tuple[int, int], tuple[int, int], float], fit: str
 ) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "use.md").read_text()
-    block = next(block for block in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "prepared" in block)
-    body = [node for node in ast.parse(block).body if isinstance(node, ast.FunctionDef | ast.Import | ast.ImportFrom)]
-    names: dict[str, Any] = {}
-    exec(compile(ast.Module(body, []), "use.md", "exec"), names)
     stored, seen, crop = sizes
     chosen = replace(card, image_shape=(3, *stored), input_shape=(3, *seen), eval_crop=crop, fit=fit)
     predictor = predictor_of(chosen)
@@ -136,7 +129,7 @@ def test_the_code_of_the_document_prepares_photos_like_predict(
     for path in sorted((photos / "val" / "a").iterdir()):
         expected = predictor.stored(path) if enlarged else predictor.cropped(predictor.stored(path))
         size = tuple(expected.shape[2:])
-        pixels = names["prepared"](Image.open(path), vars(chosen), size)
+        pixels = documented("prepared")(Image.open(path), vars(chosen), size)
         assert pixels.shape == (1, 3, *size)
         assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
 

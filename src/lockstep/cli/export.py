@@ -8,7 +8,7 @@ import json
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,8 +218,8 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
         raise InputError(f"--to timm: this model is no model of timm ({card.model['_target_']}); use --to onnx")
     shape, share = card.input_shape, timm_share(card)
     # Nothing else that timm says of published weights holds for these: test sizes, tag, licence, origin.
-    facts: dict[str, Any] = {key: facts_of_timm.get(key) for key in ("fixed_input_size", "first_conv", "classifier")}
-    facts |= {
+    facts: dict[str, Any] = {
+        **{key: facts_of_timm.get(key) for key in ("fixed_input_size", "first_conv", "classifier")},
         "num_classes": card.classes,
         "input_size": shape,
         "mean": card.mean,
@@ -234,8 +234,8 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     if facts["fixed_input_size"]:
         arguments.setdefault("img_size", shape[1:])
     config = {"label_names": list(card.names), "problem_type": PROBLEMS[card.probabilities]}
-    trained = {} if run is None else components.load(run.config).get("model") or {}
-    base = facts_of_timm if trained.get("pretrained") else {}
+    trained = None if run is None else components.load(run.config).get("model")
+    base = facts_of_timm if isinstance(trained, dict) and trained.get("pretrained") else {}
     stored, seen = ("x".join(map(str, size[1:])) for size in (card.image_shape, shape))
     possible = {
         f"this run resizes a photo to {stored} and its centre to {seen}, timm resizes it once": share is None,
@@ -280,22 +280,18 @@ def timm_share(card: ModelCard) -> float | None:
     return None
 
 
-def readme(
-    card: ModelCard, run: RunDir | None, name: str, differences: Sequence[str], base: Mapping[str, Any]
-) -> str:
+def readme(card: ModelCard, run: RunDir | None, name: str, differences: Sequence[str], base: dict[str, Any]) -> str:
     """The model card in Markdown, with the fields that the hub of Hugging Face reads at its top.
 
-    `base` are timm's facts about the published weights that the training started from; empty if from none.
+    `base` has timm's facts about the published weights that the training started from, if any.
     """
     words = [] if run is None else ["lockstep", "train", *read_overrides(run.overrides)]
     scores = [f"- {markdown(figure_text(figure, value))}" for figure, value in card.scores.items()]
     origin = ", ".join(filter(None, (base.get("hf_hub_id"), base.get("license"), base.get("origin_url"))))
-    code = [
-        "import timm",
-        "",
-        f"model = timm.create_model({f'local-dir:{name}'!r}, pretrained=True).eval()",
-        "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))",
-    ]
+    code = f"""import timm
+
+model = timm.create_model({f"local-dir:{name}"!r}, pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"""
     lines = [
         *("---", "library_name: timm", "pipeline_tag: image-classification", "tags: [image-classification, timm]"),
         *([f"base_model: {json.dumps(base['hf_hub_id'])}"] if base.get("hf_hub_id") else []),
@@ -311,6 +307,6 @@ def readme(
         *(f"Predictions can differ from the run's: {difference}." for difference in differences),
         "",
         *([markdown_code(shell_command(words), "bash"), ""] if words else []),
-        *(markdown_code("\n".join(code), "python"), ""),
+        *(markdown_code(code, "python"), ""),
     ]
     return "\n".join(lines)

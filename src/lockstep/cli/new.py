@@ -21,7 +21,7 @@ def new(project: str) -> None:
     name = folder.name
     if not name.isidentifier() or keyword.iskeyword(name) or not name.isascii():
         raise InputError(
-            f"{name!r} cannot be the name of a Python package; use letters, digits and _: lockstep new mine"
+            f"{project!r} cannot be the name of a Python package; use letters, digits and _: lockstep new mine"
         )
     if not folder.absolute().parent.is_dir():
         raise InputError(f"{folder.absolute().parent} is not a folder, expected one in which to create {name}")

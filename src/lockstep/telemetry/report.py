@@ -16,7 +16,7 @@ import numpy as np
 
 from lockstep.config.options import differences, value_text
 from lockstep.core import safe_read
-from lockstep.core.errors import escaped, masked
+from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
@@ -37,7 +37,7 @@ from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}  # as a page shows them
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
@@ -96,13 +96,10 @@ def _pages() -> Any:
         loader=folder,
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: "" if value is None else page_text(value) if type(value) is str else value,
+        finalize=lambda value: (
+            "" if value is None else masked(value).translate(CONTROLS) if type(value) is str else value
+        ),
     )
-
-
-def page_text(text: str) -> str:
-    """A text as a page has it before HTML is escaped: without secrets, and with control characters as `\\x1b`."""
-    return CONTROLS.sub(lambda control: escaped(control[0]), masked(text))
 
 
 def facts_of(run: Run) -> dict[str, Any]:
