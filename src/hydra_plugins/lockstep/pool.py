@@ -40,16 +40,7 @@ from lockstep.core.terminal import impatient
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import (
-    SCORE,
-    Record,
-    check_figures,
-    checked_direction,
-    job_key,
-    setting_of,
-    swept_keys,
-    varied,
-)
+from lockstep.sweep.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task
@@ -174,7 +165,7 @@ class PoolLauncher(Launcher, Callback):
                 raise WrongJob(*(f"job {number} ({shown}): {line}" for line in lines)) from error
         needs = [need for _, need in planned]
         self._agree(ledger, {need.monitor for need in needs if need.monitor})
-        settings = {self.identify(words): setting_of(words) for words in job_overrides} if self.halving else {}
+        settings = {self.identify(words): job_key(words, samples=False) for words in job_overrides}
         if self.halving and (number := len({*settings.values()})) < self.halving:
             raise InputError(
                 f"sweep.halving={self.halving} keeps the best one of {self.halving} jobs, all seeds and folds of a "

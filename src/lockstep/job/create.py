@@ -37,8 +37,6 @@ from lockstep.job.validate_with_data import check_plan
 from lockstep.runtime import environment
 from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
-SAMPLED = 1000  # steps at which the learning rates of two plans are compared
-
 
 def create_run(
     resume: Resume, invocation: Invocation, lock: Lock, earlier: str = ""
@@ -184,7 +182,7 @@ def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any]) -
         for key in {**here, **saved}
         if key != "steps" and any(begin < step for begin in {*here.get(key, ())} ^ {*saved.get(key, ())})
     ]
-    earlier, sampled = replace(plan, total_steps=saved["steps"][0]), range(1, step + 1, max(1, step // SAMPLED))
+    earlier, sampled = replace(plan, total_steps=saved["steps"][0]), range(1, step + 1, 1 + step // 1000)
     with suppress(InputError):  # the parts of a `chain` may not fit into the earlier plan
         if any(job.schedule.factor(at, plan, ()) != job.schedule.factor(at, earlier, ()) for at in sampled):
             changes.append("another learning rate")

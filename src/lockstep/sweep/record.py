@@ -67,14 +67,13 @@ class Record:
 Identify = Callable[[Sequence[str]], Hashable]  # what a job is, by its overrides
 
 
-def job_key(overrides: Sequence[str]) -> frozenset[str]:
-    """What a job is where nobody can compose its config: its overrides in any order, wherever the sweep is."""
-    return frozenset(word for word in overrides if not word.startswith("output_root="))
+def job_key(overrides: Sequence[str], *, samples: bool = True) -> frozenset[str]:
+    """What a job is where nobody can compose its config: its overrides in any order, wherever the sweep is.
 
-
-def setting_of(overrides: Sequence[str]) -> frozenset[str]:
-    """What jobs share that are samples of one setting: their overrides without seed and fold."""
-    return job_key([word for word in overrides if word.lstrip("+").partition("=")[0] not in SAMPLES])
+    With `samples=False`, what its setting is: also without seed and fold.
+    """
+    without = ("output_root", *([] if samples else SAMPLES))
+    return frozenset(word for word in overrides if word.lstrip("+").partition("=")[0] not in without)
 
 
 def checked_direction(name: Any) -> Direction:

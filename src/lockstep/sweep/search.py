@@ -8,9 +8,9 @@ trained twice. The logged scores alone decide what continues, so a sweep that wa
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -22,7 +22,7 @@ from lockstep.core.run import Run, State
 from lockstep.core.safe_write import storing
 from lockstep.runtime.signals import RUNG_END
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Identify, Record, job_key, objectives_of, setting_of
+from lockstep.sweep.record import SCORE, Identify, Record, job_key, objectives_of
 
 if TYPE_CHECKING:
     import optuna
@@ -64,58 +64,55 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
     Stopped also if a job was stopped alone, and has no score.
     """
     ledger, direction = pool.ledger, pool.ledger.identity().direction
-    settings: dict[Hashable, list[Record]] = {}
-    for record in dict.fromkeys(records):  # a line may have a job twice
-        settings.setdefault(setting_of(record.overrides), []).append(record)
-    racing, lost = [*settings.values()], set[int]()
-    rounds = shares(len(racing), factor)
+    racing = [*dict.fromkeys(records)]  # a line may have a job twice
+    setting = {record.number: job_key(record.overrides, samples=False) for record in racing}
+    samples = Counter(setting.values())
+    rounds = shares(len(samples), factor)
 
     def runs(record: Record) -> bool:
-        return record.number in tasks and record.number not in lost and record.state is not State.done
+        return record.number in tasks and record.state is not State.done
 
     for number, share in enumerate(rounds, 1):
         pool.view.share, pool.view.portion = share, share - ([0.0, *rounds][number - 1])
-        samples = len([*itertools.chain(*racing)]) / len(racing)
-        sizes = [math.ceil(len(racing) / factor**later) for later in range(1, len(rounds) - number + 1)]
+        settings = len({setting[record.number] for record in racing})
+        sizes = [math.ceil(settings / factor**later) for later in range(1, len(rounds) - number + 1)]
         steps = [after - before for before, after in pairwise(rounds[number - 1 :])]
-        pool.view.later = samples * sum(size * step for size, step in zip(sizes, steps, strict=True))
+        pool.view.later = len(racing) / settings * sum(size * step for size, step in zip(sizes, steps, strict=True))
         is_last, rung = share == 1, f"{number} of {len(rounds)}"
+        racing = [ledger.write(replace(record, rung=rung)) if runs(record) else record for record in racing]
 
         def has_enough(record: Record, share: float = share, is_last: bool = is_last) -> bool:
             return not is_last and score_at(ledger, record, share, direction) is not None
 
         until = {} if is_last else {RUNG_END: repr(share)}
-        in_round = [ledger.write(replace(record, rung=rung)) for record in itertools.chain(*racing) if runs(record)]
         started = [
             replace(tasks[record.number], record=record, environment=until)
-            for record in in_round
-            if not has_enough(record)
+            for record in racing
+            if runs(record) and not has_enough(record)
         ]
         pool.run(started, enough=has_enough)
-        racing = [[ledger.read(record) for record in setting] for setting in racing]
-        jobs = [*itertools.chain(*racing)]
-        scores = {record.number: score_at(ledger, record, share, direction) for record in jobs}
-        if stopped := [str(r.number) for r in jobs if r.state is State.stopped and scores[r.number] is None]:
+        racing = [ledger.read(record) for record in racing]
+        scores = {record.number: score_at(ledger, record, share, direction) for record in racing}
+        if stopped := [str(r.number) for r in racing if r.state is State.stopped and scores[r.number] is None]:
             raise Stopped(f"jobs were stopped in round {rung}: {', '.join(stopped)}; rerun the command to continue")
         # A job that failed after this round keeps its place, so rerunning the command has the same rounds.
-        lost |= {r.number for r in jobs if scores[r.number] is None and not (runs(r) and r.state is not State.failed)}
-        racing = [setting for setting in racing if not lost.issuperset(record.number for record in setting)]
+        racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
             return
-
-        def place(setting: Sequence[Record], scores: Mapping[int, float | None] = scores) -> tuple[int, float]:
-            """The mean of a setting; one of which a job has no score cannot be better than one of which all have."""
-            gains = [direction.gain(score) for r in setting if (score := scores[r.number]) is not None]
-            return len(gains) - len(setting), statistics.mean(gains or [-math.inf])
-
-        best_first = sorted(racing, key=place, reverse=True)
-        ahead = math.ceil(len(racing) / factor)
-        for record in itertools.chain(*best_first[ahead:]):
-            if runs(record):
+        gains: dict[frozenset[str], list[float]] = {}
+        for record in racing:
+            score = scores[record.number]
+            gains.setdefault(setting[record.number], []).extend([] if score is None else [direction.gain(score)])
+        # A setting of which a job has no score cannot be better than one of which all have.
+        place = {key: (len(of) - samples[key], statistics.mean(of or [-math.inf])) for key, of in gains.items()}
+        best_first = sorted(place, key=place.__getitem__, reverse=True)
+        ahead = math.ceil(len(place) / factor)
+        for record in racing:
+            if runs(record) and setting[record.number] in best_first[ahead:]:
                 score = scores[record.number]
                 pruned = replace(record, state=State.pruned, objective=score, exit_code=0, error="")
                 pool.view.ended(ledger.write(pruned))
-        logged = [[done for done, _ in evaluations(ledger, record)] for record in itertools.chain(*racing)]
+        logged = [[done for done, _ in evaluations(ledger, record)] for record in racing]
         judged = max(next((done for done in shares if done >= share), 0.0) for shares in logged)
         if judged >= rounds[number]:
             pool.view.show(
@@ -123,9 +120,9 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
                 f"evaluated after {100 * judged:.3g} %; "
                 f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
-        what = "jobs" if samples == 1 else "settings"
-        pool.view.show(f"{ahead} of {len(racing)} {what} continue after {100 * share:.3g} % of their steps")
-        racing = best_first[:ahead]
+        what = "jobs" if len(racing) == len(place) else "settings"
+        pool.view.show(f"{ahead} of {len(place)} {what} continue after {100 * share:.3g} % of their steps")
+        racing = [record for key in best_first[:ahead] for record in racing if setting[record.number] == key]
 
 
 @dataclass(kw_only=True)

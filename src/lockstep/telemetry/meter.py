@@ -154,7 +154,7 @@ class Telemetry:
             self._begin_epoch(micro.epoch)
         self.uncounted.append((micro.step, loss, logits, micro.labels))
         if self.samples is not None:
-            self.samples.record(micro, images)
+            self.samples.record(micro, images, self.plan.examples)
         if micro.step == 1:
             self.observer.first_batch(micro, images)
 

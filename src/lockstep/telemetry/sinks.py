@@ -154,16 +154,11 @@ class PredictionsFile(Observer):
 class Samples(JsonLines):
     """Records which examples a rank trained on, with a hash of the image that the network got.
 
-    Writes a line per example: step, epoch, index in the split of `examples`, and hash. Waits for the device at each
-    micro-batch.
+    Writes a line per example: step, epoch, index and hash. Waits for the device at each micro-batch.
     """
 
-    def __init__(self, path: Path, after: float, examples: int) -> None:
-        super().__init__(path, after)
-        self.examples = examples
-
-    def record(self, micro: Shard, images: Tensor) -> None:
-        indices = (micro.indices % self.examples).tolist()  # without the number of a repetition
+    def record(self, micro: Shard, images: Tensor, examples: int) -> None:
+        indices = (micro.indices % examples).tolist()  # without the number of a repetition
         for index, digest in zip(indices, fingerprints(images).tolist(), strict=False):
             self.write(micro.step, {"epoch": micro.epoch, "index": index, "hash": digest})
 

@@ -122,7 +122,7 @@ def build_observers(
         plan=plan,
         observer=observer,
         display=display(plan, left, Monitor.parse(job.monitor), is_main=world.is_main),
-        samples=_samples(job, run_dir, world, data.plan, progress),
+        samples=_samples(job, run_dir, world, progress),
         times=times,
         step=progress.step,
         opened=progress.window,
@@ -196,12 +196,12 @@ def _observer(
     return observers
 
 
-def _samples(job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, progress: Progress) -> Samples | None:
+def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress) -> Samples | None:
     """The log of the samples of this rank. The files of ranks that no longer exist after a resume are cut as well."""
     if not job.telemetry.samples:
         return None
     ranks = itertools.count(world.rank, world.size)
     files = list(itertools.takewhile(lambda path: path.exists(), map(run_dir.rank_samples, ranks)))
     for path in files[1:]:
-        Samples(path, progress.step, plan.examples).close()
-    return Samples(run_dir.rank_samples(world.rank), progress.step, plan.examples)
+        Samples(path, progress.step).close()
+    return Samples(run_dir.rank_samples(world.rank), progress.step)

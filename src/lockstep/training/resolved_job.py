@@ -138,11 +138,9 @@ def train_longer(job: ResolvedJob, plan: Plan, step: int = 0) -> str:
     """
     key, length, size = ("epochs", job.epochs, plan.steps_per_epoch) if job.steps is None else ("steps", job.steps, 1)
     longer = min(LONGEST, 2 * max(length, math.ceil(step / size)))
-    remedies: list[str] = []
-    if job.train.swa_from is not None:
-        later = decisions(job, replace(plan, total_steps=longer * size))
-        remedies = averaging_of(later).remedies(averaging_of(decisions(job, plan)), step)
-    return " ".join([f"{key}={longer}", *remedies[:1]])
+    here, later = decisions(job, plan), decisions(job, replace(plan, total_steps=longer * size))
+    of_average = job.train.swa_from is not None and averaging_of(later).remedies(averaging_of(here), step)
+    return " ".join([f"{key}={longer}", *(of_average or [])[:1]])
 
 
 def larger_batch(batch: int, examples: int) -> str | None:
