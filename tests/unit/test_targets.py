@@ -1,5 +1,8 @@
 """Targets besides one class: labels and values from a CSV file and from `datasets`, mixed and with corrupt images."""
 
+import json
+import re
+import tarfile
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from sklearn.preprocessing import MultiLabelBinarizer
 from torch import Tensor
+from torchvision.models._meta import _COCO_CATEGORIES, _IMAGENET_CATEGORIES
 
 from helpers import records, resolved, train_here
 from lockstep.cli import prove
@@ -19,8 +23,10 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
 from lockstep.data.datasets import packed
+from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.datasets.tables import CSV, HF
-from lockstep.data.datasets.targets import check_labels, class_notes
+from lockstep.data.datasets.targets import check_labels, class_notes, lists_note
+from lockstep.data.datasets.webdataset import WebDataset
 from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
 from lockstep.job.validate import check_job
@@ -62,6 +68,96 @@ def test_labels_of_a_cell_and_of_columns_are_those_of_scikit_learn(tmp_path: Pat
     assert any("1 of 5 images of the training split have no label" in note for note in joined.notes())
     other = CSV(path=table(tmp_path, "label", ["cat"] * 8, "other.csv"), targets="labels")
     assert other.fingerprint() != joined.fingerprint()
+
+
+FORMS: dict[str, Any] = {
+    "spaces": " ".join,
+    "semicolons": ";".join,
+    "bars": "|".join,
+    "commas": ",".join,
+    "commas and spaces": ", ".join,
+    "a list of Python": str,
+    "a list of JSON": json.dumps,
+    "an array of NumPy": lambda own: str(np.array(own)),
+}
+SETS = [["cat", "dog"], ["dog"], ["bird"], ["bird", "cat", "dog"], ["bird", "cat"], ["cat", "dog"], ["dog"], ["bird"]]
+
+
+def from_texts(folder: Path, kind: str, cells: list[str], **keys: Any) -> Any:
+    """The data set of a kind whose labels are these texts."""
+    LISTINGS.clear()
+    if kind == "csv":
+        path = table(folder, "label", ['"' + cell.replace('"', '""') + '"' for cell in cells])
+        return CSV(path=path, decode_size=8, **keys)
+    if kind == "hf":
+        return HF(path=saved(folder, label=(cells, None)), decode_size=8, **keys)
+    names = images(folder, len(cells))
+    for split, of in (("train", slice(5)), ("val", slice(5, 8))):
+        with tarfile.open(folder / f"{split}.tar", "w") as shard:
+            for name, cell in zip(names[of], cells[of], strict=True):
+                shard.add(folder / name, name)
+                (folder / "cell").write_text(cell)
+                shard.add(folder / "cell", name.replace(".png", ".cls"))
+    return WebDataset(path=str(folder), decode_size=8, **keys)
+
+
+def listed(source: Any) -> list[str]:
+    return [note for note in source.notes() if "look like lists of" in note]
+
+
+@pytest.mark.parametrize("kind", ["csv", "webdataset", "hf"])
+@pytest.mark.parametrize("form", FORMS)
+def test_labels_that_look_like_lists_are_read_with_the_key_that_a_note_names(
+    form: str, kind: str, tmp_path: Path
+) -> None:
+    cells = [FORMS[form](own) for own in SETS]
+    one_class = from_texts(tmp_path, kind, cells, targets="classes")
+    (note,) = listed(one_class)
+    assert f"the {len(one_class.class_names)} classes, such as " in note
+    assert (
+        "look like lists of 3 names, and each list is one class; for several labels of an image, use task=multil"
+        in note
+    )
+    if kind == "hf":
+        assert note.endswith("use task=multilabel and lists of names in the column")
+        return
+    key = re.search(r"dataset\.label_separator='(.+?)'", note)
+    assert bool(key) == (form in ("spaces", "bars", "commas", "commas and spaces")), "others need none"
+    if key:
+        (note,) = listed(from_texts(tmp_path, kind, cells, targets="labels"))
+        assert note.endswith(f'each list is one label; for several labels of an image, use "{key[0]}"')
+    labels = from_texts(tmp_path, kind, cells, targets="labels", **({"label_separator": key[1]} if key else {}))
+    expected = MultiLabelBinarizer(classes=["bird", "cat", "dog"]).fit_transform(SETS)
+    assert labels.class_names == ("bird", "cat", "dog")
+    assert listed(labels) == []
+    np.testing.assert_array_equal(torch.cat([labels.train().labels, labels.eval().labels]).numpy(), expected)
+
+
+@pytest.mark.parametrize("kind", ["csv", "webdataset"])
+def test_a_list_that_no_training_example_has_is_no_class_to_remove(kind: str, tmp_path: Path) -> None:
+    cells = [" ".join(own) for own in [*SETS[:-1], ["bird", "dog"]]]
+    with pytest.raises(
+        InputError, match=r"'bird dog', which no training example has; the names of the 6 classes, such"
+    ):
+        from_texts(tmp_path, kind, cells, targets="classes").prepare()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        _IMAGENET_CATEGORIES,
+        _COCO_CATEGORIES,
+        ["traffic light", "red light", "traffic sign"],
+        ["Audi A4 Sedan 2012", "Audi A5 Coupe 2012", "BMW X3 SUV 2012", "BMW X5 SUV 2007"],
+        ["1", "2", "3"],
+        ["2020-01", "2020-02"],
+        ["a"],
+        ["tench, Tinca tinca", "goldfish, Carassius auratus", "hen"],
+    ],
+)
+@pytest.mark.parametrize("targets", ["classes", "labels"])
+def test_names_of_several_words_are_no_lists(names: list[str], targets: str) -> None:
+    assert lists_note(names, targets, ";") == []
 
 
 def test_values_of_columns_are_their_numbers(tmp_path: Path) -> None:
@@ -228,7 +324,7 @@ def test_the_columns_of_datasets_are_lists_of_labels_and_numbers(tmp_path: Path)
 def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) -> None:
     columns: dict[str, Any] = {"one": [float(n) for n in range(8)], "gap": [1.0, None, *[1.0] * 6]}
     columns |= {"ragged": [[1.0, 0.0], [1.0], *[[0.0, 1.0]] * 6], "vector": [[0, 1, 0]] * 8}
-    columns |= {"none": [[]] * 8, "texts": ["high"] * 8}
+    columns |= {"none": [[]] * 8, "texts": ["high"] * 8, "two": [[n % 2, 1 - n % 2] for n in range(8)]}
     path = saved(tmp_path, **{name: (cells, None) for name, cells in columns.items()})
     for column, targets, sentence in (
         ("one", "labels", r"row 0 of .* has the labels 0\.0, expected a list of classes"),
@@ -236,6 +332,7 @@ def test_a_column_of_datasets_that_is_no_target_is_one_sentence(tmp_path: Path) 
         ("gap", "values", "row 1 of train in .* has None for 'gap', expected a finite number"),
         ("ragged", "labels", "row 1 of .* has 1 number, expected 2"),
         ("vector", "labels", r"row 0 of .* has the labels 0, 1, 0, expected each class once; .* store floats"),
+        ("two", "labels", r"row 0 of .* has the labels 0, 1, expected each class once; .* store floats"),
         ("none", "labels", "none of the 8 training examples has a label, the first is row 0"),
         ("texts", "values", "row 0 of .* has 'high' for 'texts', expected a finite number"),
     ):

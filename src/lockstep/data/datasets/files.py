@@ -20,7 +20,7 @@ from lockstep.core.safe_read import UnreadableStorage
 from lockstep.data.datasets.decode import RGB, ImageFile, contents
 from lockstep.data.datasets.listing import Files, Member, check_groups
 from lockstep.data.datasets.splitting import CutSource, Examples
-from lockstep.data.datasets.targets import class_notes
+from lockstep.data.datasets.targets import class_notes, lists_note
 
 AUTO = "auto"
 SIZES = ("fit", "decode_size", "input_size", "crop")
@@ -321,6 +321,7 @@ class FileSource(PhotoSource, CutSource):
         return [
             *dict.fromkeys(note for files in splits.values() for note in files.notes),
             *limit,
+            *lists_note(self.class_names, self.targets, getattr(self, "label_separator", None)),
             *class_notes(self.class_names, labels, self.targets),
         ]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, ClassVar, NamedTuple, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,7 +113,7 @@ class CSV(FileSource):
         if self.targets == LABELS and self.label_columns:
             labels = as_numbers(examples, classes, place, binary=True)
         else:
-            labels = as_targets(examples, self.targets, classes, place)
+            labels = as_targets(examples, self.targets, classes, place, self.label_separator)
         class_of = labels.tolist() if labels.ndim == 1 else [0] * len(rows)
         order = sorted(range(len(rows)), key=lambda index: (class_of[index], rows[index].name))
         names = as_names(rows[index].name for index in order)
@@ -230,6 +230,7 @@ class HF(FileSource):
     targets: str = choice("auto", "auto", *TARGETS)
 
     part = "split"
+    label_separator: ClassVar[str] = ""  # a column has lists
 
     def list_files(self) -> dict[str, Files]:
         splits = self._load()
@@ -295,7 +296,7 @@ class HF(FileSource):
 
         where = f"{split} in {Path(self.path)}"
         stored = table.cast_column(self.image_column, datasets.Image(decode=False))  # the bytes of the files
-        labels = as_targets(names, self.targets, classes, f"row {{}} of {where}".format)
+        labels = as_targets(names, self.targets, classes, f"row {{}} of {where}".format, self.label_separator)
         identity = f"{split}, {len(table):,} rows, {self._hash_of_sizes(table)}"
         return Files(
             lambda row: TableRow(stored, where, self.image_column, int(row)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import classes_of
 
+SEPARATORS = ";|, "  # what may stand between the labels of an image
+IN_LIST = re.compile(r"""\s*('[^']*'|"[^"]*"|[^,]+)""")  # NumPy has no commas between them
 LARGEST = 3e38  # a value in float32
 CLASSES_NAMED = 5  # the most classes that a note names
 SEPARATOR = Check(
@@ -48,8 +51,31 @@ def target_of(value: Any, targets: str, place: str, name: Callable[[Any], str] =
 
 
 def split_text(text: str, separator: str) -> list[str]:
-    """The names or numbers in a text; none in an empty one."""
-    return [part.strip() for part in text.split(separator) if part.strip()]
+    """The names or numbers in a text, also one like ['a', 'b'], whatever the separator; none in an empty one."""
+    is_list = text[:1] == "[" and text[-1:] == "]"
+    parts = IN_LIST.findall(text[1:-1]) if is_list else text.split(separator)
+    return [name for part in parts if (name := part.strip().strip("'\"" * is_list))]
+
+
+def lists_note(names: Sequence[str], targets: str, separator: str | None) -> list[str]:
+    """A sentence about names of classes or labels that look like lists of fewer names.
+
+    `separator` is that of the data set: empty if no key sets it, None if names are not from texts. Names of several
+    words, as ImageNet's and Stanford Cars' are, have more different words than there are names.
+    """
+    for between in SEPARATORS if separator is not None and targets != VALUES else "":
+        parts = [split_text(name, between) for name in names]
+        longest, different = max(parts, key=len, default=[]), len({part for own in parts for part in own})
+        if len(longest) > 1 and different < len(names) + (between != " "):
+            example = names[parts.index(longest)]
+            by_key = f"\"dataset.label_separator='{between}'\"" * (between != separator and example[0] != "[")
+            task, what = ("", "label") if targets == LABELS else ("task=multilabel ", "class")
+            return [
+                f"the names of the {len(names):,} {targets}, such as {shown(example)}, look like lists of "
+                f"{different:,} names, and each list is one {what}; for several labels of an image, use "
+                f"{task}{by_key if separator else 'and lists of names in the column'}".rstrip()
+            ]
+    return []
 
 
 def are_vectors(examples: Sequence[Sequence[Any]]) -> bool:
@@ -76,16 +102,17 @@ def names_of(
             f"dataset: none of the {len(examples):,} training examples has a label, the first is {place(0)}; correct "
             "them, or use another task"
         )
-    twice = next((example for example, own in enumerate(examples) if len({*own}) < len(own)), None)
-    if twice is not None and {*names} <= {"0", "1"} and len({*map(len, examples)}) == 1:
+    if {*names} <= {"0", "1"} and 1 not in (widths := {*map(len, examples)}) and len(widths) == 1:
         raise InputError(
-            f"dataset: {place(twice)} has the labels {', '.join(examples[twice])}, expected each class once; for a 0 "
-            "or 1 for each label, store floats (0.0, 1.0) or bools, or a column for each label"
+            f"dataset: {place(0)} has the labels {', '.join(examples[0])}, expected each class once; for a 0 or 1 "
+            "for each label, store floats (0.0, 1.0) or bools, or a column for each label"
         )
     return classes_of(names, lambda index: place(owners[index]), gaps=True)
 
 
-def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], place: Callable[[int], str]) -> Tensor:
+def as_targets(
+    examples: Sequence[Any], targets: str, names: Sequence[str], place: Callable[[int], str], separator: str
+) -> Tensor:
     """The labels of examples, see `Split.labels`, from what `target_of` returns. Raises InputError."""
     if targets == VALUES or (targets == LABELS and are_vectors(examples)):
         return as_numbers(examples, names, place, binary=targets == LABELS)
@@ -94,10 +121,9 @@ def as_targets(examples: Sequence[Any], targets: str, names: Sequence[str], plac
     numbers = [numbers_by_name.get(class_name(cell), -1) for cell in cells]
     if -1 in numbers:
         unknown = numbers.index(-1)
-        raise InputError(
-            f"dataset: {place(owners[unknown])} has the label {cells[unknown]!r}, which no training example has; "
-            "remove it"
-        )
+        (remedy,) = lists_note([*names, label := cells[unknown]], targets, separator) or ["remove it"]
+        where = place(owners[unknown])
+        raise InputError(f"dataset: {where} has the label {label!r}, which no training example has; {remedy}")
     labels = torch.tensor(numbers, dtype=torch.int64)
     if targets != LABELS:
         return labels

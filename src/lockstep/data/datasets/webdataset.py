@@ -170,7 +170,9 @@ class WebDataset(FileSource):
     def _members(self, labels: dict[TarMember, Any], classes: tuple[str, ...], notes: tuple[str, ...]) -> Files:
         images = list(labels)
         digest = hashlib.sha256("\0".join(f"{image.key} {image.size}" for image in images).encode()).hexdigest()[:16]
-        targets = as_targets([*labels.values()], self.targets, classes, lambda index: str(images[index]))
+        targets = as_targets(
+            [*labels.values()], self.targets, classes, lambda index: str(images[index]), self.label_separator
+        )
         names = as_names(image.key for image in images)
         return Files(images.__getitem__, np.arange(len(images)), targets, classes, digest, notes, names)
 
