@@ -1,12 +1,14 @@
-"""Lockstep removes only what the same process has made: after a refusal, everything of the user is as it was."""
+"""Lockstep removes only what the same process has made, and writes to no name that it has not made."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from helpers import forked, train
+from helpers import forked, photos_of_two_classes, train
 
 # No server answers there, so every download fails at once.
 OFFLINE = {f"{scheme}_proxy": "http://127.0.0.1:9" for scheme in ("http", "https")}
@@ -70,3 +72,98 @@ def test_a_refused_call_from_python_leaves_a_folder_as_it_was(tmp_path: Path, na
     done = forked("-c", call, cwd=tmp_path)
     assert "InputError" in done.err
     assert entries(tmp_path) == before
+
+
+# What a stranger, or the user, has put in the place of a file.
+TRAPS: dict[str, Callable[[Path, Path], object]] = {
+    "a link": lambda path, secret: path.symlink_to(secret),
+    "a link to nothing": lambda path, secret: path.symlink_to(secret.with_name("new")),
+    "a hard link": lambda path, secret: path.hardlink_to(secret),
+    "a link to the standard output": lambda path, secret: path.symlink_to("/proc/self/fd/1"),
+    "a pipe": lambda path, secret: os.mkfifo(path),
+}
+QUICK = ("steps=1", "device=cpu", "name=test")
+SWEEP = ("-m", *QUICK, "hydra.sweep.dir=mine")
+OPTUNA = (*SWEEP, "hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "optimizer.lr=interval(0.001,0.1)")
+TRACKED = (*QUICK, "output_root=mine", "logger=[jsonl,mlflow,wandb]")
+MNIST_THERE = ("experiment=mnist_tutorial", "data_root=mine")
+# Paths in a folder that somebody else has written, and a command that would write there, or has a library do so.
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "optuna.log": OPTUNA,
+    "optuna.log.lock": OPTUNA,
+    "sweep.json": (*SWEEP, "seed=1,2"),
+    "jobs": (*SWEEP, "seed=1,2"),
+    "jobs/000.log": (*SWEEP, "seed=1,2"),
+    "000-seed=1": (*SWEEP, "seed=1,2"),
+    "000-seed=1/train.log": (*SWEEP, "seed=1,2", "hydra/job_logging=default"),
+    "multirun.yaml": (*SWEEP, "seed=1,2", "hydra/sweeper=basic", "hydra/launcher=basic"),
+    "report.html": (*SWEEP, "seed=1,2", "telemetry.report=always"),
+    "train.log": (*QUICK, "hydra.run.dir=mine", "hydra/job_logging=default"),
+    "metrics.jsonl": (*QUICK, "hydra.run.dir=mine"),
+    "logs/rank0.log": (*QUICK, "hydra.run.dir=mine"),
+    ".lock": (*QUICK, "hydra.run.dir=mine"),
+    "mlflow": TRACKED,
+    "mlflow/mlflow.db": TRACKED,
+    "mlflow/mlflow.db-journal": TRACKED,
+    "mlflow/.mlflow.lock": TRACKED,
+    "wandb": TRACKED,
+    "MNIST/raw/train-images-idx3-ubyte.gz": MNIST_THERE,
+    ".MNIST.lock": MNIST_THERE,
+}
+
+
+def trapped(path: Path, trap: str, secret: Path) -> os.stat_result:
+    secret.parent.mkdir(exist_ok=True)
+    secret.write_text("precious")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    TRAPS[trap](path, secret)
+    return path.lstat()
+
+
+@pytest.mark.parametrize("trap", ["a link to nothing", "a hard link", "a pipe"])
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_command_that_would_write_through_a_strangers_name_is_refused(tmp_path: Path, name: str, trap: str) -> None:
+    path, secret = tmp_path / "mine" / name, tmp_path / "elsewhere" / "secret"
+    before = trapped(path, trap, secret)
+    done = train(*WRITTEN[name], cwd=tmp_path, WANDB_MODE="offline", **OFFLINE)
+    assert (done.code in (2, 74), "Traceback" in done.err, name.rpartition("/")[2] in done.err) == (True, False, True)
+    assert os.path.samestat(path.lstat(), before)
+    assert entries(secret.parent) == {"secret": b"precious"}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with photos and a run in `run`."""
+    folder = photos_of_two_classes(tmp_path_factory.mktemp("trained"), 40, "png")
+    photos = ("dataset=folder", "dataset.path=photos", "dataset.decode_size=32", "batch=16", "model=test_resnet")
+    assert train(*photos, *QUICK, "hydra.run.dir=run", cwd=folder).code == 0
+    return folder
+
+
+# Each command that writes to `--out`, with the name that is in the way.
+OUT: dict[str, tuple[str, ...]] = {
+    "out.csv": ("predict", "run", "photos/val", "--csv"),
+    "out.onnx": ("export", "run"),
+    "out.pt2": ("export", "run", "--to", "torch"),
+    "folder": ("export", "run", "--to", "timm"),
+    "out.png": ("show",),
+    "out.svg": ("lr-find", "--steps", "2"),
+    "evaluation.json": ("evaluate", "run"),
+    "predictions.csv": ("evaluate", "run"),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("name", OUT)
+def test_no_out_replaces_or_follows_a_link_a_pipe_or_a_device(
+    trained: Path, tmp_path: Path, name: str, trap: str
+) -> None:
+    path, secret = tmp_path / name, tmp_path / "elsewhere" / "secret"
+    before = trapped(path, trap, secret)
+    out = tmp_path if OUT[name][0] == "evaluate" else path
+    done = forked("lockstep", *OUT[name], "--out", str(out), cwd=trained)
+    assert (done.code, "Traceback" in done.err) == (2, False), done.err
+    assert f"--out is {path}" in done.err
+    assert os.path.samestat(path.lstat(), before)
+    assert entries(secret.parent) == {"secret": b"precious"}
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == sorted([name, "elsewhere"])

@@ -78,6 +78,7 @@ def write_best(folder: Path) -> None:
 TRAPS: dict[str, Callable[[Path, Path], object]] = {
     "a link to a file": lambda path, secret: path.symlink_to(secret),
     "a link to a link": lambda path, secret: chain(path, secret),
+    "a hard link": lambda path, secret: path.hardlink_to(secret),
     "a link to nothing": lambda path, secret: path.symlink_to(secret.parent / "new"),
     "a link to itself": lambda path, secret: path.symlink_to(path),
     "a link to a folder": lambda path, secret: path.symlink_to(secret.parent),
@@ -104,7 +105,7 @@ def test_no_writer_writes_elsewhere_or_waits(tmp_path: Path, writer: str, trap: 
     try:
         write(path)
     except (LockstepError, OSError):
-        assert not path.is_file() or path.is_symlink(), "a refusal leaves the trap as it is"
+        assert not path.is_file() or path.is_symlink() or path.samefile(secret), "a refusal leaves the trap as it is"
     assert secret.read_text() == STEP_LINE
     assert [*elsewhere.iterdir()] == [secret]
     assert not [*folder.rglob("*.tmp")]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -27,13 +26,14 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep.core import log, safe_read
+from lockstep.core import log
 from lockstep.core.errors import InputError, check_installed, reason_of
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import SAMPLES
+from lockstep.core.safe_write import append
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of, params_of
 from lockstep.sweep.record import SCORE, directions, job_key
@@ -185,19 +185,21 @@ class OptunaSweeper(GridSweeper):
     def _open(self, folder: Path, name: str, score: Direction) -> optuna.Study:
         import optuna
         from optuna.storages import JournalStorage
-        from optuna.storages.journal import JournalFileBackend
+        from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         journal = folder / JOURNAL
         # What a call has left that was killed, or ended by a full disk. Optuna would wait half a minute for its lock,
         # and write the next line behind half a line.
         journal.with_name(f"{JOURNAL}.lock").unlink(missing_ok=True)
-        if journal.exists():
-            with safe_read.opened(journal) as file:
-                whole_lines = file.read().rfind(b"\n") + 1
-            os.truncate(journal, whole_lines)
+        if not (storage := self.study["storage"]):
+            with append(journal, "a+b") as file:  # Optuna would follow a link
+                file.seek(0)
+                file.truncate(file.read().rfind(b"\n") + 1)
+            # Its usual lock is a link, which the folder must not have.
+            storage = JournalStorage(JournalFileBackend(str(journal), JournalFileOpenLock(str(journal))))
         return optuna.create_study(
-            storage=self.study["storage"] or JournalStorage(JournalFileBackend(str(journal))),
+            storage=storage,
             pruner=getattr(optuna.pruners, PRUNERS[self.study["pruner"]])(),
             study_name=name,
             directions=[d.value for d in directions(self.objectives, score)],

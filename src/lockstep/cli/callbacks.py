@@ -20,7 +20,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.launch_env import is_launched, started_by
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import absent, remove_empty
+from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
 from lockstep.job.slurm import Submission, preview, submit
 from lockstep.runtime import program
@@ -29,8 +29,8 @@ from lockstep.sweep.line import choose_folder
 
 # The jobs of the present command that wait for their submission.
 WAITING: list[Submission] = []
-# The files of a sweep before its first job: Hydra's, the ledger's, Optuna's.
-FILES = ("multirun.yaml", SWEEP, "optuna.log")
+FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
+NAMES = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
 def submit_all(folder: Path | None = None) -> None:
@@ -80,8 +80,11 @@ def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
 
 class SweepCallbacks(Callback):
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        # Hydra creates the folder that the command names. If the job is refused, it goes again.
-        atexit.register(remove_empty, absent(Path(config.hydra.run.dir).absolute()))
+        folder = Path(config.hydra.run.dir).absolute()
+        atexit.register(remove_empty, absent(folder))  # Hydra creates it, also for a job that will be refused
+        if folder != Path.cwd():
+            with program.bypass_hydra_errors():
+                check_names(folder, *NAMES)  # before Hydra opens a log there (hydra/job_logging)
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
@@ -90,8 +93,11 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():
+            check_names(folder, *NAMES)
             ledger = choose_folder(config)
         atexit.register(_remove_sweep, ledger, new)
+        with program.bypass_hydra_errors():
+            check_names(ledger.folder, *NAMES)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code

@@ -31,7 +31,7 @@ from lockstep.core.model_card import CLASSES, TrainedInput, class_name
 from lockstep.core.monitor import figure_word, telling
 from lockstep.core.run import FOLD, Run, State, read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.core.safe_write import write_atomic
+from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import show_json
 from lockstep.data.datasets.files import FileSource, with_input, with_sizes
 from lockstep.data.datasets.targets import SPLIT_NAMES
@@ -169,6 +169,8 @@ def report_folds(setting: CrossValidation, evaluation: Evaluation, form: str) ->
 def write(folder: Path, facts: Mapping[str, Any], evaluations: Sequence[Evaluation], form: str) -> None:
     of_split = "" if (split := facts.get("split", "val")) == "val" else f"-{split}"
     results, predictions = folder / f"evaluation{of_split}.json", folder / f"predictions{of_split}.csv"
+    for path in (results, predictions):
+        check_out(path)
     write_atomic(results, json.dumps(facts, indent=1, allow_nan=False) + "\n")
     write_atomic(predictions, csv_lines(evaluations))
     if form == "json":

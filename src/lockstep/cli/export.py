@@ -6,6 +6,7 @@ views. It computes in float32, whatever the training did. It is written only if 
 
 import json
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Sequence
@@ -211,7 +212,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     import timm
 
     model, card = predictor.model, predictor.card
-    if target.exists() or not target.absolute().parent.is_dir():
+    if os.path.lexists(target) or not target.absolute().parent.is_dir():
         raise InputError(f"--out is {target}, expected a new folder in a folder that exists")
     facts_of_timm: Any = getattr(model, "pretrained_cfg", None)
     if facts_of_timm is None:

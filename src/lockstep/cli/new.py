@@ -2,6 +2,7 @@
 
 import importlib.util
 import keyword
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,7 +26,7 @@ def new(project: str) -> None:
         )
     if not folder.absolute().parent.is_dir():
         raise InputError(f"{folder.absolute().parent} is not a folder, expected one in which to create {name}")
-    if folder.exists():
+    if os.path.lexists(folder):
         raise InputError(f"{folder} exists; name a new folder: lockstep new {name}2")
     if importlib.util.find_spec(name) is not None:
         raise InputError(f"there is a package {name} in this environment already; use another name")

@@ -29,8 +29,9 @@ class Lock:
             while not self._open_and_lock(path):  # another job has just removed the file: try again
                 continue
         except BlockingIOError:
+            holder = _holder(path) or "which has just started or ended"
             raise InputError(
-                f"{path.parent} is in use by another {user} ({_holder(path)}); wait for its end, or name another "
+                f"{path.parent} is in use by another {user} ({holder}); wait for its end, or name another "
                 f"folder with {remedy}"
             ) from None
         except OSError as error:
@@ -47,7 +48,7 @@ class Lock:
             if not _same_file(file, path):
                 os.close(file)
                 return False
-            if os.fstat(file).st_size and not _facts(path):
+            if os.fstat(file).st_size and not _holder(path):
                 raise OSError(errno.EINVAL, "it is a file of another program", str(path))
             facts = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
             os.ftruncate(file, 0)
@@ -80,12 +81,7 @@ def _same_file(file: int, path: Path) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """The holder of a lock, from its file, for use in a sentence."""
-    return _facts(path) or "which has just started or ended"
-
-
-def _facts(path: Path) -> str:
-    """What Lockstep has written into a lock; empty for a file of something else."""
+    """The holder of a lock, from its file, for use in a sentence; empty if Lockstep has not written the file."""
     try:
         facts = safe_read.read_json(path)
         return f"process {facts['pid']} on {facts['host']} since {facts['since']}"

@@ -1,7 +1,8 @@
 """Writing files that are complete or absent, also after a kill or a power cut; and locks.
 
 Somebody else may have written the folder, so nothing is written through a link: a temporary file has a name that
-nobody can guess and must be new, and neither a file that grows nor a folder of ours may be a link.
+nobody can guess and must be new, and neither a file that grows nor a folder of ours may be a link. A hard link is one
+too. For files that a library opens, `check_names` looks before it does.
 """
 
 import errno
@@ -53,10 +54,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def usual_mode(path: Path) -> Iterator[None]:
-    """Give a file the mode of a new file, which follows the umask and the folder, whatever the context makes of it.
-
-    safetensors writes another file with mode 0600 and renames it, so that no other user could read the weights.
-    """
+    """Give a file the mode of a new one, which follows the umask, in place of the context's: safetensors' is 0600."""
     append(path).close()
     mode = path.stat().st_mode
     yield
@@ -69,27 +67,41 @@ def append(path: Path, mode: str = "a", **options: Any) -> Any:
     return open(path, mode, opener=_open_plain, **options)
 
 
-def _open_plain(path: str, flags: int) -> int:
+def _open_plain(path: str | Path, flags: int) -> int:
     # Without blocking, because opening a pipe waits for a reader.
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    if other_kind := kind(os.fstat(descriptor).st_mode):
+    if unfit := _unfit(os.fstat(descriptor)):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, f"it is {other_kind}, expected a plain file", path)
+        raise OSError(errno.EINVAL, f"it is {unfit}, expected a plain file", str(path))
     return descriptor
+
+
+def _unfit(status: os.stat_result) -> str:
+    """Why a file is not written to, such as "a pipe"; empty for a plain file with one name."""
+    return kind(status.st_mode) or "a hard link" * (status.st_nlink > 1)
+
+
+def check_names(folder: Path, *patterns: str) -> None:
+    """Raise InputError if a path in a folder leads elsewhere: a link, also a hard one, a pipe or a device."""
+    for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+        with suppress(FileNotFoundError):  # another process has removed it
+            if (unfit := _unfit(path.lstat())) not in ("", "a folder"):
+                raise InputError(f"{path} is {unfit}, which leads elsewhere; remove it, or put a copy there")
 
 
 def make_folder(path: Path) -> None:
     """Create a subfolder of a run or a sweep. Raises OSError, or InputError for a symbolic link."""
-    path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise InputError(f"{path} is a symbolic link, expected a folder; replace it by its target")
+    path.mkdir(exist_ok=True)
 
 
 def check_out(path: Path, suffix: str = "") -> None:
-    """Raise InputError if `path`, the user's `--out`, is not the name of a new file or of a plain file."""
-    if not path.parent.is_dir() or (path.exists() and not path.is_file()) or not path.name.endswith(suffix):
-        name = f" whose name ends with {suffix}" * bool(suffix)
-        raise InputError(f"--out is {path}, expected a file{name} in a folder that exists")
+    """Raise InputError if `path`, the user's `--out`, is not a new file, or a plain one with one name."""
+    unfit = _unfit(path.lstat()) if os.path.lexists(path) else ""
+    if unfit or not path.parent.is_dir() or not path.name.endswith(suffix):
+        name, what = f" whose name ends with {suffix}" * bool(suffix), f"{path}, {unfit}" if unfit else path
+        raise InputError(f"--out is {what}, expected a file{name} in a folder that exists")
 
 
 def sync(path: Path) -> None:
@@ -133,8 +145,7 @@ def fail_if_full(path: Path, error: OSError) -> None:
 
 def open_locked(path: Path, *, waits: bool = False) -> int:
     """Open a file, or create it, and lock it; closing the descriptor releases the lock. Raises OSError."""
-    # Without blocking, because opening a pipe waits for a reader.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    descriptor = _open_plain(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
     except BaseException:

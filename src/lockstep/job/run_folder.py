@@ -11,8 +11,8 @@ from pathlib import Path
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import PathBelow, RunDir
-from lockstep.core.safe_read import UnreadableFile, kind, read_if_exists
-from lockstep.core.safe_write import remove_empty, write_atomic
+from lockstep.core.safe_read import UnreadableFile, read_if_exists
+from lockstep.core.safe_write import check_names, remove_empty, write_atomic
 
 
 def lock_run_folder(folder: Path, lock: Lock) -> None:
@@ -34,13 +34,11 @@ def _check_kinds(run_dir: RunDir) -> None:
     known = {run_dir.path / path.name for path in vars(RunDir).values() if isinstance(path, PathBelow)}
     globs = ("logs/rank*.*", "events.out.tfevents.*", ".hydra/*.yaml")
     files = (known - folders).union(*map(run_dir.path.glob, globs))
+    check_names(run_dir.path, "**/*")
     for path in sorted(run_dir.path.rglob("*")):
-        file_kind = kind(path.lstat().st_mode) or "a file"
-        if file_kind not in ("a file", "a folder"):
-            raise InputError(f"{path} is {file_kind}, which a run folder must not have; remove it")
-        expected = "a folder" if path in folders else "a file" if path in files else file_kind
-        if file_kind != expected:
-            raise InputError(f"{path} is {file_kind}, expected {expected}; move it")
+        present, expected = ("a folder", "a file") if path.is_dir() else ("a file", "a folder")
+        if path in (files if path.is_dir() else folders):
+            raise InputError(f"{path} is {present}, expected {expected}; move it")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from lockstep.core.fields import TEXT, choice, pathname, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
-from lockstep.core.safe_write import append, locked, storing
+from lockstep.core.safe_write import append, check_names, locked, make_folder, storing
 from lockstep.telemetry import tensorboard
 from lockstep.telemetry.sinks import JsonLines
 
@@ -87,6 +87,9 @@ class WandBRun(Observer):
     def __init__(self, logger: WandB, run: RunInfo) -> None:
         import wandb
 
+        if "WANDB_DIR" not in os.environ:
+            with storing(folder := Path(run.config["output_root"], "wandb")):
+                make_folder(folder)
         mode: Any = logger.mode or os.environ.get("WANDB_MODE") or "offline"
         try:
             self.run = wandb.init(
@@ -161,10 +164,12 @@ class MLflowRun(Observer):
         folder = root if store else Path(logger.folder or root / "mlflow").expanduser().absolute()
         logging.getLogger("mlflow").setLevel(logging.WARNING)  # it logs every table that it creates
         with storing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
+        check_names(folder, "*mlflow.[dl]*")
         with locked(folder / ".mlflow.lock", waits=True):  # two jobs must not both make the tables
             if not store:
-                append(folder / "mlflow.db").close()  # SQLite would follow a link, and allow no group to write
+                append(folder / "mlflow.db").close()  # SQLite would allow no group to write
             self.store = store or f"sqlite:///{folder / 'mlflow.db'}"
             self.client = MlflowClient(tracking_uri=self.store)
             known = self.client.get_experiment_by_name(experiment)

@@ -24,7 +24,7 @@ from lockstep.core.errors import InputError, StorageError
 from lockstep.core.fields import choice, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import check_size, opened, stored
-from lockstep.core.safe_write import absent, locked, remove_empty
+from lockstep.core.safe_write import absent, check_names, locked, remove_empty
 from lockstep.data.datasets.files import AUTO, ArraySplit
 from lockstep.data.datasets.splitting import CutSource, Examples
 from lockstep.data.datasets.targets import check_labels
@@ -232,6 +232,7 @@ class Published(ArraySource):
         root = Path(self.root)
         lock = root / f".{self.factory}.lock"
         new = absent(lock, root / self.factory / "raw")
+        check_names(root, f"{self.factory}/raw/*", "cifar-*", "cifar-*/*")  # torchvision follows links
         try:
             root.mkdir(parents=True, exist_ok=True)
             with locked(lock, waits=True):
