@@ -316,8 +316,10 @@ def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Te
     seen: list[torch.Tensor] = []
     score = SimpleNamespace(update=lambda probabilities, labels: seen.append(probabilities))
     metric = SimpleNamespace(build=lambda classes: score)
-    Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
+    for score.takes_log_odds in (False, True):  # type: ignore[attr-defined]
+        Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
     assert torch.equal(seen[0], shares)
+    assert torch.equal(seen[1], log_odds(LOGITS, kind))
 
 
 def test_a_score_of_each_class_has_its_name() -> None:

@@ -372,7 +372,8 @@ class Metric(Component, Protocol):
     """A score of an evaluation besides accuracy. Any number of them may be chosen.
 
     A metric of which less is better sets `higher_is_better: ClassVar[bool] = False`. One that is for some tasks only
-    names their `targets: ClassVar[tuple[str, ...]]`.
+    names their `targets: ClassVar[tuple[str, ...]]`. One with `notes(names)` has sentences for the start of a run
+    about the names of the classes, or raises InputError.
     """
 
     def build(self, classes: int) -> Score:

@@ -67,8 +67,7 @@ class ResolvedJob(Job):
     def metric_notes(self) -> list[str]:
         """What the metrics say of the classes of the data. Raises InputError for a metric that does not fit them."""
         names = self.dataset.class_names or [*map(str, range(self.dataset.classes))]
-        metrics = [metric for metric in self.metric.values() if hasattr(metric, "notes")]
-        return [note for metric in metrics for note in metric.notes(names)]
+        return [note for own in self.metric.values() if hasattr(own, "notes") for note in own.notes(names)]
 
     @classmethod
     def of(cls, job: Job) -> ResolvedJob:
