@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from helpers import ROOT, created, resolved, train_here
@@ -16,6 +18,7 @@ from lockstep.config.options import declared
 from lockstep.config.schema import BLOCKS, GROUPS
 from lockstep.core.errors import InputError
 from lockstep.core.fields import rule_of
+from lockstep.core.plan import Averaging
 from lockstep.core.run import candidates
 from lockstep.training.resolved_job import averaging_of, decisions, plan_of, train_longer
 
@@ -119,6 +122,14 @@ def test_a_longer_run_has_the_average_of_one_that_was_never_short(
     for name in ("model", "ema"):
         run, whole = (load_file(newest(tmp_path / folder) / f"{name}.safetensors") for folder in ("run", "whole"))
         assert all(torch.equal(run[key], tensor) for key, tensor in whole.items())
+
+
+@given(st.integers(1, 9), st.integers(1, 6), st.integers(0, 13), st.integers(0, 13))
+def test_the_steps_of_an_average_are_those_at_which_it_is_updated(
+    start: int, every: int, last: int, step: int
+) -> None:
+    average = Averaging(start, every, last)
+    assert average.until(step) == {at for at in range(1, step + 1) if average.due(at)}
 
 
 # By a share of a run that is a little longer; by an earlier start; and by a last step that no other run averages.

@@ -56,15 +56,16 @@ class Averaging:
     def due(self, step: int) -> bool:
         return step >= self.start and (step % self.every == 0 or step == self.last)
 
-    def until(self, step: int) -> list[int]:
-        return [earlier for earlier in range(1, step + 1) if self.due(earlier)]
+    def until(self, step: int) -> set[int]:
+        multiples = range(-(-self.start // self.every) * self.every, step + 1, self.every)
+        return {*multiples, *([self.last] if self.start <= self.last <= step else [])}
 
     def remedies(self, saved: "Averaging", step: int) -> list[str]:
         """The overrides with which a run may resume from `step` with the mean of `saved`; none if it may without.
 
         It may if the mean has the same steps, or this one begins with `step` or later.
         """
-        if self.until(step) in (saved.until(step), [step], []):
+        if self.until(step) == saved.until(step) or self.until(step) <= {step}:
             return []
         same = replace(saved, last=self.last)
         continues = same.until(step) == saved.until(step) and same.start <= self.last

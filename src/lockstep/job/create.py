@@ -189,7 +189,7 @@ def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any]) -
     if changes:
         log.note(
             f"resume: a run of {plan.total_steps:,} steps would have had until step {step:,}, in steps: "
-            f"{', '.join(changes)}; an average has the steps that it should have, all else stays as it was trained"
+            f"{', '.join(changes)}; the steps so far stay as they were trained, and an average follows the new plan"
         )
 
 

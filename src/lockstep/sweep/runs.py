@@ -179,11 +179,11 @@ def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
     """A figure of the runs that are done and have it. A run that was made twice with one seed is one sample.
 
-    None if one was pruned: the mean would be over those that were better.
+    A setting of which a job was pruned has none: the others were better.
     """
-    if any(run.state == State.pruned for run in runs):
-        return []
-    pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None)
+    settings = {run: frozenset(item for item in run.settings.items() if item[0] not in SAMPLES) for run in runs}
+    pruned = {settings[run] for run in runs if run.state == State.pruned}
+    pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None and settings[run] not in pruned)
     return [*{frozenset(run.settings.items()): value for run, value in pairs if value is not None}.values()]
 
 

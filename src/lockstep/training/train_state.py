@@ -221,10 +221,11 @@ def restore(
     )
     if loaded.path.parent != checkpointer.run_dir.checkpoints:  # a new run: the earlier one has the best weights
         progress |= {"best": None, "best_step": 0, "best_figures": {}}
-    step, ema, saved = progress["step"], state.ema, progress.get("decisions")
-    if isinstance(ema, SWA) and saved and ema.steps.until(step) != averaging_of(saved).until(step):
+    step, ema, saved = progress["step"], state.ema, progress.get("decisions", {})  # none of an earlier version
+    before = averaging_of(saved).until(step) if "train.swa_from" in saved else None
+    if isinstance(ema, SWA) and (steps := ema.steps.until(step)) <= {step} and steps != before:
         ema.n_averaged.zero_()
-        if ema.due(step):
+        if steps:
             ema.update_parameters(state.model)
     # An earlier plan has evaluated its last step, too.
     progress |= {"decisions": decided, "scores": [item for item in progress["scores"] if plan.due("eval", item[0])]}
