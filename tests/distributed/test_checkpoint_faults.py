@@ -29,7 +29,7 @@ from lockstep.core.run import candidates
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.training.run_record import RunRecord
-from processes import wait_for
+from processes import INLINE, LONG, ended, running, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -300,3 +300,19 @@ def test_an_evaluation_that_a_resume_made_up_and_lost_is_once_in_every_file(tmp_
     rows = list(csv.DictReader(run.table.read_text().splitlines()))
     assert [int(row["step"]) for row in rows] == [3, 6]
     assert of_steps(shown_events(run)) == of_steps(shown_events(expected))
+
+
+@pytest.mark.parametrize("removed", ["", "config.yaml", ".hydra", "metrics.jsonl"], ids=lambda name: name or "all")
+@pytest.mark.parametrize("stops", [True, False], ids=["stopped", "completed"])
+def test_a_run_whose_files_are_removed_ends_with_a_sentence_and_a_code(
+    tmp_path: Path, removed: str, stops: bool
+) -> None:
+    folder, length = tmp_path / "run", LONG if stops else ("steps=300",)
+    process = running(folder, *INLINE, *length, "checkpoint.every=1000")
+    path = folder / removed
+    path.rename(tmp_path / "removed")
+    if stops:
+        process.send_signal(signal.SIGTERM)
+    code, err = ended(process)
+    assert (code, "Traceback" in err) == (74, False), err
+    assert f"lockstep: {path}" in err

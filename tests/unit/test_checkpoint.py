@@ -386,10 +386,11 @@ def test_the_card_of_weights_has_the_score_of_their_own_evaluation(run: RunDir) 
     assert read_card(run.weights) == next(iter(cards.values()))
 
 
+@pytest.mark.parametrize("keep", [1, 2])
 def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
-    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
 ) -> None:
-    """Before each change of a name, what a kill would leave is copied."""
+    """Before each change of a name, what a kill would leave is copied. Some steps are saved again."""
     left: list[RunDir] = []
     run.metrics.write_text("logged")
 
@@ -402,12 +403,13 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
 
         return call
 
-    target = writer(run, keep=2)
+    target, steps = writer(run, keep=keep), (1, 1, 1, 2, 2, 3)
     for name in ("rename", "replace", "unlink"):
         monkeypatch.setattr(Path, name, watched(getattr(Path, name)))
-    for step in (1, 2, 3):
+    for step in steps:
         save(target, step, best=step == 1, score=float(step == 1))
         target.wait()
+        assert steps_left(run) == sorted({1, step, *range(step - keep + 1, step)} - {0}, reverse=True)
     monkeypatch.undo()
     newest = []
     for folder in left:
@@ -415,6 +417,11 @@ def test_a_kill_at_any_moment_of_a_save_loses_no_checkpoint(
         newest.append(0 if path is None else int(path.name[5:]))
         for other in candidates(folder.checkpoints):
             assert find_corruption(other) == "", other
+        for pointer in (folder.last, folder.best):
+            assert not pointer.exists() or (folder.checkpoints / pointer.read_text()).is_dir(), folder
+        repaired = writer(folder, keep=keep)
+        repaired.repair_export(best_step=1)
+        assert folder.weights.exists() == bool(newest[-1]), folder
     assert newest == sorted(newest), "no resume goes back"
     assert {*newest} == {0, 1, 2, 3}
 

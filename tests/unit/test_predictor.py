@@ -2,8 +2,10 @@
 
 import itertools
 import json
+import re
 import shutil
 import urllib.request
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import pytest
 import timm  # noqa: F401, the time limit of a model must not include this import
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 
 import lockstep
 from helpers import NARROW, records, train_here
-from lockstep.checkpoint.weights import read_card
+from lockstep.checkpoint.weights import load_start, read_card
 from lockstep.cli.evaluate import split_for
 from lockstep.cli.scoring import EvaluatedSplit, Evaluation, evaluated
 from lockstep.core.errors import BrokenImage, InputError
@@ -95,6 +98,32 @@ def test_a_loaded_model_computes_the_evaluation_of_its_run_to_the_bit(tmp_path: 
     assert predictor.card.averaged == ("ema" in overrides)
     if not predictor.card.averaged:  # the logged loss is that of the model, not of its average
         assert loss == best["loss/val"]
+
+
+@pytest.mark.parametrize("reader", ["load", "init_from"])
+def test_a_flipped_bit_of_a_weights_file_is_noticed(digits: RunDir, tmp_path: Path, reader: str) -> None:
+    """In the length, the header or the tensors. One in the name of the hash changes nothing else."""
+    file = tmp_path / "alone.safetensors"
+    data = digits.weights.read_bytes()
+    own, card = load_file(digits.weights), read_card(digits.weights)
+    model = lockstep.load(digits.weights, device="cpu").model
+    header, name = 8 + int.from_bytes(data[:8], "little"), data.index(b'"own_sha256":')
+    for place in {*range(0, header, 23), *range(name, name + 80, 3), *range(header, len(data), len(data) // 50)}:
+        file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        in_name = name < place <= name + 10
+        with nullcontext() if in_name else pytest.raises(InputError, match=re.escape(str(file))):
+            lockstep.load(file, device="cpu") if reader == "load" else load_start(model, file)
+        if in_name:
+            assert read_card(file) == card
+            assert all(torch.equal(tensor, own[key]) for key, tensor in load_file(file).items())
+
+
+def test_weights_of_an_older_version_have_no_hash_and_can_be_used(digits: RunDir, tmp_path: Path) -> None:
+    with safe_open(digits.weights, "pt") as opened:
+        older = {key: text for key, text in opened.metadata().items() if key != "own_sha256"}
+    save_file(load_file(digits.weights), tmp_path / "older.safetensors", older)
+    assert len(older) == 1
+    lockstep.load(tmp_path / "older.safetensors", device="cpu")
 
 
 @pytest.mark.numerics

@@ -20,13 +20,19 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import Run
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile, check_size, checked_json, opened, read_bytes, read_json
+from lockstep.core.safe_write import append, usual_mode
 
 FACTS, STATE, MODEL, EMA = "facts.json", "state.pt", "model.safetensors", "ema.safetensors"
+# A key of the metadata of a weights file: the hash of all else in it. The entry has 80 bytes, which keep the tensors
+# aligned to 16: a program that maps the file (Transformers) would else sum in another order, and get other last bits.
+SEAL = "own_sha256"
 FACTS_LIMIT = 64 * MB  # large, because the open window has a loss for each micro-batch since the last log point
 
 Facts = Mapping[str, Any]
@@ -35,6 +41,46 @@ Facts = Mapping[str, Any]
 def sha256(path: Path) -> str:
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_weights(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a weights file with its own hash in the metadata. Equal tensors and metadata give equal bytes."""
+    with usual_mode(path):
+        save_file(dict(tensors), path, {**(metadata or {}), SEAL: "0" * 64})
+    with append(path, "r+b") as file:
+        header, _, digest = _header_and_digest(file)
+        # safetensors writes the metadata in any order.
+        header["__metadata__"] = dict(sorted({**header["__metadata__"], SEAL: digest}.items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        file.seek(0)
+        length = int.from_bytes(file.read(8), "little")
+        assert len(text) <= length, "safetensors writes the same text, and spaces behind it"
+        file.write(text.ljust(length))
+
+
+def load_weights(file: Path) -> dict[str, Tensor]:
+    """The tensors of a weights file, on the CPU. Raises UnreadableFile if it does not match the hash in it."""
+    tensors: dict[str, Tensor] = load_file(file)
+    if not _matches_seal(file):
+        raise UnreadableFile(
+            file, f"is damaged, or was changed: it does not match the {SEAL} in its metadata; copy it again"
+        )
+    return tensors
+
+
+def _matches_seal(file: Path) -> bool:
+    """Whether a weights file that safetensors can read matches the hash in it, or has none, like older ones."""
+    with opened(file, links=True) as data:
+        _, seal, digest = _header_and_digest(data)
+    return seal in (None, digest)
+
+
+def _header_and_digest(file: Any) -> tuple[dict[str, Any], str | None, str]:
+    """The header of an open weights file without its hash, this hash, and what it should be."""
+    header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    seal = header.get("__metadata__", {}).pop(SEAL, None)
+    digest = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    return header, seal, hashlib.file_digest(file, lambda: digest).hexdigest()
 
 
 def manifest_text(folder: Path, known: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -126,12 +172,12 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 
 def whole_weights(path: Path) -> bool:
-    """Whether the weights at `path` are undamaged. Checks the sha256 in a checkpoint, the header in a run folder."""
+    """Whether the weights at `path`, a checkpoint or a run folder, are undamaged, as far as they have a sha256."""
     try:
         if (path / MANIFEST).exists():
             # `manifest` checks the sizes first: hashing a huge sparse file would take hours.
             return manifest(path)[MODEL] == sha256(path / MODEL)
-        return bool(header(path / MODEL)[0])
+        return bool(header(path / MODEL)[0]) and _matches_seal(path / MODEL)
     except (UnreadableFile, ValueError):
         return False
 

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import MODEL, check_archive, header
+from lockstep.checkpoint.files import MODEL, check_archive, header, load_weights
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
 from lockstep.core.model import head_parameters, load_whole
@@ -73,7 +72,7 @@ def trained_input(path: Path) -> TrainedInput | None:
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:
     """The shapes of the tensors in a weights file, and a function that reads the tensors, on the CPU."""
     if file.suffix == SAFETENSORS:
-        return _read_header(file, START)[0], partial(load_file, file)
+        return _read_header(file, START)[0], partial(load_weights, file)
     tensors = _unpickled(file)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: tensors
 
@@ -159,7 +158,7 @@ def _is_rgb_of(saved: tuple[int, ...], own: torch.Size) -> bool:
 def load_exported(model: nn.Module, file: Path) -> None:
     """Fill `model`, or this rank's parts of it, with the exported weights of its own run. Raises InputError."""
     check_tensors(model, file, "weights")
-    load_whole(model, load_file(file))
+    load_whole(model, load_weights(file))
 
 
 def check_tensors(model: nn.Module, file: Path, key: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -28,7 +27,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.run import candidates, step_of
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import make_folder, replacing, sync, usual_mode, write_atomic
+from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
 
 RETRY_S = 30.0  # seconds between a failed save and the next one
 
@@ -48,8 +47,7 @@ class Weights:
     metadata: dict[str, str] | None
 
     def save(self, path: Path) -> None:
-        with usual_mode(path):
-            save_file(self.tensors, path, self.metadata)
+        files.save_weights(self.tensors, path, self.metadata)
 
 
 @dataclass
@@ -58,7 +56,7 @@ class Checkpointer:
 
     The newest `keep` stay, and the best `keep_best`. One is overdue after `every_s` seconds; None if steps decide.
     `on_saved` is called with the step and the folder of one on the disk. `card` is the description in the weights
-    files.
+    files. `needed` are other files of the run, without which nobody can resume it.
     """
 
     run_dir: RunDir
@@ -69,6 +67,7 @@ class Checkpointer:
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
     card: ModelCard | None = None
+    needed: tuple[Path, ...] = ()
     saved_at: float = field(default_factory=time.monotonic)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "checkpoint"))
     pending: Future[tuple[int, Path]] | None = None
@@ -79,12 +78,13 @@ class Checkpointer:
 
     def repair_export(self, best_step: int) -> None:
         """Export the best weights of a run that was killed between saving and exporting them."""
-        best, exported = self.run_dir.checkpoints / f"step-{best_step:08d}", self.run_dir.weights
+        exported = self.run_dir.weights
         if not self.writes:
             return
         try:
+            best = next(path for path in candidates(self.run_dir.checkpoints) if step_of(path) == best_step)
             digests = files.manifest(best)
-        except ValueError:  # the checkpoint does not exist, or is damaged
+        except (StopIteration, ValueError):  # the checkpoint does not exist, or is damaged
             return
         name = files.EMA if files.EMA in digests else files.MODEL
         # Usually the weights are already exported, so that hashing the exported file is enough, instead of the whole
@@ -141,10 +141,18 @@ class Checkpointer:
         return replace(self.card, step=progress["step"], scores=figures, averaged=averaged).metadata()
 
     def wait(self) -> None:
-        """Wait for the pending write. Warns of the first failure only: the previous checkpoint still exists."""
+        """Wait for the pending write. Warns of the first failure only: the previous checkpoint still exists.
+
+        Raises StorageError if somebody has removed the run.
+        """
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
+        pending.exception()  # waits
+        if removed := [path for path in self.needed if not path.exists()]:
+            raise StorageError(
+                f"{removed[0]} was removed while the run used it; without it, nobody can resume the run"
+            )
         try:
             step, folder = pending.result()
         # A full disk can raise any of the first four, and a file that cannot be read back the last.
@@ -161,8 +169,8 @@ class Checkpointer:
 
     def close(self) -> None:
         """Finish the last write. Raises StorageError: the last checkpoint of the run could not be written."""
-        self.wait()
         self.pool.shutdown()
+        self.wait()
         if self.failure:
             raise StorageError(f"the last checkpoint could not be written to {self.run_dir.path} ({self.failure})")
 
@@ -173,7 +181,11 @@ class Checkpointer:
             with suppress(OSError):
                 files.delete(leftover)
         name = f"step-{progress['step']:08d}"
-        temporary, final, old = folder / f".{name}.tmp", folder / name, None
+        # One of this step may exist: it is damaged, or a stop interrupted its evaluation. The new one gets another
+        # name, with more zeros, so that one of them exists at any moment.
+        while os.path.lexists(folder / name):
+            name = name.replace("-", "-0")
+        temporary, final = folder / f".{name}.tmp", folder / name
         try:
             temporary.mkdir()
             for file, content in weights.items():
@@ -188,15 +200,11 @@ class Checkpointer:
             for path in (*logs, self.run_dir.hydra, self.run_dir.path, *temporary.iterdir(), temporary):
                 if path.exists():
                     sync(path)
-            if final.exists():  # it is damaged, or a stop interrupted its evaluation
-                final.rename(old := folder / f".{name}.old.tmp")
             temporary.rename(final)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)  # free its space: the disk may be full
             raise
         sync(folder)
-        if old is not None:
-            files.delete(old)
         try:
             write_atomic(self.run_dir.last, name)
             if progress["best_step"] == progress["step"]:
@@ -217,12 +225,13 @@ class Checkpointer:
     def _retire(self, written: Path) -> None:
         """Remove all but the newest `keep` and the best `keep_best` checkpoints, if `written` can be read back.
 
-        Checkpoints of later steps than `written` were skipped by a resume; they stay until the run has
-        reached their step again.
+        One that `written` replaces goes too. Checkpoints of later steps than `written` were skipped by a resume; they
+        stay until the run has reached their step again.
         """
-        checkpoints = [path for path in candidates(self.run_dir.checkpoints) if step_of(path) <= step_of(written)]
-        best = files.best_scored(checkpoints, self.keep_best)
-        retired = [path for path in checkpoints[self.keep :] if path not in best]
+        existing = [path for path in candidates(self.run_dir.checkpoints) if step_of(path) <= step_of(written)]
+        checkpoints = [path for path in existing if path == written or step_of(path) < step_of(written)]
+        stay = {*checkpoints[: self.keep], *files.best_scored(checkpoints, self.keep_best)}
+        retired = [path for path in existing if path not in stay]
         if retired and (reason := files.find_corruption(written)):
             log.warn(f"checkpoint {written} cannot be read back ({reason}); no older one is removed")
             return

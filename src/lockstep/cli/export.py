@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.files import MODEL, load_weights, save_weights
 from lockstep.cli.evaluate import split_for
 from lockstep.config import components
 from lockstep.config.commands import shell_command
@@ -246,8 +247,9 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     differences = [difference for difference, holds in possible.items() if holds]
     with storing(target), tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as place:
         (folder := Path(place, target.name)).mkdir()
-        with usual_mode(folder / "model.safetensors"):
+        with usual_mode(folder / MODEL):
             timm.models.save_for_hf(model, str(folder), config, arguments, safe_serialization=True)
+        save_weights(load_weights(folder / MODEL), folder / MODEL, {"format": "pt"})  # with a hash
         written = read_json(folder / "config.json")
         # config.json also has it next to model_args, and Transformers accepts it only once.
         written.get("model_args", {}).pop("num_classes", None)

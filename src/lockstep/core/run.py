@@ -241,8 +241,8 @@ class Run:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """What the newest checkpoint says that its run is."""
-        facts = self.run_dir.checkpoints.glob("step-*/facts.json")
-        newest = max(facts, default=self.run_dir.checkpoints / "facts.json")
+        facts = (path / "facts.json" for path in self.checkpoints)
+        newest = next(filter(Path.exists, facts), self.run_dir.checkpoints / "facts.json")
         checkpoint: dict[str, Any] = self.read(newest, partial(safe_read.read_json, limit=64 * MB), {})
         identity = checkpoint.get("identity")
         return identity if isinstance(identity, dict) else {}

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from lockstep.checkpoint.files import MODEL
+from lockstep.checkpoint.files import MODEL, load_weights
 from lockstep.checkpoint.weights import check_tensors, read_card, weights_file
 from lockstep.config import components
 from lockstep.core import log
@@ -257,7 +256,7 @@ def _model_with_weights(option: Model, card: ModelCard, precision: Precision, fi
         model = precision.convert(option.build(card.classes, card.input_shape))
     infinite = infinite_buffers(model)
     check_tensors(model, file, KEY)
-    model.load_state_dict(load_file(file))
+    model.load_state_dict(load_weights(file))
     tensors = model.state_dict()
     if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:
         raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
+from lockstep.checkpoint.files import save_weights
 from lockstep.checkpoint.state import gathered
 from lockstep.config import components
 from lockstep.config.commands import shell_command
@@ -214,7 +214,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
         torch.save(tensors, temporary)
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
     with replacing(folder / "model.safetensors") as temporary:
-        save_file(on_host, temporary)
+        save_weights(on_host, temporary)
     earlier = [checkpoint_folder.name for checkpoint_folder in candidates(run_dir.checkpoints)]
     facts = {
         "error": str(error),
