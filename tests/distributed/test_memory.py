@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from helpers import Done, built, forked, losses, resolved, train, train_here
 from lockstep.config.hydra_policy import own_hydra
@@ -54,6 +56,33 @@ def test_running_out_of_memory_says_what_would_fit(tmp_path: Path) -> None:
     )
     fitting = done.err.rpartition("train.micro_batches=auto")[0].rpartition("train.micro_batches=")[2].split()[0]
     assert int(fitting) in (4, 8, 16, 32)
+
+
+def failed_kernel_here(room: str) -> None:
+    """Try a step after oneDNN has had `room` bytes for a convolution, and fails in this thread since."""
+
+    def convolve(channels: int) -> bool:
+        with suppress(RuntimeError):
+            return bool(functional.conv2d(torch.ones(2, channels, 20, 20), torch.ones(24, channels, 3, 3)).any())
+        return False
+
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+    with own_hydra():
+        job = resolved(*LARGE, "model.width=8", "device=cpu")
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + int(room), limits[1]))
+    convolve(16)
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+    print("kernels work" if convolve(17) else f"kernels fail, fits: {dry_run.fits(job, World.solo(), 4, 0.0)}")
+
+
+def test_a_step_is_tried_apart_from_kernels_that_failed_for_want_of_memory() -> None:
+    rooms = range(200_000, 1_600_000, 100_000)  # oneDNN works, fails or crashes, as exactly its allocations fail
+    ends = (forked("test_memory:failed_kernel_here", str(room)).out for room in rooms)
+    if not (end := next((out for out in ends if "kernels fail" in out), "")):
+        pytest.skip("oneDNN compiles no kernels here")
+    assert "fits: True" in end
 
 
 def test_running_out_of_memory_in_evaluation_says_so(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -43,6 +44,7 @@ OUT_OF_MEMORY = (
 )
 LAST = 2**40  # a step after which nothing thaws
 TURNS = 5  # how many steps of each setting are timed
+TEAM = 2**17  # numbers that torch computes on with all threads
 MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
@@ -258,7 +260,11 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
 
 
 def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
-    """Whether a whole step on `examples` blank examples fits into memory."""
+    """Whether a whole step on `examples` blank examples fits into memory.
+
+    On the CPU in a new thread: if memory runs out while oneDNN compiles a kernel, the error stays with the thread,
+    and all its later kernels fail ("could not create a primitive"), however much memory there is then.
+    """
 
     def step() -> bool:
         reserved = torch.empty(int(held_gb * GB), dtype=torch.uint8, device=world.device)
@@ -266,11 +272,18 @@ def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
         del reserved
         return True
 
-    with _bounded(world), trial(world.device):
-        try:
-            return unless_out_of_memory(step) is not None
-        finally:
-            gc.collect()
+    def bounded() -> bool:
+        with _bounded(world), trial(world.device):
+            try:
+                return unless_out_of_memory(step) is not None
+            finally:
+                gc.collect()
+
+    if world.device.type != "cpu":
+        return bounded()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(torch.zeros(TEAM).neg_).result()  # starts its OpenMP threads, whose stacks are not the step's
+        return thread.submit(bounded).result()
 
 
 @contextmanager
