@@ -50,8 +50,14 @@ def with_choices(job: Job, resumed: Path | None, images: int | None) -> Job:
 
 
 def _with_start(job: Job, resumed: Path | None) -> Job:
-    """The job with its weights and its frozen layers chosen."""
+    """The job with its weights and its frozen layers chosen, and the weight decay of the run that it continues."""
     model: Any = job.model
+    optimizer: Any = job.optimizer
+    if resumed is not None and getattr(optimizer, "decay_embeddings", False) is None:
+        with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
+            run = components.load(RunDir(resumed.parents[1]).config)["optimizer"]
+            decays = run.get("decay_embeddings", True)  # they did in every run without this key
+            job = replace(job, optimizer=replace(optimizer, decay_embeddings=decays))
     if getattr(model, "pretrained", False) == AUTO:
         job = replace(job, model=replace(model, pretrained=_has_weights(job, resumed)))
     train, layers = job.train, job.train.freeze

@@ -1,9 +1,7 @@
 """Replaces `auto` by values for this machine (device, ranks, strategy, launcher), and makes paths absolute."""
 
-from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,8 +14,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
 from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
-from lockstep.core.protocols import Launcher, Metric, Optimizer, Strategy
-from lockstep.core.run_dir import RunDir
+from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
 from lockstep.job.by_images import with_choices
@@ -79,18 +76,9 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int |
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
-        optimizer=_optimizer(job.optimizer, resumed).at_batch(batch, trained=job.starts_trained),
+        optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
     )
     return ResolvedJob.of(resolved)
-
-
-def _optimizer(optimizer: Any, resumed: Path | None) -> Optimizer:
-    """The optimizer; embeddings decay as in the resumed run, and in one of before `decay_embeddings` they did."""
-    if resumed is not None and getattr(optimizer, "decay_embeddings", False) is None:
-        with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
-            decay = components.load(RunDir(resumed.parents[1]).config)["optimizer"].get("decay_embeddings", True)
-            return replace(optimizer, decay_embeddings=decay)
-    return optimizer
 
 
 def _augment(augment: Augment, dataset: Source) -> Augment:

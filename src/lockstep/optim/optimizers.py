@@ -97,28 +97,17 @@ class OptimizerOption(Optimizer):
                     parts.append({**group, "params": params, "scale": scale})
         return parts
 
-    def embeddings(self, model: nn.Module) -> list[str]:
-        """Names, or patterns of names, that do not decay because the model says so, as timm's do."""
-        decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
-        if decay or self.weight_decay == 0:
-            return []
-        if self.decay_embeddings is False and not hasattr(model, "no_weight_decay"):
-            raise InputError(
-                "optimizer.decay_embeddings is false, but this model has no method `no_weight_decay` that names its "
-                "embeddings; remove it"
-            )
-        return [*getattr(model, "no_weight_decay", list)()]
-
     def decay_groups(self, model: nn.Module) -> ParamGroups:
-        """The groups by weight decay and by layer."""
-        spared = self.embeddings(model)
+        """The groups by weight decay and by layer. As in timm, the model's `no_weight_decay` names what has none."""
+        embeddings_decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
+        spared = [] if embeddings_decay or self.weight_decay == 0 else [*getattr(model, "no_weight_decay", list)()]
         if self.layer_decay is not None:
             from timm.optim import param_groups_layer_decay
 
             groups = param_groups_layer_decay(
                 model,
-                weight_decay=self.weight_decay,
-                no_weight_decay_list=spared,
+                self.weight_decay,
+                spared,
                 weight_decay_exclude_1d=not (self.decay_all and spared),
                 layer_decay=self.layer_decay,
             )

@@ -155,7 +155,7 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
         name = f"dimensions_{parameter.dim()}"
         if not hasattr(small, name):
             small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
-    of_layers = {name: None for name in ("layer_decay", "head_lr", "decay_embeddings") if hasattr(option, name)}
+    of_layers = {name: None for name in ("layer_decay", "head_lr") if getattr(option, name, None) is not None}
     changed: Any = option
     changed = dataclasses.replace(changed, **of_layers)  # the small module has no layers
     try:

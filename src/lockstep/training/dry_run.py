@@ -44,7 +44,6 @@ OUT_OF_MEMORY = (
 )
 LAST = 2**40  # a step after which nothing thaws
 TURNS = 5  # how many steps of each setting are timed
-TEAM = 2**17  # numbers that torch computes on with all threads
 MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
@@ -282,7 +281,7 @@ def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
     if world.device.type != "cpu":
         return bounded()
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(torch.zeros(TEAM).neg_).result()  # starts its OpenMP threads, whose stacks are not the step's
+        thread.submit(torch.ones(2**17).neg_).result()  # starts its OpenMP threads, whose stacks are not the step's
         return thread.submit(bounded).result()
 
 
