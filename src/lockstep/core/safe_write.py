@@ -86,7 +86,7 @@ def check_names(folder: Path, *patterns: str) -> None:
     for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
         with suppress(FileNotFoundError):  # another process has removed it
             if (unfit := _unfit(path.lstat())) not in ("", "a folder"):
-                raise InputError(f"{path} is {unfit}, which leads elsewhere; remove it, or put a copy there")
+                raise InputError(f"{path} is {unfit}, which leads elsewhere; remove it, or use a copy (cp -rL)")
 
 
 def make_folder(path: Path) -> None:
