@@ -14,15 +14,19 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+import lockstep
 from helpers import NARROW, documented, train_here
 from lockstep.checkpoint.weights import read_card
+from lockstep.cli.evaluate import split_for
 from lockstep.core.model_card import ModelCard
+from lockstep.data.datasets import files
 from lockstep.data.datasets.files import with_input, with_sizes
 from lockstep.data.datasets.folder import Folder
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.predictor import Predictor
 from lockstep.precision import FP32
+from lockstep.training.resolved_job import load_job
 
 pytestmark = pytest.mark.numerics
 
@@ -132,6 +136,22 @@ def test_the_code_of_the_document_prepares_photos_like_predict(
         pixels = documented("prepared")(Image.open(path), vars(chosen), size)
         assert pixels.shape == (1, 3, *size)
         assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
+
+
+def test_a_run_of_before_resumes_and_evaluates_with_the_size_that_it_stored(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = ("dataset=folder", f"dataset.path={photos}", "dataset.input_size=[48,32]")
+    with monkeypatch.context() as before:
+        before.setattr(files, "stored_side", lambda seen, crop: round(seen / crop))
+        run = train_here(tmp_path / "run", *data, "augment=none", NARROW, "steps=1", "batch=4")
+    lockstep.train([f"resume={run.path}", "steps=2"])
+    assert load_job(run.config).dataset.image_shape == (3, 55, 37)
+    predictor = lockstep.load(run.path, device="cpu")
+    assert predictor.card.image_shape == (3, 55, 37)
+    for own in (None, run):
+        assert split_for(predictor, own, data, "val")[1].image_shape == (3, 55, 37)
 
 
 def test_loaded_weights_crop_as_timm_and_those_of_before_as_they_were_trained(photos: Path, card: ModelCard) -> None:

@@ -115,6 +115,13 @@ def test_a_terminal_gets_no_controls_and_no_secrets(
     assert medium in ("table", "latex", "csv", "json") or shown.count("\n") == 1
 
 
+def test_a_table_in_latex_has_no_command_of_the_text(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    show_table([Column("head", [text, "0.5"])], "latex")
+    (row,) = re.findall(r"\\midrule\n(.*) \\\\\n", capsys.readouterr().out.partition("0.5")[0])
+    words = re.sub(r"\\[&%$#_{}]|\\text(backslash|asciitilde|asciicircum)\{\}", "", row)
+    assert not re.search(r"[\\&%$#_{}~^]", words)
+
+
 def test_a_table_in_markdown_has_the_text_and_nothing_else(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     show_table([Column(text, [text, "0.5"], best=(1,)), Column("second", [text, text])], "markdown")
     written = capsys.readouterr().out

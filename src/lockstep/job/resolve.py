@@ -207,8 +207,8 @@ def _eval_batch(train: TrainBlock, dataset: Source) -> int:
 
 
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
-    """The images of the initial weights' training, also from the checkpoint of a run whose weights are gone."""
-    places = [resumed] if resumed is not None and job.starts_trained else []
+    """The images of a resumed run, whose sizes another version may have chosen, or else of the initial weights."""
+    places = [] if resumed is None else [resumed]
     if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
         places.append(Path(job.init_from).expanduser())
     known = next(filter(None, map(trained_input, places)), None)

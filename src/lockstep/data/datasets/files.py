@@ -360,7 +360,8 @@ def with_sizes(source: Source, trained: TrainedInput | None) -> Source:
 def _stored_size(source: Any, trained: TrainedInput, usual_input: bool) -> tuple[int, int] | None:
     """The size to store images with for weights; None is the one that follows from the size of the input."""
     is_square = not isinstance(source.input_size, list)
-    if trained.stored and source.fit == trained.fit and (usual_input or is_square):
+    same = usual_input or is_square or tuple(source.input_size) == trained.size
+    if trained.stored and source.fit == trained.fit and same:
         return trained.stored
     if keeps_whole(source) or not is_square:
         return None
