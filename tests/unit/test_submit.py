@@ -89,6 +89,29 @@ def test_each_submitted_job_has_its_number_and_its_folder(tmp_path: Path, progra
     assert directives((tmp_path / "script").read_text())["output"] == f"{tmp_path}/slurm-%A_%a.log"
 
 
+@pytest.mark.parametrize(
+    "program",
+    ["import lockstep; lockstep.main(extensions=['beside'])", "import beside, lockstep; lockstep.main()"],
+    ids=["extension", "import"],
+)
+def test_a_program_that_the_job_could_not_import_is_not_submitted(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    programs(sbatch=f"cat > {tmp_path}/script; echo 17")
+    for name, text in (("train.py", program), ("beside/__init__.py", "")):
+        (tmp_path / "project" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "project" / name).write_text(text)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "project" / "train.py")])
+    fix = f"beside.*install the project: pip install -e {tmp_path}/project$"
+    with pytest.raises(InputError, match=fix):
+        submit([job(tmp_path / "runs")])
+    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "script").exists()
+    submit([job(tmp_path / "runs", setup=["export PYTHONPATH=project"])])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "project"))  # as if it were installed
+    submit([job(tmp_path / "runs")])
+
+
 def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **values: Any) -> Submission:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     values = {**composed("device=cpu"), "resume": None, **values}
@@ -156,6 +179,27 @@ def test_a_job_that_was_stopped_is_queued_again_unless_scancel_did_it(
 ) -> None:
     assert task(f"exit {code}", state=state, node=node).run() == code
     assert requeued(tmp_path) is again
+
+
+@pytest.mark.parametrize("missing", ["scontrol", "squeue"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_without_programs_of_slurm_a_stop_keeps_its_code_and_is_explained(
+    task: Callable[..., Task],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    missing: str,
+    saves: bool,
+) -> None:
+    here, fails = task(f"exit {Stopped.exit_code}"), missing == "scontrol" or not saves
+    (tmp_path / "bin" / missing).unlink()
+    (tmp_path / "bin" / "sh").symlink_to("/bin/sh")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    here.must_save = saves
+    assert here.run() == Stopped.exit_code
+    err = capfd.readouterr().err
+    assert ("Traceback" in err, f"because {missing} does not work here (No such file" in err) == (False, fails)
+    assert requeued(tmp_path) is not fails
 
 
 @pytest.mark.parametrize(("code", "again"), [(Stopped.exit_code, True), (70, True), (0, False), (2, False)])

@@ -79,6 +79,18 @@ def _check_setup(setup: list[str]) -> None:
         )
 
 
+def _check_imports() -> None:
+    """Refuse a program that a job could not start: its interpreter does not import from the program's folder."""
+    words, environment = [*command_of_program(), "--help"], {**os.environ, "PYTHONSAFEPATH": "1"}
+    trial = subprocess.run(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    if trial.returncode != 0:
+        reason = (os.fsdecode(trial.stderr).strip() or "no reason given").splitlines()[-1][:REASON_CHARACTERS]
+        raise InputError(
+            f"launcher=slurm: the job could not start its program, because it imports nothing from a folder that is "
+            f"not installed ({reason}); install the project: pip install -e {Path(sys.argv[0]).absolute().parent}"
+        )
+
+
 def script(submissions: Sequence[Submission], folders: Sequence[Path], root: Path) -> str:
     """The script for a job, or an array whose output goes to `root`. Raises InputError for a control character."""
     first, several = submissions[0], len(submissions) > 1
@@ -141,6 +153,8 @@ def submit(submissions: Sequence[Submission], folder: Path | None = None) -> lis
             "launcher=slurm needs the commands of SLURM (sbatch), which this machine does not have; start it on one "
             "that has them, see the script with launcher.dry_run=true, or use launcher=auto here"
         )
+    if not submissions[0].launcher.setup:  # its lines may change what can be imported
+        _check_imports()
     preview(submissions, folder)  # raises before a folder is created
     provided = [RunDir.provide(waiting.folder, waiting.root, waiting.name) for waiting in submissions]
     runs = [run for run, _ in provided]

@@ -57,12 +57,18 @@ class Task:
         if self.must_stop:  # the signal came before the process
             self.process.terminate()
         code = self.process.wait()
-        if self.must_save:
-            again = code not in (0, InputError.exit_code)
-        else:
-            again = self.is_first and code == Stopped.exit_code and not _is_cancelled(self.job)
-        if again:
-            subprocess.run(["scontrol", "requeue", self.job], check=False)
+        try:
+            if self.must_save:
+                again = code not in (0, InputError.exit_code)
+            else:
+                again = self.is_first and code == Stopped.exit_code and not _is_cancelled(self.job)
+            if again:
+                subprocess.run(["scontrol", "requeue", self.job], check=False)
+        except OSError as error:  # in a container, SLURM's programs are often missing
+            sys.stderr.write(
+                f"lockstep: job {self.job} is not queued again, because {error.filename} does not work here "
+                f"({error.strerror}); what was saved continues with: scontrol requeue {self.job}\n"
+            )
         return code
 
     def save(self, *signal_and_frame: object) -> None:
