@@ -174,9 +174,11 @@ telemetry/time_spent.py: the wait for the slowest rank is that for the mean one 
 job/resume.py: a run that began from a checkpoint goes back to it at each resume [decide_resume]
 - if newest is None and named is not None else newest
 + if named is not None else newest
-job/slurm.py: a submission that SLURM refuses removes a folder that existed [submit]
-- if not existed_before:
-+ if existed_before:
+job/slurm.py: a submission that SLURM refuses removes an empty folder that existed [submit]
+- for _, new in reversed(provided):
+-             remove_empty(new)
++ for run in runs:
++             remove_empty(run.folders)
 job/slurm_task.py: a job that is done is queued again near its limit [submit]
 - again = code not in (0, InputError.exit_code)
 + again = code != InputError.exit_code

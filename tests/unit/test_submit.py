@@ -70,12 +70,14 @@ def test_a_machine_has_one_task_and_what_the_launcher_asks_for(tmp_path: Path) -
 
 def test_a_submission_that_slurm_refuses_leaves_only_what_was_there(tmp_path: Path, programs: Programs) -> None:
     programs(sbatch="echo 'first line' >&2; echo 'no such partition' >&2; exit 1")
-    mine, root = tmp_path / "mine", tmp_path / "a" / "runs"
+    mine, bare, root = tmp_path / "mine", tmp_path / "bare", tmp_path / "a" / "runs"
     mine.mkdir()
+    bare.mkdir()
     (mine / "precious").write_text("precious")
     with pytest.raises(InputError, match=r"was not submitted \(no such partition\)"):
-        submit([job(root, mine), job(root), job(root, tmp_path / "new" / "run")])
+        submit([job(root, mine), job(root, bare), job(root), job(root, tmp_path / "new" / "run")])
     assert (mine / "precious").read_text() == "precious"
+    assert bare.is_dir()
     assert not any((tmp_path / name).exists() for name in ("a", "new"))
 
 
