@@ -232,6 +232,12 @@ def test_the_loss_of_a_step_is_the_mean_over_images_for_any_targets(task: str, l
     assert parts.loss_of_step(shard) == pytest.approx(float(function(outputs, shard.labels)))
 
 
+@pytest.mark.parametrize("loggers", ["[]", "csv"])
+def test_a_run_whose_loggers_write_no_metrics_jsonl_is_completed(loggers: str, tmp_path: Path) -> None:
+    train_here(tmp_path / "run", *JOB, f"logger={loggers}")
+    assert Run(tmp_path / "run").summary["status"] == "completed"
+
+
 @pytest.mark.parametrize(
     ("ema", "says"),
     [("train.ema=0.9999 train.ema_warmup=false", "use train.ema_warmup=true"), ("train.ema=null", "")],

@@ -105,7 +105,7 @@ def build_checkpointer(
         writes=world.is_main,
         every_s=data.plan.save_every_s,
         card=card,
-        needed=(run_dir.config, run_dir.overrides, run_dir.metrics),
+        needed=(run_dir.config, run_dir.overrides, *([run_dir.metrics] if "jsonl" in job.logger else [])),
     )
 
 
