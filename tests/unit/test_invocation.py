@@ -61,7 +61,8 @@ def test_a_resume_repeats_what_names_the_config_files_of_its_run() -> None:
     assert [*files.words] == named
     assert ConfigFiles().words == ()
     command = " ".join(["python", "train.py", *named, "epochs=3", "'name=a b'"])
-    assert repeated_words(command) == ["python", "train.py", *named]
+    assert repeated_words(command, ()) == ["python", "train.py", *named]
+    assert repeated_words(f"{command} a.b=1 c.d=2", {"a.b"}) == ["python", "train.py", *named, "a.b=1"]
 
 
 @given(st.text(alphabet="ab1e.=,'\" \\[](){}:~$%é/#&;!*-_", min_size=1, max_size=12))

@@ -20,7 +20,7 @@ from lockstep.config.options import declared
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import State
-from lockstep.data.datasets import CSV, Digits, Folder
+from lockstep.data.datasets import CSV, Digits, Folder, listing
 from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.splitting import Examples
@@ -360,3 +360,16 @@ def test_an_image_in_memory_has_its_number_in_the_whole_split_in_every_fold() ->
     assert sorted(numbers) == list(range(len(whole)))
     limited = Digits(folds=3, fold=0, limit=0.1).eval()
     assert torch.equal(limited.images, whole.images[[int(limited.name(index)) for index in range(len(limited))]])
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "(a*)*b", "(.*a){12}$"])
+def test_a_pattern_that_does_not_end_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str
+) -> None:
+    monkeypatch.setattr(listing, "MATCHING_S", 3.0)
+    for number in range(2):
+        (folder := tmp_path / "photos" / f"class{number}").mkdir(parents=True)
+        (folder / f"{'a' * 60}!.png").write_bytes(b"")
+    split = Folder(path=str(tmp_path / "photos"), val_share=0.5, group_pattern=pattern)
+    with pytest.raises(InputError, match=r"dataset.group_pattern is .* takes more than 3 s for 2 names"):
+        split.prepare()

@@ -219,7 +219,8 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     with composition.composing():
         values = composition.recompose([*stored_data, "name=evaluate"], tuple(overrides), ConfigFiles())
     source: Source = components.build("dataset", values["dataset"])
-    source.prepare()
+    if "data_root" in map(key_of, overrides) or "data_root" not in map(key_of, stored_data):
+        source.prepare()
     return source
 
 

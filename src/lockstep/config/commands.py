@@ -4,7 +4,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from lockstep.core.errors import InputError, shown
-from lockstep.core.fields import leaves
+from lockstep.core.fields import SHELL, leaves
 from lockstep.core.named_paths import pointed
 from lockstep.core.run_dir import LATEST, RunDir
 from lockstep.core.safe_read import UnreadableFile, read_yaml
@@ -131,6 +131,16 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].strip()
 
 
+def refusal(key: str, role: str, value: object, default: object) -> str:
+    """The sentence about a value that only the user's own line may give (see `fields.personal`)."""
+    what = "lines of shell come" if role == SHELL else "where a run writes and what it sends come"
+    again = [*["launcher=slurm"] * (role == SHELL), override(key, default)]
+    return (
+        f"{key} is {shown(value)} in a config file or in the run folder, but {what} from the command line alone; "
+        f"type {shell_command([override(key, value)])}, or remove it with {shell_command(again)}"
+    )
+
+
 def check_word(text: str) -> None:
     """Refuse a word of the command line that would move what a job writes, or that no file can have."""
     if "=" in text and key_of(text) in ("hydra", "hydra.output_subdir"):
@@ -141,7 +151,7 @@ def check_word(text: str) -> None:
         raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
 
 
-def repeated_words(command: str) -> list[str]:
-    """The words of a run's command that a resume must repeat: the program, and those that name config files."""
-    words = shlex.split(command)
-    return words[:2] + [word for word in words if word.startswith(("--config-", "hydra.searchpath="))]
+def repeated_words(command: str, keys: Collection[str]) -> list[str]:
+    """The words of a run's command that a resume must repeat: the program, the config files, and some `keys`."""
+    words, files = shlex.split(command), ("--config-", "hydra.searchpath=")
+    return words[:2] + [word for word in words if word.startswith(files) or key_of(word) in keys]

@@ -63,6 +63,11 @@ class ConfigFiles:
         )
 
     @property
+    def are_foreign(self) -> bool:
+        """Whether somebody else may have written some, other than those of the project and of extensions."""
+        return bool(self.folder or self.searchpath)
+
+    @property
     def words(self) -> tuple[str, ...]:
         name = (f"--config-name={self.name}",) if self.name != ConfigFiles.name else ()
         folder = (f"--config-dir={self.folder}",) if self.folder else ()
@@ -76,6 +81,9 @@ class Invocation:
     folder: Path | None  # the run folder, if the sweep or the command names it
     hydra: str  # Hydra's own config as YAML
     configs: ConfigFiles = ConfigFiles()
+    # The words of the command itself, without references; the overrides also have values of files: of a sweep's
+    # parameters, and in the place of references.
+    own_words: tuple[str, ...] = ()
 
     @property
     def command(self) -> str:
@@ -97,6 +105,7 @@ class Invocation:
             folder=folder.absolute() if sweep or folder != Path() or typed_here else None,
             hydra=OmegaConf.to_yaml(HydraConfig.instance().cfg),
             configs=configs,
+            own_words=tuple(word for word in words if "${" not in word),
         )
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.fields import (
+    FOLDER,
     LONGEST,
     TEXT,
     choice,
     duration,
     pathname,
+    personal,
     pixels,
     pixels_by_start,
     ranged,
@@ -172,7 +174,7 @@ class Job:
     device: str = choice("auto", "auto", "cpu", "cuda")
     name: str = ruled("job", TEXT)
     data_root: str = pathname("data")
-    output_root: str = pathname("outputs")
+    output_root: str = personal(pathname("outputs"), FOLDER)
     resume: str | None = pathname(None)
     init_from: str | None = pathname(None)
     train: TrainBlock = field(default_factory=TrainBlock)

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Protocol
 
 from lockstep.core.errors import InputError, is_one_line, shown
 
-_RULE = "rule"
+_RULE, _ROLE = "rule", "role"
+FOLDER, PLACE, SHELL = "folder", "place", "shell"  # see `personal`
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # The most bytes of a name in a path (the limit of file systems), and of a path (with space for the files of a run).
 NAME_BYTES, PATH_BYTES = 255, 3500
@@ -212,6 +213,30 @@ def mapping(*, most: float) -> Any:
     lists = f"lists of at most {OPTION_VALUES:,}"
     expected = f"numbers of at most {_figure(most)}, {lists}, and texts without control characters"
     return ruled({}, Check(expected, fits, "a mapping"))
+
+
+def personal(field: Any, role: str = PLACE) -> Any:
+    """A field for the user's own line: where a run writes (`FOLDER`) or sends to (`PLACE`), or what a shell runs."""
+    field.metadata = {**field.metadata, _ROLE: role}
+    return field
+
+
+def personal_values(component: Any, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
+    """The key, the role, the value and the default of each `personal` field of a job, or of an option."""
+    for field in dataclasses.fields(component):
+        key, value = f"{prefix}{field.name}", getattr(component, field.name)
+        if _ROLE in field.metadata:
+            yield key, field.metadata[_ROLE], value, default_of(field)
+        for name, part in value.items() if isinstance(value, Mapping) else [("", value)]:
+            if dataclasses.is_dataclass(part):
+                yield from personal_values(part, f"{key}.{name}." if name else f"{key}.")
+
+
+def is_inside(path: str, *folders: str) -> bool:
+    """Whether a relative path is below the current folder, or any path below one of some folders."""
+    names = (path, *folders, *[""] * (path[:1] not in ("/", "~")))
+    here, *others = (os.path.abspath(os.path.expanduser(name)) for name in names)  # noqa: PTH100, PTH111
+    return any(os.path.commonpath([here, other]) == other for other in others)
 
 
 def pathname(default: str | None) -> Any:

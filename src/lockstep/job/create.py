@@ -105,6 +105,7 @@ def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = Non
     `sweep` is whether other jobs run in this process, `images` the number of training images once it is known.
     """
     job = components.build_job(resume.values)
+    resume.check_personal(job)
     resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint, images=images)
     if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")
@@ -138,8 +139,8 @@ def fetch_data(resume: Resume, dataset: Source) -> None:
     except StorageError:
         raise
     except InputError as error:
-        remedy = "a resume downloads nothing to a folder that only the run names: name it with data_root=FOLDER"
-        raise InputError(f"{error}; {remedy}") from error
+        only = "nothing is downloaded to a folder that only the run or a config file names"
+        raise InputError(f"{error}; {only}: name it with data_root=FOLDER") from error
 
 
 def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import components, composition, extensions
-from lockstep.config.commands import key_of, latest_starts, override, shell_command, with_starts
+from lockstep.config.commands import key_of, latest_starts, override, parsed, refusal, shell_command, with_starts
 from lockstep.config.composition import ConfigFiles, Invocation
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.fields import leaves, problems
+from lockstep.core.fields import FOLDER, SHELL, is_inside, leaves, personal_values, problems
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, RunDir
@@ -41,6 +41,23 @@ class Resume:
     may_fetch: bool
     typed: tuple[str, ...] = ()  # the overrides of the command, with the runs that `latest` names
     hydra: str = ""  # Hydra's own config of `composed`, as YAML, with the options of the job
+    own_words: tuple[str, ...] = ()  # see `Invocation`
+    # The values that the command has without the files of strangers, by key; None if there are no such files.
+    own: Mapping[str, Any] | None = None
+
+    def check_personal(self, component: Any, prefix: str = "") -> None:
+        """Raise InputError if a file of strangers says where a run writes or sends, or any file what a shell runs."""
+        for key, role, value, default in personal_values(component, prefix):
+            typed = [parsed(word) for word in self.own_words if key_of(word) == key]
+            if role == SHELL:  # a function in the override may add to the lines of a file
+                is_own = [list(map(str, lines)) for lines in typed if isinstance(lines, list)].count(value) > 0
+            else:
+                is_own = bool(typed) or self.own is None or self.own.get(key) == value
+            if not (is_own or value == default or (role == FOLDER and self._is_inside(value))):
+                raise InputError(refusal(key, role, value, default))
+
+    def _is_inside(self, path: str) -> bool:
+        return is_inside(path, *([str(self.run), self.values["output_root"]] if self.run else []))
 
     @property
     def launcher(self) -> Mapping[str, Any]:
@@ -77,14 +94,15 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         raise InputError(f"resume continues in {run}, but hydra.run.dir names {named}; remove one of them")
     if values["resume"] is not None and values["init_from"] is not None:
         raise InputError("resume has the weights of its checkpoint, and init_from names others; remove one of them")
-    overrides, hydra, may_fetch = invocation.overrides, invocation.hydra, True
+    overrides, hydra = invocation.overrides, invocation.hydra
+    own = {} if invocation.configs.are_foreign else dict(leaves(values)) if run is not None else None
+    typed = {*map(key_of, invocation.own_words)}
+    data_root = values["data_root"] if own or "data_root" in typed else Job.data_root
     if run is not None:
-        own, overrides = _values_of_run(RunDir(run), invocation)
+        of_run, overrides = _values_of_run(RunDir(run), invocation)
         hydra = composition.of_hydra()
-        data_root = own["dataset"].get("root") if isinstance(own["dataset"], Mapping) else None
-        may_fetch = data_root in (None, values["data_root"])
         # Somebody else may have written the run folder, so only the present command may name another output folder.
-        values = {**own, "output_root": values["output_root"]}
+        values = {**of_run, "output_root": values["output_root"]}
         # What it was started from is in its config as an absolute path, and may be gone when the run has checkpoints.
         start = components.load(RunDir(run).config).get("resume")
     folder = (named or (Path(earlier) if earlier else None)) if run is None else run
@@ -102,9 +120,16 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         typed=tuple(with_starts(invocation.overrides, starts)),
         run=run,
         folder=named if run is None else run,
-        may_fetch=may_fetch,
+        may_fetch=own is None or "dataset.root" in typed or _root(values) in (None, data_root),
         hydra=hydra,
+        own_words=invocation.own_words,
+        own=own,
     )
+
+
+def _root(values: Mapping[str, Any]) -> object:
+    """The folder to which missing data is downloaded; None for data that is not downloaded."""
+    return values["dataset"].get("root") if isinstance(values["dataset"], Mapping) else None
 
 
 def _without_auto_batch(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.config import components
-from lockstep.config.commands import command_of_program, key_of, override, parsed
+from lockstep.config.commands import command_of_program, key_of, override
 from lockstep.config.composition import Invocation
 from lockstep.core import plan
 from lockstep.core.errors import InputError, is_one_line, shown
@@ -52,9 +52,9 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
     if folder is not None:
         lock_run_folder(folder, lock)
         lock.close()  # the job takes the lock when it starts
-    _check_setup(launcher.setup)
+    resume.check_personal(launcher, "launcher.")
     if resume.run is None:
-        components.build_job(resume.values)
+        resume.check_personal(components.build_job(resume.values))
     overrides = [word for word in resume.typed if key_of(word) not in ("launcher.dry_run", "resume")]
     source = resume.run or resume.values["resume"]
     words = [override("resume", source)] if source is not None else []
@@ -66,17 +66,6 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
         root=Path(resume.values["output_root"]).expanduser().absolute(),
         resumes=resume.run is not None,
     )
-
-
-def _check_setup(setup: list[str]) -> None:
-    """Refuse lines of shell of a config file or of a run folder, which somebody else may have written."""
-    words = [word for word in sys.argv[1:] if key_of(word) == "launcher.setup"]
-    typed = [list(map(str, value)) for value in map(parsed, words) if isinstance(value, list)]
-    if setup and setup not in typed:
-        raise InputError(
-            f"launcher.setup is {shown(setup)} in a config file or in the run folder, but lines of shell come from "
-            "the command line alone; type them again, or remove them with launcher=slurm launcher.setup=[]"
-        )
 
 
 def _check_imports() -> None:

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from lockstep.config.options import option
 from lockstep.core import launch_env, log, plan
 from lockstep.core.errors import InputError, RankFailed, Stopped, reason_of
-from lockstep.core.fields import TEXT, TIME, Check, ranged, ruled
+from lockstep.core.fields import SHELL, TEXT, TIME, Check, personal, ranged, ruled
 from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
@@ -205,7 +205,7 @@ class Slurm(Spawn):
     account: str | None = ruled(None, TEXT)
     qos: str | None = ruled(None, TEXT)
     constraint: str | None = ruled(None, TEXT)
-    setup: list[str] = ruled([], TEXT)
+    setup: list[str] = personal(ruled([], TEXT), SHELL)
     dry_run: bool = False
 
     def in_allocation(self) -> Spawn:

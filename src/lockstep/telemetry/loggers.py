@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from lockstep.config.commands import shell_command
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import TEXT, choice, pathname, ruled
+from lockstep.core.fields import FOLDER, TEXT, choice, pathname, personal, ruled
 from lockstep.core.figures import finite, read_figures
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
@@ -67,9 +67,9 @@ def accepted(name: str) -> str:
 class WandB:
     """Weights & Biases."""
 
-    project: str | None = ruled(None, TEXT)
-    entity: str | None = ruled(None, TEXT)
-    mode: str | None = choice(None, "offline", "online")
+    project: str | None = personal(ruled(None, TEXT))
+    entity: str | None = personal(ruled(None, TEXT))
+    mode: str | None = personal(choice(None, "offline", "online"))
 
     package: ClassVar[str] = "wandb"
 
@@ -136,8 +136,8 @@ class WandBRun(Observer):
 class MLflow:
     """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 
-    experiment: str | None = ruled(None, TEXT)
-    folder: str | None = pathname(None)
+    experiment: str | None = personal(ruled(None, TEXT))
+    folder: str | None = personal(pathname(None), FOLDER)
 
     package: ClassVar[str] = "mlflow"
 

@@ -13,6 +13,7 @@ from lockstep.config.commands import key_of, override, program_words, repeated_w
 from lockstep.config.options import name_of
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
+from lockstep.core.fields import personal_values
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.monitor import figure_text, telling
 from lockstep.core.protocols import Optimizer
@@ -292,15 +293,15 @@ def say_ending(
         log.say_command("look at it", command)
     patient = ["train.patience=null", *["train.min_delta=0"] * bool(job.train.min_delta)]
     longer = patient if trainer.ended_early else train_longer(job, trainer.plan, progress.step).split()
-    log.say_command("train longer", resume_command(run_dir, *longer))
+    log.say_command("train longer", resume_command(run_dir, job, *longer))
     if isinstance(job.dataset, FileSource):
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
             log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))
 
 
-def resume_command(run_dir: RunDir, *overrides: str) -> str:
+def resume_command(run_dir: RunDir, job: ResolvedJob, *overrides: str) -> str:
     """The command that resumes a run, as the user would type it, with additional overrides."""
-    words = program_words()
+    words, keys = program_words(), {key for key, *_ in personal_values(job)} - {"output_root"}
     with suppress(UnreadableFile):
-        words = repeated_words(read_text(run_dir.command))
+        words = repeated_words(read_text(run_dir.command), keys)
     return shell_command([*words, override("resume", relative(run_dir.path)), *overrides])

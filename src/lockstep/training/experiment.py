@@ -153,7 +153,7 @@ def explaining(
     except Stopped as error:
         trainer.telemetry.outcome = "stopped"
         record.keep_progress(trainer.progress)
-        raise Stopped(f"{error}; `{resume_command(run_dir)}` continues the run") from error
+        raise Stopped(f"{error}; `{resume_command(run_dir, job)}` continues the run") from error
     except NumericalError as error:
         record.keep_progress(trainer.progress)
         record.keep_incident(error, trainer)

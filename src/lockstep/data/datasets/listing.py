@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +22,15 @@ from lockstep.core.data_protocols import SPLIT_NAMES
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import class_name
 
+GROUPS_OF = """import json, re, sys
+pattern, texts = json.load(sys.stdin)
+expression = re.compile(pattern)
+groups = min(1, expression.groups)
+json.dump([match and match[groups] for match in map(expression.search, texts)], sys.stdout)"""
+MATCHING_S, MATCHING_S_EACH = (
+    20.0,
+    1e-4,
+)  # the longest time for a pattern, and for each name: usual are 0.1 s and 1e-6
 OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
 # Numbers that number no class. A table often has one of them where a label is missing.
@@ -97,9 +109,8 @@ class Files:
 
     def grouped(self, pattern: str) -> Files:
         """The files with the groups that a regular expression names. Raises InputError."""
-        expression = re.compile(pattern)
         texts = [os.fsdecode(text) for text in (self.names if self.groups is None else self.groups).tolist()]
-        groups = [match and match[min(1, expression.groups)] for match in map(expression.search, texts)]
+        groups = _first_groups(pattern, texts)
         if None in groups:
             raise InputError(
                 f"dataset.group_pattern is {pattern!r}, which names no group in {shown(texts[groups.index(None)])}; "
@@ -110,6 +121,25 @@ class Files:
     def without(self, name: str, chosen: NDArray[np.bool_]) -> dict[str, Files]:
         """The training split without the `chosen` files, bool (N,), and the split `name` of these."""
         return {"train": self.part(~chosen), name: self.part(chosen)}
+
+
+def _first_groups(pattern: str, texts: list[str]) -> list[str | None]:
+    """What the first group of a pattern, or all of it, matches in each text. Raises InputError: it takes too long.
+
+    In a process of its own: a few characters of a pattern can take years, and nothing interrupts them in this one.
+    """
+    words, most = [sys.executable, "-I", "-c", GROUPS_OF], MATCHING_S + len(texts) * MATCHING_S_EACH
+    try:
+        done = subprocess.run(
+            words, input=json.dumps([pattern, texts]), stdout=-1, timeout=most, text=True, check=True
+        )
+    except subprocess.TimeoutExpired as error:
+        raise InputError(
+            f"dataset.group_pattern is {shown(pattern)}, which takes more than {most:.0f} s for {len(texts):,} "
+            "names; write it without repetitions inside of repetitions, such as (a+)+"
+        ) from error
+    groups: list[str | None] = json.loads(done.stdout)
+    return groups
 
 
 def _digest(content: bytes) -> str:
