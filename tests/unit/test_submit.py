@@ -117,8 +117,8 @@ def test_a_program_that_the_job_could_not_import_is_not_submitted(
 def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **values: Any) -> Submission:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     values = {**composed("device=cpu"), "resume": None, **values}
-    given: dict[str, Any] = {"overrides": words, "typed": words, "own_words": words}
-    resume = Resume(composed=values, values=values, run=run, folder=run, may_fetch=True, **given)
+    word_fields: dict[str, Any] = {"overrides": words, "typed": words, "own_words": words}
+    resume = Resume(composed=values, values=values, run=run, folder=run, may_fetch=True, **word_fields)
     called = Invocation(overrides=words, sweep=False, folder=None, hydra="")
     return submission(resume, Slurm(setup=values.pop("setup", [])), called, Lock())
 

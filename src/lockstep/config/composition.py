@@ -99,6 +99,7 @@ class Invocation:
         configs = ConfigFiles.current()
         folder = Path(hydra.sweep.dir, hydra.sweep.subdir) if sweep else Path(hydra.run.dir)
         typed_here = any(key_of(str(word)) == "hydra.run.dir" for word in hydra.overrides.hydra)  # the current folder
+        words = sys.argv[1:] if sweep else hydra_policy.as_typed(hydra.overrides.task)
         return cls(
             overrides=tuple(words_of_job()),
             sweep=sweep,
