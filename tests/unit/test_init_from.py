@@ -2,8 +2,13 @@
 
 import argparse
 import csv
+import io
 import json
+import re
 import shutil
+import tarfile
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +203,59 @@ def test_what_could_run_code_or_is_damaged_is_refused_and_runs_nothing(tmp_path:
     with pytest.raises(InputError, match=r"has no weights that can be read safely .*torch.save\(model.state_dict"):
         load_start(nn.Linear(2, 2), file)
     assert not ran.exists()
+
+
+class Foreign:
+    """A class that torch does not know."""
+
+
+def _archive(file: Path, content: Any, *, zipped: bool = True) -> None:
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+
+
+def _cut(file: Path) -> None:
+    _archive(file, nn.Linear(2, 2).state_dict())
+    file.write_bytes(file.read_bytes()[:-200])
+
+
+def _tar(file: Path) -> None:
+    with tarfile.open(file, "w") as archive:
+        archive.addfile(tarfile.TarInfo("pickle"), io.BytesIO())
+
+
+def _script(file: Path) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.save(torch.jit.script(nn.Linear(2, 2)), file)
+
+
+LIGHTNING = {"state_dict": {}, "callbacks": [Foreign()], "hyper_parameters": argparse.Namespace(lr=0.1)}
+UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "module": (lambda file: _archive(file, nn.Linear(2, 2)), "it has objects of torch.nn.modules.linear.Linear"),
+    "old module": (lambda file: _archive(file, nn.Linear(2, 2), zipped=False), "it has objects of torch.nn.modules"),
+    "lightning": (lambda file: _archive(file, LIGHTNING), "it has objects of test_init_from.Foreign"),
+    "script": (_script, "it is a program of TorchScript"),
+    "tar": (_tar, "it is a tar file, which torch wrote before version 0.1.10"),
+    "cut": (_cut, "it is damaged, cut short, or not of torch.save"),
+    "text": (lambda file: file.write_text("hello\n"), "it is damaged, cut short, or not of torch.save"),
+    "page": (lambda file: file.write_text("\n<!DOCTYPE html><p>Sign in"), "it is a web page"),
+    "lfs": (
+        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"),
+        "it is a pointer of Git LFS",
+    ),
+    "empty": (Path.touch, "it is empty"),
+    "list": (lambda file: _archive(file, [1, 2]), "it has no tensors by name"),
+}
+
+
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_a_file_that_is_not_read_is_named_without_torchs_advice_to_run_it(tmp_path: Path, kind: str) -> None:
+    write, reason = UNREADABLE[kind]
+    write(file := tmp_path / "a.pth")
+    with pytest.raises(InputError) as raised:
+        load_start(nn.Linear(2, 2), file)
+    sentence = str(raised.value)
+    assert f"init_from: {file} has no weights that can be read safely ({reason}" in sentence
+    assert not re.search("weights_only|safe_globals|trust|pickle|\n", sentence)
 
 
 class Opener:

@@ -445,3 +445,18 @@ def test_a_run_leaves_broken_images_out_and_says_how_many(tmp_path: Path, capsys
     run = train_here(tmp_path / "run", *data, "train.mixup=0.2", "loss.label_smoothing=0.1", "batch=5", "epochs=2")
     assert run.read_summary()["skipped"] == 2
     assert capsys.readouterr().out.count("of at most 5") == 2
+
+
+def test_a_metric_that_a_resume_adds_or_removes_has_a_column_and_loses_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, rows = tmp_path / "metrics.csv", list[dict[str, str]]()
+    for step, tags in enumerate(([], ["metric/f1"], ["metric/auroc", "metric/f1"], ["metric/auroc"]), start=1):
+        table = CsvTable(path, PLAN, step - 0.5, tags=["acc/val_top1", *tags])
+        table.write(step, {"loss/val": step + 0.5, **dict.fromkeys(tags, step + 0.25)})
+        table.end("completed")
+        rows.append({"step": str(step), "val_loss": f"{step}.5", **{tag[7:]: f"{step}.25" for tag in tags}})
+    with path.open() as file:
+        read = [{key: value for key, value in row.items() if value} for row in csv.DictReader(file)]
+    assert [{key: value for key, value in row.items() if key not in ("epoch",)} for row in read] == rows
+    assert capsys.readouterr().out == ""

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import tarfile
 import zipfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -18,7 +19,7 @@ from lockstep.core.model import head_parameters, load_whole
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.safe_read import UnreadableFile, opened
 
 # What data parallelism, torch.compile and Lightning put before the names of a model's tensors.
 WRAPPER = re.compile("(module|_orig_mod|model|net)[.]")
@@ -87,9 +88,27 @@ def _unpickled(file: Path) -> Mapping[str, Tensor]:
         return {name: value for name, value in saved.items() if isinstance(value, Tensor)}
     except Exception as error:  # torch raises all kinds of errors for a damaged file
         raise InputError(
-            f"init_from: {file} has no weights that can be read safely ({reason_of(error)}); save the tensors alone, "
-            "with torch.save(model.state_dict(), FILE)"
+            f"init_from: {file} has no weights that can be read safely ({_reason(file, error)}); save the tensors "
+            "alone, with torch.save(model.state_dict(), FILE)"
         ) from error
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Why a file is not read; not in the words of torch, which advise to run whatever the file says."""
+    with opened(file, links=True) as content:
+        start = content.read(512).lstrip()
+    if not start or start.startswith((b"<", b"version https://git-lfs")):
+        return f"it is {'a web page' if start[:1] == b'<' else 'a pointer of Git LFS' if start else 'empty'}"
+    if zipfile.is_zipfile(file) and any("/code/" in name for name in zipfile.ZipFile(file).namelist()):
+        return "it is a program of TorchScript, which torch.jit.load reads"
+    if tarfile.is_tarfile(file):
+        return "it is a tar file, which torch wrote before version 0.1.10"
+    if isinstance(error, ValueError | OSError):  # of `check_archive`
+        return reason_of(error)
+    if isinstance(error, AttributeError | TypeError):
+        return "it has no tensors by name"
+    classes = re.findall(r"(?:GLOBAL|class) ([\w.]+\.\w+)", str(error))
+    return f"it has objects of {classes[0]}" if classes else "it is damaged, cut short, or not of torch.save"
 
 
 def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:

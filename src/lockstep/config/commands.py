@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import SHELL, leaves
 from lockstep.core.named_paths import pointed
@@ -149,6 +150,16 @@ def check_word(text: str) -> None:
         raise InputError(f"{shown(text)}: a job stays in the folder of its command; remove hydra.job.chdir")
     if not text.isascii() and text.encode(errors="replace").decode() != text:
         raise InputError(f"{shown(text)} is not valid Unicode; write it in UTF-8")
+
+
+def check_sign(word: str) -> None:
+    """Refuse `+GROUP=NAME` and `~GROUP` for the groups of each job, of which Hydra's own remedies do not work."""
+    key, value = key_of(word), word.partition("=")[2]
+    if word[:1] == "+" and key in (*GROUPS, "experiment"):
+        raise InputError(f"{word}: the job has this group already, so it is chosen without +: {key}={value}")
+    if word[:1] == "~" and key in GROUPS:
+        remedy = f"take none of its options with {key}=[]" if key in MANY else f"remove ~{key}"
+        raise InputError(f"{word}: the job cannot be without this group; {remedy}")
 
 
 def repeated_words(command: str, keys: Collection[str]) -> list[str]:

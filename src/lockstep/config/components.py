@@ -55,7 +55,8 @@ def build(group: str, node: Any, key: str = "") -> Any:
     """The component that a group's node describes. Raises InputError for an unknown key or a wrong value."""
     key = key or group
     if not isinstance(node, Mapping) or "_target_" not in node:
-        raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME")
+        in_recipe = f"; a recipe chooses it with `- override /{group}: {node}`" if isinstance(node, str) else ""
+        raise InputError(f"{key} is {node!r}, expected one of the group's options: {group}=NAME{in_recipe}")
     cls = locate(group, node["_target_"], key)
     values = {key: fields.as_number(cls, key, value) for key, value in node.items() if key != "_target_"}
     names = [item.name for item in dataclasses.fields(cls)]

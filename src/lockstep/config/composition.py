@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import hydra_policy, messages
 from lockstep.config.commands import (
+    check_sign,
     check_word,
     key_of,
     override,
@@ -254,6 +255,8 @@ def typed_words(words: Iterable[str]) -> list[str]:
     so it is told to add them; `components` refuses a key that the option does not have.
     """
     quoted = [*map(quoted_path, words)]
+    for word in quoted:
+        check_sign(word)
     if "resume" not in map(key_of, quoted):
         return quoted
     return [f"++{word}" if re.match(rf"({'|'.join(GROUPS)})\.[^=]+=", word) else word for word in quoted]

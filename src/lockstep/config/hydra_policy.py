@@ -35,13 +35,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
 from lockstep.config.commands import refusal
-from lockstep.config.schema import CONF
+from lockstep.config.schema import CONF, GROUPS
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import FOLDER, is_inside, nested
 
 Key = tuple[str, ...]
 
 TRUSTED = ["lockstep.cli.callbacks.SweepCallbacks"]  # besides installed launchers, sweepers and log handlers
+RECIPES = "experiment"
 EXTENSION = "extension"  # the first part of the provider name of an extension's configs
 COPIES = (
     "hydra.job.env_copy copies environment variables into the config, and so, with their secrets, into files; "
@@ -109,6 +110,7 @@ class CheckedLoader:
     ) -> DictConfig:
         parsed = OverridesParser.create().parse_overrides(overrides)
         self._check_search_path(config_name, parsed)
+        self._check_recipes(parsed)
         composed = self.loader.load_configuration(config_name, overrides, *args, **keywords)
         self._check(composed, parsed)
         return composed
@@ -138,10 +140,41 @@ class CheckedLoader:
         return composed
 
     def _compose_job(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        composed = self.loader.load_sweep_config(master_config, sweep_overrides)
         words = [*as_typed(master_config.hydra.overrides.hydra), *sweep_overrides]
-        self._check(composed, OverridesParser.create().parse_overrides(words))
+        parsed = OverridesParser.create().parse_overrides(words)
+        self._check_recipes(parsed)
+        composed = self.loader.load_sweep_config(master_config, sweep_overrides)
+        self._check(composed, parsed)
         return composed
+
+    def _check_recipes(self, overrides: list[Override]) -> None:
+        """Refuse what a recipe, or its parent, says in vain, or in a form that Hydra answers with the next error."""
+        typed = {word.key_or_group: word.value() for word in overrides}
+        names = typed.get(RECIPES) or []
+        waiting = [f"{RECIPES}/{name}" for name in (names if isinstance(names, list) else [names])]
+        for path in waiting:  # it grows
+            loaded = next((source.load_config(path) for source in self.get_sources() if source.is_config(path)), None)
+            node = OmegaConf.to_container(loaded.config, resolve=False) if loaded else None
+            entries = node.pop("defaults", None) or [] if isinstance(node, dict) else []
+            if loaded and node and loaded.header.get("package") != "_global_":
+                raise InputError(
+                    f"{path}.yaml: begin it with the line `# @package _global_`, or its keys are no job's"
+                )
+            for entry in entries:
+                written, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
+                group = re.sub(r"^(override\s+)?/?", "", str(written))
+                if group == RECIPES or (group in GROUPS and written != f"override /{group}"):
+                    expected = name if group == RECIPES else f"override /{group}: {name}"
+                    raise InputError(f"{path}.yaml has `- {written}: {name}`, expected `- {expected}`")
+                chosen = OPTIONS.get(group.removeprefix("hydra/"), (name,))[-1]
+                in_vain = typed.get(group, chosen) != name or not str(written).startswith("override")
+                if group.startswith("hydra/") and in_vain:
+                    raise InputError(
+                        f"{path}.yaml cannot choose {group}; remove its line, and type -m {group}={name}"
+                    )
+                parent = f"{RECIPES}/" + str(name).removesuffix(".yaml").removeprefix(f"/{RECIPES}/")
+                if not group and name != "_self_" and parent not in waiting:
+                    waiting.append(parent)
 
     def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
         """Refuse packages in `hydra.searchpath`, in which only the primary config and the command line have a say."""

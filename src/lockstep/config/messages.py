@@ -52,13 +52,28 @@ def translate(error: BaseException) -> LockstepError | None:
         if isinstance(cause, OmegaConfBaseException):
             return InputError(where + sentence(cause))
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.*))'", str(error)):
+        is_one = match[2] in {*GROUPS, "experiment"} - {*MANY}
+        listed = f", and where a list is expected, it is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
+        sweep_command = shell_command([*program_words(), "-m", match[1]])
         return InputError(
-            f"{match[1]} names several values; `{shell_command([*program_words(), '-m', match[1]])}` runs a sweep "
-            f"over them, and a list is written {shell_command([f'{match[2]}=[{match[3]}]'])}"
+            f"{match[1]} names several values; `{sweep_command}` runs a sweep over them{listed * (not is_one)}"
         )
     if isinstance(error, HydraException):
+        for pattern, template in _OF_HYDRA:
+            if match := re.search(pattern, str(error)):
+                return InputError(template.format(*match.groups()))
         return InputError(" ".join(str(error).partition("To append to your")[0].split()))
     return out_of_memory(error)
+
+
+# Messages of Hydra with remedies that do not work here.
+_OF_HYDRA = (
+    (
+        r"Could not append [^']*'([^']+)'[^']*Either remove \+ prefix: '(.*)'\n",
+        "{0} is there, so it is set without +: {1}",
+    ),
+    (r"Sweeping over .*'\+*hydra\.sweeper\.params\.(.*)'", "the values of a sweep are words of its line: -m {0}"),
+)
 
 
 def _joined(word: str) -> str:
@@ -157,6 +172,7 @@ _MESSAGES = (
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
     (r"Unsupported interpolation type (\S+)", "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE"),
+    (r"\w+ \(DictConfig\) does not support deletion", "is a key of each job; remove ~{key}"),
     (r"field '.*' is not Optional|Incompatible value 'None'", "is null, expected a value: {key}=VALUE"),
     (r"Invalid type assigned: .* value: (.*)", "is {0}, expected keys below it: {key}.KEY=VALUE"),
 )
@@ -200,8 +216,14 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
     names = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
+    if key.startswith("hydra.sweeper.params."):
+        return (
+            f"{key}: the values of a sweep are words of the line: -m {key.removeprefix('hydra.sweeper.params.')}=1,2"
+        )
     word = next((word for word in sys.argv[1:] if "=" in word and f"{key_of(word)}.".startswith(f"{key}.")), key)
     whole = key if "." in key else key_of(word)  # of a misspelt block, Hydra names no more than the block
     value = word.partition("=")[2] if "=" in word and key_of(word) == whole else None
+    if (dotted := key.replace("/", ".")) in names:
+        return f"{key}: there is no such key; keys are written with dots: {dotted}={value}"
     hint = suggest.suggest_key(whole, value, names)
     return f"{key}: there is no such key in the config.{hint or f' `{program_name()} --cfg job` shows them all.'}"

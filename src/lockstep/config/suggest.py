@@ -132,7 +132,7 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
             return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
     elif same_last_part:
         near = same_last_part
-    elif blocks := close_to(key.partition(".")[0], {name.partition(".")[0] for name in names}) if block else []:
+    elif blocks := close_to(key.partition(".")[0], {n.partition(".")[0] for n in names} - {key.partition(".")[0]}):
         return suggest_key(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
     else:
         near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)

@@ -60,7 +60,9 @@ class JsonLines(TextFile):
             self.file.write(json.dumps({"step": step, "time": round(time.time(), 3), **figures}) + "\n")
 
 
-def truncate_after(path: Path, after: float, place: Callable[[str], float], header: str = "") -> TextIO:
+def truncate_after(
+    path: Path, after: float, place: Callable[[str], float], header: str = "", adapt: Callable[[str], str] = str
+) -> TextIO:
     """Open the file at `path` for appending, with the `header` and only its whole lines up to `after`.
 
     A line without an end was cut short by a kill; it is dropped, because it may look like a smaller step's line.
@@ -69,6 +71,7 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
     Args:
         after: where the run resumes from, `RunInfo.after`.
         place: returns the `place_of` of a line; raises ValueError or RecursionError if it has none.
+        adapt: gives a line below another header, as the resumed run has it.
 
     Raises:
         UnreadableFile: it is not a plain file.
@@ -78,11 +81,11 @@ def truncate_after(path: Path, after: float, place: Callable[[str], float], head
     def valid_lines() -> Iterator[bytes]:
         yield header.encode()
         for number, line in enumerate(read_lines(path) if path.exists() else (), start=1):
-            if number == 1 and line == header:
+            if number == 1 and header and (line or "").partition(",")[0] == header.partition(",")[0]:
                 continue
             try:
                 if place(line or "") <= after:
-                    yield (line or "").encode()
+                    yield adapt(line or "").encode()
             except (ValueError, RecursionError):
                 log.warn(f"{path} is damaged: line {number} cannot be read, and is skipped")
 
@@ -127,8 +130,21 @@ class CsvTable(TextFile):
         self.latest = dict(latest or {})
         usual = {tag: name for tag, name in COLUMNS.items() if TAGS[TOP1] in tags or not tag.startswith("acc/")}
         self.columns = {**usual, **{tag: tag.removeprefix(METRIC) for tag in tags if tag not in COLUMNS}}
-        header = csv_row(["step", "epoch", *self.columns.values()]) + "\n"
-        self.file = truncate_after(path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header)
+        before = _cells(next(iter(read_lines(path)), None) or "") if path.exists() else []
+        before = before if before[:2] == ["step", "epoch"] else []
+        self.columns |= {
+            f"earlier/{n}": n for n in before[2:] if n not in self.columns.values()
+        }  # a resume has it not
+        names = ["step", "epoch", *self.columns.values()]
+
+        def adapted(line: str) -> str:
+            cells = dict(zip(before or names, _cells(line), strict=False))
+            return csv_row([cells.get(name, "") for name in names]) + "\n"
+
+        header = csv_row(names) + "\n"
+        self.file = truncate_after(
+            path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header, adapted
+        )
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -139,6 +155,10 @@ class CsvTable(TextFile):
             figures = [digits(known[key]) if key in known else "" for key in self.columns]
             with storing(self.path):
                 self.writer.writerow([step, f"{epoch:.4g}", *figures])
+
+
+def _cells(line: str) -> list[str]:
+    return next(csv.reader([line]), [])
 
 
 class PredictionsFile(Observer):
