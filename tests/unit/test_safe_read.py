@@ -122,10 +122,10 @@ def test_invalid_or_huge_json_is_unreadable(tmp_path: Path, content: bytes) -> N
 BOMB = "a: &a [x, x]\n" + "".join(f"{new}: &{new} [{f'*{old}, ' * 9}]\n" for old, new in zip("abcdefgh", "bcdefghi"))  # noqa: B905
 YAML = {
     "an alias bomb": BOMB,
-    "an anchor": "a: &a 1\n",
+    "an alias": "a: &a 1\nb: *a\n",
     "deeper lists": "[" * 50_000,
     "deep keys": "".join(f"{' ' * depth}a:\n" for depth in range(100)),
-    "many values": "- 1\n" * 60_000,
+    "many values": "- 1\n" * 70_000,
     "half of it": "a: [1",
     "code": "!!python/object/apply:os.getcwd []",
     "a long number": "a: " + "9" * 10_000,

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 import yaml
 
@@ -28,7 +28,6 @@ LIMIT = 256 * KB  # bytes of a text; a config has about 3 kB
 LARGEST = 2**30  # bytes of an image, a table or an array, in its file and decoded: a few kB can ask for any number
 LINE_LIMIT = MB
 DEPTH = 32  # levels of lists and mappings; a config has 3
-EVENTS = 20_000  # parser events of a YAML file: one for each key and each value
 WHOLE = 2**63  # Lockstep writes no larger integers, and Python may refuse to print them
 
 # The parser in C is ten times as fast, but not every build of PyYAML has it.
@@ -195,24 +194,15 @@ class _Loader(_PARSER):
 
 def read_yaml(path: Path) -> Any:
     """The value in a YAML file: plain values, at most `DEPTH` levels deep, no aliases."""
-    text = read_text(path)
+    text, level = read_text(path), 0
     try:
-        for number, (level, event) in enumerate(events(text)):
-            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
-                raise ValueError("it has anchors or aliases, expected plain keys and values")
-            if level > DEPTH or number > EVENTS:
-                raise ValueError("it is too deep or too long")
+        for event in yaml.parse(text, Loader=_PARSER):  # loading many levels would overflow the stack of libyaml
+            level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if level > DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it is too deep, or has aliases, expected plain keys and values")
         return checked(yaml.load(text, Loader=_Loader))
     except (yaml.YAMLError, ValueError) as error:
         raise UnreadableFile(path, f"is not the YAML of a config ({' '.join(str(error).split())})") from error
-
-
-def events(text: str | TextIO) -> Iterator[tuple[int, yaml.Event]]:
-    """The events of a YAML text, each with its level. Loading many levels overflows the stack of libyaml's parser."""
-    level = 0
-    for event in yaml.parse(text, Loader=_PARSER):
-        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        yield level, event
 
 
 def read_lines(path: Path) -> Iterator[str | None]:
