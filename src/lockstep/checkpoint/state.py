@@ -1,7 +1,7 @@
 """The state of a run as a checkpoint has it: copied to host memory, and an optimizer's state by names.
 
-Numbers would not do, because a resumed run may group the parameters differently. A restored state is compared with
-the expected one, because a fused kernel would read beyond the end of a smaller tensor.
+Numbers would not do, because a resumed run may group the parameters differently. A restored state is copied into the
+expected one, because a fused kernel would read beyond the end of a smaller tensor.
 """
 
 from collections.abc import Callable, Mapping
@@ -99,8 +99,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     """Load the result of `optimizer_state` into an optimizer that has not stepped yet.
 
     The optimizer keeps the options that it was built with: the current command's options. This function changes the
-    weights of the model, so restore them afterwards. It also clears their gradients. Raises ValueError, TypeError,
-    LookupError, AttributeError: the state is of another optimizer or another model.
+    weights of the model, so restore them afterwards. It also clears their gradients. Raises RuntimeError, ValueError,
+    TypeError, LookupError, AttributeError: the state is of another optimizer or another model.
     """
     every_name = _names(optimizer, model)
     optimizer = optimizer.own if isinstance(optimizer, ShardedOptimizer) else optimizer
@@ -113,8 +113,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, saved:
     numbered = optimizer.state_dict()
     for group in numbered["param_groups"]:
         group |= {  # each group has its own counter, to which some optimizers add in place
-            key: _check_value(key, deepcopy(counters[key]), groups_before[names[group["params"][0]]][key])
-            for key in counters
+            key: _restored(deepcopy(counters[key]), groups_before[names[group["params"][0]]][key]) for key in counters
         }
     optimizer.load_state_dict({**numbered, **{key: saved[key] for key in numbered.keys() - STATE_AND_GROUPS}})
     parameters = dict(zip(names, _parameters(optimizer), strict=True))
@@ -169,32 +168,15 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
             f"the checkpoint has no optimizer state for {len(new)} parameters ({new[0]}, ...), which start at zero"
         )
     return {
-        name: {key: _check_value(f"{key} of {name}", examples[name][key], value) for key, value in entries.items()}
+        name: {key: _restored(examples[name][key], value) for key, value in entries.items()}
         for name, entries in saved.items()
     }
 
 
-def _check_value(name: str, example: Any, saved: Any) -> Any:
-    """The saved value in the form of its example. Raises ValueError if it has another type or shape.
-
-    A tensor is copied into its example, because fused kernels assume that a momentum has its parameter's layout.
-    """
-    same = type(saved) is type(example)
-    if isinstance(example, Tensor) and isinstance(saved, Tensor):
-        same = saved.shape == example.shape and saved.layout == example.layout
-        same = same and saved.is_floating_point() == example.is_floating_point()
-    elif isinstance(example, (list, tuple)) and same:
-        same = len(saved) == len(example)
-    if not same:
-        raise ValueError(f"the optimizer's {name} is {_described(saved)}, expected {_described(example)}")
+def _restored(example: Any, saved: Any) -> Any:
+    """The saved value in the form of its example: fused kernels expect a momentum with the layout of its parameter."""
     if isinstance(example, Tensor):
         return example.copy_(part_like(example, saved))
     if isinstance(example, (list, tuple)):
-        return type(example)(_check_value(name, *pair) for pair in zip(example, saved, strict=True))
+        return type(example)(_restored(*pair) for pair in zip(example, saved, strict=True))
     return saved
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return f"{type(value).__name__} of {len(value)}" if isinstance(value, (list, tuple)) else type(value).__name__
