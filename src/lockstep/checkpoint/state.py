@@ -174,7 +174,7 @@ def _check_state(saved: Mapping[str, Any], examples: Mapping[str, dict[str, Any]
 
 
 def _restored(example: Any, saved: Any) -> Any:
-    """The saved value in the form of its example: fused kernels expect a momentum with the layout of its parameter."""
+    """The saved value in the form of its example: fused kernels expect a momentum in the layout of its parameter."""
     if isinstance(example, Tensor):
         return example.copy_(part_like(example, saved))
     if isinstance(example, (list, tuple)):

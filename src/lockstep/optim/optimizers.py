@@ -101,38 +101,33 @@ class OptimizerOption(Optimizer):
         """The groups by weight decay and by layer. As in timm, the model's `no_weight_decay` names what has none."""
         embeddings_decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
         spared = [] if embeddings_decay or self.weight_decay == 0 else [*getattr(model, "no_weight_decay", list)()]
-        if self.layer_decay is not None:
-            from timm.optim import param_groups_layer_decay
-
-            groups = param_groups_layer_decay(
-                model,
-                self.weight_decay,
-                spared,
-                weight_decay_exclude_1d=not (self.decay_all and spared),
-                layer_decay=self.layer_decay,
-            )
-            head = set(head_parameters(model))
-            inner = any(parameter.requires_grad and name not in head for name, parameter in model.named_parameters())
-            if inner and self.layer_decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
-                raise InputError(
-                    f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
-                    "use optimizer.layer_decay=null, or a model of timm"
-                )
-            return [
-                {
-                    "params": group["params"],
-                    "weight_decay": self.weight_decay if self.decay_all and not spared else group["weight_decay"],
-                    "scale": group["lr_scale"],
-                }
-                for group in groups
-            ]
         least = 0 if self.decay_all or self.weight_decay == 0 else 2  # dimensions of the decayed parameters
-        parts: dict[float, list[nn.Parameter]] = {self.weight_decay: [], 0.0: []}
+        scales = {} if self.layer_decay is None else self.layer_scales(model, self.layer_decay)
+        parts: dict[tuple[float, float], list[nn.Parameter]] = {(self.weight_decay, 1.0): [], (0.0, 1.0): []}
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 decays = parameter.dim() >= least and not any(fnmatchcase(name, pattern) for pattern in spared)
-                parts[self.weight_decay if decays else 0.0].append(parameter)
-        return [{"params": params, "weight_decay": decay, "scale": 1.0} for decay, params in parts.items() if params]
+                part = self.weight_decay if decays else 0.0, scales.get(parameter, 1.0)
+                parts.setdefault(part, []).append(parameter)
+        return [
+            {"params": params, "weight_decay": decay, "scale": scale}
+            for (decay, scale), params in parts.items()
+            if params
+        ]
+
+    def layer_scales(self, model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
+        """The scale of the rate of each parameter, by its layer, as in timm. Raises InputError for unknown layers."""
+        from timm.optim import param_groups_layer_decay
+
+        groups = param_groups_layer_decay(model, layer_decay=decay)
+        head = set(head_parameters(model))
+        inner = any(parameter.requires_grad and name not in head for name, parameter in model.named_parameters())
+        if inner and decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+            raise InputError(
+                f"optimizer.layer_decay is {decay}, but the layers of this model are not known; "
+                "use optimizer.layer_decay=null, or a model of timm"
+            )
+        return {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer rejects a value."""
