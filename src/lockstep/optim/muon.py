@@ -45,7 +45,7 @@ class Muon(OptimizerOption):
         others = {id(parameter) for parameter in model.parameters()} - matrices - heads
         head_lr = self.rate if self.head_lr is None else self.head_lr
         groups = []
-        for group in self.decay_groups(model):
+        for group in self.decay_groups(model, self.layer_scales(model)):
             for kind, rate in ((matrices, self.rate), (heads, head_lr), (others, self.bias_lr)):
                 if params := [parameter for parameter in group["params"] if id(parameter) in kind]:
                     ratio = rate / self.rate

@@ -2,6 +2,7 @@
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
@@ -80,54 +81,47 @@ class OptimizerOption(Optimizer):
 
     def groups(self, model: nn.Module) -> ParamGroups:
         """The parameter groups, each with the `scale` of its learning rate (1 without layer decay and head rate)."""
-        groups = self.decay_groups(model)
-        if self.head_lr is None:
-            return groups
-        names = set(head_parameters(model))
-        head = {id(parameter) for name, parameter in model.named_parameters() if name in names}
-        if not any(id(parameter) in head for group in groups for parameter in group["params"]):
-            raise InputError(
-                f"optimizer.head_lr is {self.head_lr:g}, but no layer that gives the logits is trained; remove it"
-            )
-        parts = []
-        for group in groups:
-            for of_head in (False, True):
-                if params := [parameter for parameter in group["params"] if (id(parameter) in head) == of_head]:
-                    scale = self.head_lr / self.rate if of_head else group["scale"]
-                    parts.append({**group, "params": params, "scale": scale})
-        return parts
+        scales = self.layer_scales(model)
+        if self.head_lr is not None:
+            names = set(head_parameters(model))
+            head = [weight for name, weight in model.named_parameters() if weight.requires_grad and name in names]
+            if not head:
+                raise InputError(
+                    f"optimizer.head_lr is {self.head_lr:g}, but no layer that gives the logits is trained; remove it"
+                )
+            scales |= dict.fromkeys(head, self.head_lr / self.rate)
+        return self.decay_groups(model, scales)
 
-    def decay_groups(self, model: nn.Module) -> ParamGroups:
-        """The groups by weight decay and by layer. As in timm, the model's `no_weight_decay` names what has none."""
-        embeddings_decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
-        spared = [] if embeddings_decay or self.weight_decay == 0 else [*getattr(model, "no_weight_decay", list)()]
-        least = 0 if self.decay_all or self.weight_decay == 0 else 2  # dimensions of the decayed parameters
-        scales = {} if self.layer_decay is None else self.layer_scales(model, self.layer_decay)
-        parts: dict[tuple[float, float], list[nn.Parameter]] = {(self.weight_decay, 1.0): [], (0.0, 1.0): []}
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                decays = parameter.dim() >= least and not any(fnmatchcase(name, pattern) for pattern in spared)
-                part = self.weight_decay if decays else 0.0, scales.get(parameter, 1.0)
-                parts.setdefault(part, []).append(parameter)
-        return [
-            {"params": params, "weight_decay": decay, "scale": scale}
-            for (decay, scale), params in parts.items()
-            if params
-        ]
-
-    def layer_scales(self, model: nn.Module, decay: float) -> dict[nn.Parameter, float]:
-        """The scale of the rate of each parameter, by its layer, as in timm. Raises InputError for unknown layers."""
+    def layer_scales(self, model: nn.Module) -> dict[nn.Parameter, float]:
+        """The scale of the learning rate of each trained parameter by its layer; empty without layer decay."""
+        if self.layer_decay is None:
+            return {}
         from timm.optim import param_groups_layer_decay
 
-        groups = param_groups_layer_decay(model, layer_decay=decay)
+        groups = param_groups_layer_decay(model, layer_decay=self.layer_decay)
+        scales = {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
         head = set(head_parameters(model))
         inner = any(parameter.requires_grad and name not in head for name, parameter in model.named_parameters())
-        if inner and decay < 1 and len({group["lr_scale"] for group in groups}) == 1:
+        if inner and self.layer_decay < 1 and len({*scales.values()}) == 1:
             raise InputError(
-                f"optimizer.layer_decay is {decay}, but the layers of this model are not known; "
+                f"optimizer.layer_decay is {self.layer_decay}, but the layers of this model are not known; "
                 "use optimizer.layer_decay=null, or a model of timm"
             )
-        return {parameter: group["lr_scale"] for group in groups for parameter in group["params"]}
+        return scales
+
+    def decay_groups(self, model: nn.Module, scales: Mapping[nn.Parameter, float]) -> ParamGroups:
+        """The groups by weight decay and by scale. As in timm, the model's `no_weight_decay` names what has none."""
+        embeddings_decay = self.decay_all if self.decay_embeddings is None else self.decay_embeddings
+        spared = [] if embeddings_decay else [*getattr(model, "no_weight_decay", list)()]
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                decays = self.decay_all or parameter.dim() >= 2
+                decays = decays and not any(fnmatchcase(name, pattern) for pattern in spared)
+                key = self.weight_decay if decays else 0.0, scales.get(parameter, 1.0)
+                groups.setdefault(key, []).append(parameter)
+        ordered = sorted(groups.items(), key=lambda item: -item[0][0])  # the rate of the first group is logged
+        return [{"params": params, "weight_decay": decay, "scale": scale} for (decay, scale), params in ordered]
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         """The optimizer over a model's parameters. Raises InputError: the optimizer rejects a value."""
