@@ -24,6 +24,20 @@ RECIPES = {
     f"{HEADER}defaults:\n  - override hydra/launcher: ray\n": "-m hydra/launcher=ray",
     f"{HEADER}defaults:\n  - /hydra/sweeper: optuna\n": "-m hydra/sweeper=optuna",
     f"{HEADER}optimizer: sgd\n": "`- override /optimizer: sgd`",
+    f"{HEADER}metric: [f1]\n": "`- override /metric: ['f1']`",
+    f"{HEADER}defaults:\n  - optimiser: sgd\n": "`- override /optimizer: sgd`",
+    f"{HEADER}defaults:\n  - override optimiser: sgd\n": "`- override /optimizer: sgd`",
+    f"{HEADER}defaults:\n  - override /optimiser: sgd\n": "`- override /optimizer: sgd`",
+    f"{HEADER}defaults:\n  - override /optimizer:sgd\n": "`- override /optimizer: sgd`",
+    f"{HEADER}defaults:\n  - /parent\n": "`- parent`",
+    f"{HEADER}defaults:\n  - experiment/parent\n": "`- parent`",
+    f"{HEADER}defaults:\n  override /optimizer: sgd\n": "`- override /GROUP: NAME`",
+    f"{HEADER}train.mixup: 0.2\n": "`train: {mixup: 0.2}`",
+    f"{HEADER}seed = 3\n": "`seed: 3`",
+    f"{HEADER}train:\nmixup: 0.2\n": "`train: {KEY: VALUE}`",
+    f"{HEADER}optimizer:\n  - lr: 0.2\n": "`optimizer: {KEY: VALUE}`",
+    f"{HEADER}- seed: 3\n": "`seed: 3`",
+    "": "begin it with the line `# @package _global_`",
 }
 """Recipes with a mistake, and what the answer says to write."""
 WORDS = {
@@ -53,18 +67,21 @@ def configs(folder: Path, recipe: str = "") -> tuple[str, ...]:
     return f"--config-dir={folder}", f"output_root={folder}/runs"
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda text: text.strip().splitlines()[-1].strip())
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda text: text.strip()[22:])
 def test_a_recipe_is_answered_with_the_line_that_works(tmp_path: Path, recipe: str) -> None:
     words, expected = configs(tmp_path, recipe), RECIPES[recipe]
     refused = train("experiment=mine", *JOB[:2], "steps=1", *words)
     assert (refused.code, refused.err.count("\n")) == (2, 1), refused.err
     assert expected in refused.err
-    written = expected.strip("`")
+    names = {"GROUP": "optimizer", "NAME": "sgd", "KEY": "ema" if "train" in recipe else "lr", "VALUE": "0.5"}
+    written = re.sub("[A-Z]+", lambda word: names.get(word[0], word[0]), expected.strip("`"))
     typed: tuple[str, ...] = ()
     if "begin it" in expected:
         recipe = f"{HEADER}{recipe}"
     elif written.startswith("- "):
         recipe = f"{HEADER}defaults:\n  {written}\n"
+    elif ": " in written:
+        recipe = f"{HEADER}{written}\n"
     else:
         typed = tuple(written.split())
         recipe = HEADER

@@ -125,3 +125,23 @@ def test_a_reference_to_the_seed_makes_no_other_setting(tmp_path: Path) -> None:
     folder = sweep(tmp_path, *words)[0].parent
     rows = json.loads(forked("lockstep", "compare", str(folder), "--json").out)
     assert [(row["done"], row.get("train.eval_batch")) for row in rows] == [(2, None), (2, None)]
+
+
+@pytest.mark.parametrize(
+    "word", ["output_root=ROOT/${seed}", "hydra.sweep.dir=ROOT/${ seed }", "sweep.halving=${seed}"]
+)
+def test_what_all_jobs_share_refers_to_no_key_that_varies(tmp_path: Path, word: str) -> None:
+    word = word.replace("ROOT", str(tmp_path))
+    done = train("-m", "seed=1,2", *SHORT, f"output_root={tmp_path}", word)
+    assert (done.code, [*tmp_path.iterdir()]) == (2, [])
+    assert done.err == f"lockstep: {word}: all jobs of a sweep share it, and seed varies; give it one value\n"
+
+
+def test_a_reference_to_a_group_is_answered_with_the_one_to_its_option(tmp_path: Path) -> None:
+    words = ("-m", "model=linear,digitnet", *SHORT[1:], f"output_root={tmp_path}")
+    refused = train(*words, "name=${model}")
+    assert "name refers to all keys of model, expected a text" in refused.err
+    (reference,) = re.findall(r"is name=(\S+)$", refused.err, re.MULTILINE)
+    script = train(*words, f"name={reference}", "launcher=slurm", "launcher.dry_run=true").out
+    assert "name=linear" in script
+    assert "name=digitnet" in script

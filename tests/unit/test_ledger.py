@@ -425,6 +425,14 @@ def test_a_line_finds_its_sweep_and_says_which_it_cannot_read(
     assert f"warning: this sweep is not resumed: {newer.folder / 'sweep.json'}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("value", [None, [], {}])
+def test_a_sweep_of_before_is_found_by_its_line_also_with_a_key_that_is_newer(tmp_path: Path, value: object) -> None:
+    Ledger(tmp_path / "sweeps" / "20260101-1").create(ONE)
+    later = dataclasses.replace(ONE, base={**ONE.base, "train": {"ema": None, "newer": value}})
+    assert sweep_of_line(tmp_path, later) is not None
+    assert sweep_of_line(tmp_path, dataclasses.replace(ONE, base={**ONE.base, "newer": 0})) is None
+
+
 def test_a_job_that_is_done_and_whose_folder_is_gone_waits_again(tmp_path: Path) -> None:
     ledger = begun(tmp_path)
     better, other = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])

@@ -20,6 +20,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import rule_of
 from lockstep.core.plan import Averaging
 from lockstep.core.run import candidates
+from lockstep.job.create import check_decisions
 from lockstep.training.resolved_job import averaging_of, decisions, plan_of, train_longer
 
 DATA = (
@@ -154,6 +155,23 @@ def test_an_average_of_other_steps_is_refused_with_overrides_that_work(
     assert works.split() == remedies[0]
     for remedy in remedies:
         created(f"resume={tmp_path / 'run'}", after.split()[0], *remedy)
+
+
+@pytest.mark.parametrize(("after", "has_others"), [("5", True), ("4", False), ("8", False), ("16", False)])
+def test_a_checkpoint_of_an_earlier_version_says_by_its_number_of_steps_which_it_averages(
+    tmp_path: Path, after: str, has_others: bool
+) -> None:
+    typed = (*JOB, "train.swa_from=50%")
+    train_here(tmp_path, *typed, "epochs=4")
+    progress, job = read_facts(newest(tmp_path))["progress"], resolved(*typed, f"epochs={after}")
+    del progress["decisions"]
+    if not has_others:
+        check_decisions(job, plan_of(job, 115), progress, newest(tmp_path))
+        return
+    with pytest.raises(InputError, match=r"use train\.swa_from=49$"):
+        check_decisions(job, plan_of(job, 115), progress, newest(tmp_path))
+    job = resolved(*JOB, f"epochs={after}", "train.swa_from=49")
+    check_decisions(job, plan_of(job, 115), progress, newest(tmp_path))
 
 
 @pytest.mark.parametrize("length", ["epochs=4", "steps=40"])

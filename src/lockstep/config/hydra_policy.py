@@ -35,8 +35,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import components
 from lockstep.config.commands import refusal
-from lockstep.config.schema import CONF, GROUPS
-from lockstep.core.errors import InputError, shown
+from lockstep.config.schema import BLOCKS, CONF, GROUPS
+from lockstep.core.errors import InputError, close_to, shown
 from lockstep.core.fields import FOLDER, is_inside, nested
 
 Key = tuple[str, ...]
@@ -154,27 +154,33 @@ class CheckedLoader:
         waiting = [f"{RECIPES}/{name}" for name in (names if isinstance(names, list) else [names])]
         for path in waiting:  # it grows
             loaded = next((source.load_config(path) for source in self.get_sources() if source.is_config(path)), None)
-            node = OmegaConf.to_container(loaded.config, resolve=False) if loaded else None
-            entries = node.pop("defaults", None) or [] if isinstance(node, dict) else []
-            if loaded and node and loaded.header.get("package") != "_global_":
+            node = OmegaConf.to_container(loaded.config, resolve=False) if loaded else {}
+            if loaded and loaded.header.get("package") != "_global_":
                 raise InputError(
                     f"{path}.yaml: begin it with the line `# @package _global_`, or its keys are no job's"
                 )
-            for entry in entries:
-                written, name = next(iter(entry.items())) if isinstance(entry, dict) else ("", entry)
-                group = re.sub(r"^(override\s+)?/?", "", str(written))
-                if group == RECIPES or (group in GROUPS and written != f"override /{group}"):
-                    expected = name if group == RECIPES else f"override /{group}: {name}"
-                    raise InputError(f"{path}.yaml has `- {written}: {name}`, expected `- {expected}`")
+            for entry in _checked_defaults(path, node):
+                # Without the space behind the colon, an entry is one word.
+                pairs = entry.items() if isinstance(entry, dict) else [str(entry).rpartition(":")[::2]]
+                written, name = next(iter((str(key), value) for key, value in pairs))
+                group = re.sub(r"^(override\s+)?/?", "", written)
+                parent = re.sub(rf"^/?({RECIPES}/)?", "", str(name).removesuffix(".yaml"))
+                expected = ""
+                if group == RECIPES or (not group and re.match(rf"{RECIPES}/|/(?!{RECIPES}/)", str(name))):
+                    expected = parent
+                elif not group.startswith("hydra/") and (known := close_to(group, GROUPS)):
+                    expected = f"override /{known[0]}: {name}"
+                text = f"{written}: {name}" if isinstance(entry, dict) else entry
+                if expected not in ("", text):
+                    raise InputError(f"{path}.yaml has `- {text}`, expected `- {expected}`")
                 chosen = OPTIONS.get(group.removeprefix("hydra/"), (name,))[-1]
                 in_vain = typed.get(group, chosen) != name or not str(written).startswith("override")
                 if group.startswith("hydra/") and in_vain:
                     raise InputError(
                         f"{path}.yaml cannot choose {group}; remove its line, and type -m {group}={name}"
                     )
-                parent = f"{RECIPES}/" + str(name).removesuffix(".yaml").removeprefix(f"/{RECIPES}/")
-                if not group and name != "_self_" and parent not in waiting:
-                    waiting.append(parent)
+                if not group and name != "_self_" and f"{RECIPES}/{parent}" not in waiting:
+                    waiting.append(f"{RECIPES}/{parent}")
 
     def _check_search_path(self, config_name: str | None, overrides: Iterable[Override]) -> None:
         """Refuse packages in `hydra.searchpath`, in which only the primary config and the command line have a say."""
@@ -231,6 +237,27 @@ def _defaults() -> Mapping[Key, Any]:
     """Hydra's own values, without any option of a group."""
     stored = ConfigStore.instance().load("hydra/config.yaml").node
     return dict(nested(OmegaConf.to_container(stored, resolve=False)))
+
+
+def _checked_defaults(path: str, node: Any) -> list[Any]:
+    """The defaults of a recipe. Raises InputError if it has other containers, or keys, than YAML for a job has."""
+    if not isinstance(node, dict):
+        raise InputError(f"{path}.yaml is a list, expected keys without dashes, such as `seed: 3`")
+    for key, value in node.items():
+        written, (first, *below), expected = f"{key}: {value}", str(key).split("."), ""
+        if key == "defaults":
+            is_right, expected = isinstance(value, list), "defaults:` with dashes below it: `- override /GROUP: NAME"
+        elif below and first in (*GROUPS, *BLOCKS):
+            is_right, expected = False, f"{key.replace('.', ': {')}: {value}{'}' * len(below)}"
+        elif "=" in key and value is None:
+            is_right, written, expected = False, key, re.sub(r"\s*=\s*", ": ", key, count=1)
+        else:
+            is_right = key not in (*GROUPS, *BLOCKS) or isinstance(value, dict) or "${" in str(value)
+            is_option = key in GROUPS and re.fullmatch(r"[\w.-]+|\[.*\]", str(value)) and "{" not in str(value)
+            expected = f"- override /{key}: {value}` below `defaults:" if is_option else f"{key}: {{KEY: VALUE}}"
+        if not is_right:
+            raise InputError(f"{path}.yaml has `{written}`, expected `{expected}`")
+    return node.get("defaults") or []
 
 
 def _key(parsed: Override) -> Key:

@@ -136,7 +136,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
     whole = path.removesuffix(".yaml")
     group, _, name = whole.rpartition("/")
     first, _, after_group = whole.partition("/")
-    if first in GROUPS:  # options are never in subfolders, so a name with more slashes is a path
+    if first in (*GROUPS, "experiment"):  # a name with more slashes is a recipe in a subfolder, or a path
         group, name = first, after_group
     if not group:
         return f"there is no config named {name!r}; remove --config-name for the default one"
@@ -169,6 +169,10 @@ _MESSAGES = (
     (r"Value '(.*)' of type .* could not be converted to Float", "is '{0}', expected a number: {key}=0.1"),
     (r"Value '(.*)' is not a valid bool", "is '{0}', expected true or false: {key}=true"),
     (r"Value '(.*)' of type .* '(?:Optional\[)?Union\[.*str.*\]'", "is '{0}', expected a number or a word: {key}=1"),
+    (
+        r"While dereferencing interpolation '\$\{(\w+)\}': Cannot convert 'DictConfig'",
+        "refers to all keys of {0}, expected a text; the name of the option is {key}=${{hydra:runtime.choices.{0}}}",
+    ),
     (r"Cannot convert '\w+' to string: '(.*)'", "is '{0}', expected a text: {key}=TEXT"),
     (r"Invalid value '(.*)', expected one of \[((\w+).*)\]", "is '{0}', expected one of {1}: {key}={2}"),
     (r"Unsupported interpolation type (\S+)", "asks for ${{{0}:...}}, which is not allowed; write {key}=VALUE"),

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
@@ -159,25 +160,33 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
     elif step == total and ended:
         state = f"has finished step {step} of {total}, so nothing is left to do"
     else:
-        check_decisions(job, plan, facts["progress"])
+        check_decisions(job, plan, facts["progress"], resumed)
         return
     raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
 
 
-def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any]) -> None:
+def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any], checkpoint: Path) -> None:
     """Say what the steps so far have, and would not have if the run had had this plan from its start.
 
     Raises InputError: the average of the weights would be over other steps.
     """
     here, saved, step = decisions(job, plan), progress.get("decisions", {}), progress["step"]
-    if not saved:  # a checkpoint of an earlier version
-        return
-    if job.train.swa_from is not None and (remedies := averaging_of(here).remedies(averaging_of(saved), step)):
+    remedies: list[str] = []
+    if job.train.swa_from is not None:
+        mean = averaging_of(here)
+        if saved:
+            remedies = mean.remedies(averaging_of(saved), step)
+        elif not mean.until(step) <= {step}:  # of an earlier version, which has only the number of the steps
+            differs = len(mean.until(step)) != files.read_state(checkpoint)["ema_updates"]
+            remedies = [f"train.swa_from={step + 1}"] * differs
+    if remedies:
         raise InputError(
             f"resume: a run of {plan.total_steps:,} steps averages other steps up to {step:,} by train.swa_from="
             f"{job.train.swa_from} than the checkpoint, whose average cannot be taken apart; use "
             f"{' to continue it, or '.join(remedies)}"
         )
+    if not saved:
+        return
     changes = [
         f"{key} {here.get(key, 'null')} (not {saved.get(key, 'null')})"
         for key in {**here, **saved}

@@ -67,7 +67,11 @@ class Identity:
         """The differences between this sweep and `other`, for a sentence; empty if there are none."""
         if self.swept != other.swept:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
-        ours, theirs = dict(leaves(self.base)), dict(leaves(other.base))
+        # A key that a later version has added is empty in a new config, and not in the earlier one.
+        ours, theirs = (
+            {key: value for key, value in leaves(base) if value not in (None, [], {})}
+            for base in (self.base, other.base)
+        )
         keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
         shown = [f"{key} is {ours.get(key)} there and {theirs.get(key)} here" for key in keys[:DIFFERENCES_SHOWN]]
         return ", ".join([*shown, *(["and more"] if len(keys) > len(shown) else [])])

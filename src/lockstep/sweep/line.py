@@ -37,7 +37,8 @@ GRIDS = ("basic", "grid")  # the sweepers that run all combinations
 
 def choose_folder(config: DictConfig) -> Ledger:
     """Set the folder and the jobs' overrides of a sweep in Hydra's config. Raises InputError if they do not fit."""
-    check_hydra_overrides(config.hydra.overrides.hydra, sweep=True)
+    of_hydra = as_typed(config.hydra.overrides.hydra)
+    check_hydra_overrides(of_hydra, sweep=True)
     block = config.sweep
     values: Any = OmegaConf.to_container(block)
     for problem in problems(SweepBlock, values, "sweep."):
@@ -57,7 +58,7 @@ def choose_folder(config: DictConfig) -> Ledger:
     monitor = _monitor(config)
     identity = Identity(
         base=_base(config),
-        swept=_swept([*params_of(config), *typed]),
+        swept=_swept([*params_of(config), *typed], of_hydra),
         words=tuple(words),
         figure=monitor.name,
         direction=monitor.direction,
@@ -223,13 +224,19 @@ def _base(config: DictConfig) -> dict[str, Any]:
     return dict(json.loads(json.dumps(values, default=str)))
 
 
-def _swept(words: list[str]) -> tuple[str, ...]:
-    """The keys that a line sweeps. Raises InputError if a key that all jobs share has several values."""
+def _swept(words: list[str], of_hydra: list[str]) -> tuple[str, ...]:
+    """The keys that a line sweeps. Raises InputError if a key that all jobs share has several values.
+
+    `of_hydra` are the words for Hydra itself.
+    """
     parsed = OverridesParser.create().parse_overrides(words)
     swept = {override.get_key_element(): override for override in parsed if override.is_sweep_override()}
     for key, override in swept.items():
         if key.partition(".")[0] in NOT_OF_SWEEP:
             raise InputError(f"{override.input_line}: all jobs of a sweep share {key}; give it one value")
+    for word in (word for word in [*words, *of_hydra] if key_of(word).partition(".")[0] in NOT_OF_SWEEP):
+        if varied := sorted({*swept} & {*re.findall(r"\$\{\s*([\w./]+)", word)}):
+            raise InputError(f"{word}: all jobs of a sweep share it, and {varied[0]} varies; give it one value")
     return tuple(sorted(swept))
 
 
@@ -238,7 +245,7 @@ def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:
     for path in sorted((root / SWEEPS).glob("*/sweep.json"), reverse=True):
         ledger = Ledger(path.parent.absolute())
         try:
-            if ledger.identity().hash == identity.hash:
+            if not ledger.identity().difference(identity):
                 return ledger
         except InputError as error:
             log.show_warning(f"this sweep is not resumed: {str(error).rpartition(';')[0]}")
