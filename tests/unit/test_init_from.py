@@ -220,7 +220,7 @@ def _cut(file: Path) -> None:
 
 def _tar(file: Path) -> None:
     with tarfile.open(file, "w") as archive:
-        archive.addfile(tarfile.TarInfo("pickle"), io.BytesIO())
+        archive.addfile(tarfile.TarInfo("sys_info"), io.BytesIO())
 
 
 def _script(file: Path) -> None:
@@ -233,17 +233,14 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
     "module": (lambda file: _archive(file, nn.Linear(2, 2)), "it has objects of torch.nn.modules.linear.Linear"),
     "old module": (lambda file: _archive(file, nn.Linear(2, 2), zipped=False), "it has objects of torch.nn.modules"),
     "lightning": (lambda file: _archive(file, LIGHTNING), "it has objects of test_init_from.Foreign"),
-    "script": (_script, "it is a program of TorchScript"),
-    "tar": (_tar, "it is a tar file, which torch wrote before version 0.1.10"),
-    "cut": (_cut, "it is damaged, cut short, or not of torch.save"),
-    "text": (lambda file: file.write_text("hello\n"), "it is damaged, cut short, or not of torch.save"),
-    "page": (lambda file: file.write_text("\n<!DOCTYPE html><p>Sign in"), "it is a web page"),
-    "lfs": (
-        lambda file: file.write_text("version https://git-lfs.github.com/spec/v1\n"),
-        "it is a pointer of Git LFS",
-    ),
-    "empty": (Path.touch, "it is empty"),
-    "list": (lambda file: _archive(file, [1, 2]), "it has no tensors by name"),
+    "script": (_script, "a/code/__torch__/torch/nn/modules/linear.py in it is compressed"),
+    "tar": (_tar, "it begins with b'sys_info"),
+    "cut": (_cut, "it begins with b'PK"),
+    "text": (lambda file: file.write_text("hello\n"), "it begins with b'hello"),
+    "page": (lambda file: file.write_text("\n<!DOCTYPE html><p>Sign in"), r"it begins with b'\n<!DOCTYPE html>"),
+    "lfs": (lambda file: file.write_text("version https://git-lfs.github.com\n"), "it begins with b'version https:"),
+    "empty": (Path.touch, "cannot mmap an empty file"),
+    "list": (lambda file: _archive(file, [1, 2]), "it begins with b'PK"),
 }
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import re
-import tarfile
 import zipfile
 from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
@@ -95,20 +94,13 @@ def _unpickled(file: Path) -> Mapping[str, Tensor]:
 
 def _reason(file: Path, error: Exception) -> str:
     """Why a file is not read; not in the words of torch, which advise to run whatever the file says."""
-    with opened(file, links=True) as content:
-        start = content.read(512).lstrip()
-    if not start or start.startswith((b"<", b"version https://git-lfs")):
-        return f"it is {'a web page' if start[:1] == b'<' else 'a pointer of Git LFS' if start else 'empty'}"
-    if zipfile.is_zipfile(file) and any("/code/" in name for name in zipfile.ZipFile(file).namelist()):
-        return "it is a program of TorchScript, which torch.jit.load reads"
-    if tarfile.is_tarfile(file):
-        return "it is a tar file, which torch wrote before version 0.1.10"
     if isinstance(error, ValueError | OSError):  # of `check_archive`
         return reason_of(error)
-    if isinstance(error, AttributeError | TypeError):
-        return "it has no tensors by name"
-    classes = re.findall(r"(?:GLOBAL|class) ([\w.]+\.\w+)", str(error))
-    return f"it has objects of {classes[0]}" if classes else "it is damaged, cut short, or not of torch.save"
+    if classes := re.findall(r"(?:GLOBAL|class) ([\w.]+\.\w+)", str(error)):
+        return f"it has objects of {classes[0]}"
+    with opened(file, links=True) as content:
+        start = content.read(16)  # tells a web page or a pointer of Git LFS
+    return f"it begins with {start!r}, and is damaged, cut short, a program, or without tensors by name"
 
 
 def _by_own_names(saved: Mapping[str, T], own: Container[str]) -> dict[str, T]:

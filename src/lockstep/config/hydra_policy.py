@@ -61,6 +61,7 @@ _REFERENCES = re.compile(r"\$\{(now:[%\w:-]*|stamp_hex:|hydra[.:]job\.num)\}")
 # The keys that any config file may set below `hydra`, with everything below them.
 FREE: tuple[Key, ...] = (("sweeper", "params"), ("mode",), ("searchpath",), ("help",), ("hydra_help",))
 SOURCES: Key = ("runtime", "config_sources")
+FOREIGN = ("command-line", "hydra.searchpath")  # providers whose configs somebody else may have written: --config-dir
 # The keys that Hydra itself writes while it composes.
 WRITTEN: tuple[Key, ...] = (("runtime",), ("job", "name"), ("job", "override_dirname"), ("job", "config_name"))
 # The groups whose options name code, with those options that any config file may choose: Hydra's own and our pool.
@@ -214,7 +215,8 @@ class CheckedLoader:
         root = str(OmegaConf.select(composed, "output_root", throw_on_resolution_failure=False))
         named = any(word.key_or_group == "output_root" for word in overrides)
         providers = [str(value) for key, value in values.items() if key[:2] == SOURCES and key[-1] == "provider"]
-        if not named and any(map(_is_foreign, providers)) and not is_inside(root):
+        is_foreign = any(provider.startswith(FOREIGN) for provider in providers)
+        if not named and is_foreign and not is_inside(root):
             raise InputError(refusal("output_root", FOLDER, root, "outputs"))
         words = {override.input_line for override in overrides}
         for key, value in values.items():
@@ -274,12 +276,7 @@ def _is_value(parsed: Override, config: DictConfig) -> bool:
 
 def _is_from_user(provider: str) -> bool:
     """Whether a config source is the user's: `--config-path` (or our `conf`), `--config-dir`, `hydra.searchpath`."""
-    return provider in ("main", "command-line") or provider.startswith(("hydra.searchpath", EXTENSION))
-
-
-def _is_foreign(provider: str) -> bool:
-    """Whether somebody else may have written the configs of a source: of `--config-dir` or `hydra.searchpath`."""
-    return provider == "command-line" or provider.startswith("hydra.searchpath")
+    return provider == "main" or provider.startswith((*FOREIGN, EXTENSION))
 
 
 def _check_source(provider: str, path: str) -> None:

@@ -59,21 +59,11 @@ def translate(error: BaseException) -> LockstepError | None:
             f"{match[1]} names several values; `{sweep_command}` runs a sweep over them{listed * (not is_one)}"
         )
     if isinstance(error, HydraException):
-        for pattern, template in _OF_HYDRA:
-            if match := re.search(pattern, str(error)):
-                return InputError(template.format(*match.groups()))
-        return InputError(" ".join(str(error).partition("To append to your")[0].split()))
+        if match := re.search(r"Sweeping over .*'\+*hydra\.sweeper\.params\.(.*)'", str(error)):
+            return InputError(f"the values of a sweep are words of its line: -m {match[1]}")
+        # Without the remedies of Hydra that need ++.
+        return InputError(" ".join(re.split(r"To append to your|Or add a second \+", str(error))[0].split()))
     return out_of_memory(error)
-
-
-# Messages of Hydra with remedies that do not work here.
-_OF_HYDRA = (
-    (
-        r"Could not append [^']*'([^']+)'[^']*Either remove \+ prefix: '(.*)'\n",
-        "{0} is there, so it is set without +: {1}",
-    ),
-    (r"Sweeping over .*'\+*hydra\.sweeper\.params\.(.*)'", "the values of a sweep are words of its line: -m {0}"),
-)
 
 
 def _joined(word: str) -> str:
@@ -220,10 +210,6 @@ def _paths(node: Any, prefix: str = "") -> Iterator[str]:
 def _no_such_key(key: str, known: Iterable[str]) -> str:
     """The sentence for a `key` that does not exist, with the key of `known` that the user probably meant."""
     names = [name for name in known if name.startswith("hydra.") == key.startswith("hydra.")]
-    if key.startswith("hydra.sweeper.params."):
-        return (
-            f"{key}: the values of a sweep are words of the line: -m {key.removeprefix('hydra.sweeper.params.')}=1,2"
-        )
     word = next((word for word in sys.argv[1:] if "=" in word and f"{key_of(word)}.".startswith(f"{key}.")), key)
     whole = key if "." in key else key_of(word)  # of a misspelt block, Hydra names no more than the block
     value = word.partition("=")[2] if "=" in word and key_of(word) == whole else None

@@ -53,11 +53,9 @@ class Resume:
                 is_own = [list(map(str, lines)) for lines in typed if isinstance(lines, list)].count(value) > 0
             else:
                 is_own = bool(typed) or self.own is None or self.own.get(key) == value
-            if not (is_own or value == default or (role == FOLDER and self._is_inside(value))):
+            places = [str(self.run), self.values["output_root"]] if self.run else []
+            if not (is_own or value == default or (role == FOLDER and is_inside(value, *places))):
                 raise InputError(refusal(key, role, value, default))
-
-    def _is_inside(self, path: str) -> bool:
-        return is_inside(path, *([str(self.run), self.values["output_root"]] if self.run else []))
 
     @property
     def launcher(self) -> Mapping[str, Any]:

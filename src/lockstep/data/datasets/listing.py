@@ -27,10 +27,7 @@ pattern, texts = json.load(sys.stdin)
 expression = re.compile(pattern)
 groups = min(1, expression.groups)
 json.dump([match and match[groups] for match in map(expression.search, texts)], sys.stdout)"""
-MATCHING_S, MATCHING_S_EACH = (
-    20.0,
-    1e-4,
-)  # the longest time for a pattern, and for each name: usual are 0.1 s and 1e-6
+MATCHING_S = 30.0  # the longest time for a pattern; ten million names usually take 10 s
 OptionT = TypeVar("OptionT")
 NUMBER = re.compile(r"[0-9]+")
 # Numbers that number no class. A table often has one of them where a label is missing.
@@ -128,14 +125,12 @@ def _first_groups(pattern: str, texts: list[str]) -> list[str | None]:
 
     In a process of its own: a few characters of a pattern can take years, and nothing interrupts them in this one.
     """
-    words, most = [sys.executable, "-I", "-c", GROUPS_OF], MATCHING_S + len(texts) * MATCHING_S_EACH
+    words, texts_in = [sys.executable, "-I", "-c", GROUPS_OF], json.dumps([pattern, texts])
     try:
-        done = subprocess.run(
-            words, input=json.dumps([pattern, texts]), stdout=-1, timeout=most, text=True, check=True
-        )
+        done = subprocess.run(words, input=texts_in, stdout=-1, timeout=MATCHING_S, text=True, check=True)
     except subprocess.TimeoutExpired as error:
         raise InputError(
-            f"dataset.group_pattern is {shown(pattern)}, which takes more than {most:.0f} s for {len(texts):,} "
+            f"dataset.group_pattern is {shown(pattern)}, which takes more than {MATCHING_S:.0f} s for {len(texts):,} "
             "names; write it without repetitions inside of repetitions, such as (a+)+"
         ) from error
     groups: list[str | None] = json.loads(done.stdout)
