@@ -48,6 +48,8 @@ from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.signals import StopRequest
+from lockstep.sweep.ledger import Ledger
+from lockstep.sweep.view import SweepView
 from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob, load_job
 
@@ -139,6 +141,13 @@ def refusal(output_root: Path, *overrides: str) -> str:
     assert isinstance(error, InputError), repr(raised.value)
     assert not output_root.exists()
     return str(error)
+
+
+def view_of(ledger: Ledger) -> SweepView:
+    """The view of a call that ran all jobs of a sweep."""
+    view = SweepView(ledger)
+    view.enter(ledger.records(), [])
+    return view
 
 
 def train_here(path: Path, *overrides: str, stop_at: int | None = None, stop_in: int | None = None) -> RunDir:

@@ -8,6 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 
 from helpers import records, refusal, train_here
+from lockstep.core.plan import Averaging
 from lockstep.core.world import World
 from lockstep.training.averages import SWA
 
@@ -20,7 +21,7 @@ def network() -> nn.Sequential:
 
 def averaged(model: nn.Module) -> tuple[SWA, AveragedModel]:
     """Ours and torch's average of three sets of weights of `model`."""
-    ours, theirs = SWA(model), AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
+    ours, theirs = SWA(model, None, Averaging(1, 1, 3)), AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn())
     for _ in range(3):
         for parameter in model.parameters():
             parameter.data.uniform_(0.5, 2)

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pynvml
 import pytest
@@ -25,7 +26,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig
 
-from helpers import ROOT
+from helpers import ROOT, view_of
 from lockstep.cli.run import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.monitor import Direction, Monitor
@@ -183,7 +184,8 @@ def test_jobs_share_gpus_by_the_memory_of_the_first_of_their_kind(
     tasks = [Task(job(number), need, lambda: None, ()) for number, need in enumerate(needs)]
     task_of = dict(enumerate(tasks))
     devices = Devices(free_of, 4, free_of.__getitem__)
-    Pool(ledger, devices, Blank(), start=start, wait=wait, memory_of=memory_of).run(tasks)
+    with patch("lockstep.sweep.pool.memory_of_job", memory_of):
+        Pool(ledger, devices, Blank(), start=start, wait=wait).run(tasks)
     assert (sorted(started), sorted(devices.gpus)) == ([*range(len(jobs))], sorted(free_of))
 
 
@@ -471,7 +473,7 @@ def test_a_score_that_is_better_when_smaller_decides_the_best_the_table_and_who_
             (ledger.folder / record.folder).mkdir()
             ledger.end(record, State.done, objective=score)
         assert ledger.best == records[best].folder
-        SweepView(ledger, ledger.records()).show_table()
+        view_of(ledger).show_table()
         assert f"best: job {best} with" in capsys.readouterr().out
     with pytest.raises(InputError, match="the direction of the scores is 'up', expected maximize or minimize"):
         checked_direction("up")
@@ -689,7 +691,7 @@ def test_the_rounds_of_a_halving_follow_the_direction_and_are_in_the_ledger(
         (State.pruned, "1 of 3"),
         (State.pruned, "1 of 3"),
     ]
-    SweepView(ledger, ledger.records()).show_table()
+    view_of(ledger).show_table()
     assert capsys.readouterr().out.count("  pruned at step ") == 3
     assert not any(record.exit_code or record.error for record in ledger.records())
 
@@ -745,7 +747,7 @@ def test_without_a_terminal_a_job_has_a_line_at_its_start_and_at_its_end(
     monkeypatch.chdir(tmp_path)
     ledger = begun(tmp_path)
     records = ledger.enter([(["seed=1", "batch=8"], "seed=1"), (["seed=2", "batch=8"], "seed=2")])
-    with SweepView(ledger, records) as view:
+    with view_of(ledger) as view:
         view.started(ledger.start(records[0]))
         view.refresh()
         view.ended(ledger.end(ledger.read(records[0]), State.done, objective=90.0))
@@ -764,7 +766,7 @@ def test_a_failure_is_said_once_on_a_terminal_and_not_into_the_live_lines(
 ) -> None:
     ledger = begun(tmp_path)
     records = ledger.enter([(["seed=1"], "seed=1"), (["seed=2"], "seed=2")])
-    view = SweepView(ledger, records)
+    view = view_of(ledger)
     monkeypatch.setattr(type(view.live), "is_started", True)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for record in records:
@@ -834,7 +836,7 @@ def test_a_resumed_job_is_timed_from_where_it_resumes(running: JobRun) -> None:
 def test_a_sweep_ends_after_each_of_its_running_jobs_and_its_time_falls(
     running: JobRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = SweepView(running.ledger, [running.record])
+    view = view_of(running.ledger)
     view.started(running.record)
     assert view.seconds_left(waiting=3) is None
     add(running, {"step": 10, "time": time.time() - 50})  # ten steps in 50 s, so that 40 take 200 s

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from helpers import view_of
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import check_figures, directions, objectives_of, trade_offs
 from lockstep.sweep.report import write_sweep_report
-from lockstep.sweep.view import SweepView
 
 NAMES = ("score", "seconds", "megabytes")
 FIGURES = st.lists(st.integers(0, 4).map(float), min_size=3, max_size=3)
@@ -71,11 +71,11 @@ def test_the_table_names_the_trade_offs(tmp_path: Path, capsys: pytest.CaptureFi
     ledger = sweep(tmp_path)
     assert objectives_of(ledger.folder, ledger.records()[0], NAMES) == [90.0, pytest.approx(10.0), 2.0]
     assert objectives_of(ledger.folder, ledger.records()[3], NAMES) == []
-    SweepView(ledger, ledger.records()).show_table(["score", "seconds"])
+    view_of(ledger).show_table(["score", "seconds"])
     out = capsys.readouterr().out
     assert re.search(r"^ *0 +1 +90\.00 +10 +done *$", out, re.MULTILINE)
     assert "no other job is better in score and seconds than jobs 0, 1\n" in out
-    SweepView(ledger, ledger.records()).show_table()
+    view_of(ledger).show_table()
     assert "no other job" not in capsys.readouterr().out
 
 
@@ -86,7 +86,7 @@ def test_equal_networks_have_equal_megabytes_and_no_worse_one_is_a_trade_off(
     sizes = {(tmp_path / record.folder / "model.safetensors").stat().st_size for record in ledger.records()[:3]}
     assert len(sizes) > 1
     assert [objectives_of(ledger.folder, record, ["megabytes"]) for record in ledger.records()[:3]] == [[2.0]] * 3
-    SweepView(ledger, ledger.records()).show_table(["score", "megabytes"])
+    view_of(ledger).show_table(["score", "megabytes"])
     assert "no other job is better in score and megabytes than job 0\n" in capsys.readouterr().out
 
 
@@ -102,7 +102,7 @@ def test_the_trade_offs_are_settings_with_the_means_of_their_seeds(
         (path := tmp_path / record.folder).mkdir()
         (path / "summary.json").write_text(json.dumps({"spent": {"kwh": kwh}}))
         ledger.end(record, State.done, objective=score)
-    SweepView(ledger, ledger.records()).show_table(["score", "kwh"])
+    view_of(ledger).show_table(["score", "kwh"])
     assert "is better in val top-1 and kwh than jobs 0, 1, 4, 5\n" in capsys.readouterr().out
 
 
@@ -111,7 +111,7 @@ def test_energy_is_an_objective_where_it_was_measured(tmp_path: Path, capsys: py
     energies = ({"kwh": 0.5}, {"kwh": 0.25}, {"hours": 1.0})
     for record, energy in zip(ledger.records(), energies, strict=False):
         (tmp_path / record.folder / "summary.json").write_text(json.dumps({"spent": energy}))
-    SweepView(ledger, ledger.records()).show_table(["score", "kwh"])
+    view_of(ledger).show_table(["score", "kwh"])
     out = capsys.readouterr().out
     assert "no other job is better in score and kwh than jobs 0, 1\n" in out
     assert "kwh was not measured in job 2, which cannot be compared by it; remove it: sweep.objectives=[score]" in out
@@ -143,7 +143,7 @@ def test_a_figure_is_an_objective_with_its_own_direction(tmp_path: Path, capsys:
         scores = {"loss": loss, "f1": 0.51234, "top1": 1.0}
         (tmp_path / record.folder / "summary.json").write_text(json.dumps({"scores": scores}))
     assert directions(names, Direction.maximize) == ["maximize", "minimize", "maximize"]
-    SweepView(ledger, ledger.records()).show_table(names)
+    view_of(ledger).show_table(names)
     out = capsys.readouterr().out
     assert re.search(r"^job +lr +score +val loss +val f1 +state +to the best", out, re.MULTILINE)
     assert re.search(r"^ *1 +2 +50\.00 +2 +0\.5123 +done +-40\.00$", out, re.MULTILINE)
@@ -161,7 +161,7 @@ def test_the_table_names_the_figure_and_has_a_column_for_each_metric_and_the_tes
     (folder / "summary.json").write_text(json.dumps(summary))
     (folder / ".hydra").mkdir()
     (folder / ".hydra" / "config.yaml").write_text("metric: {f1: {}, mcc: {}, recall: {}}")
-    SweepView(ledger, ledger.records()).show_table()
+    view_of(ledger).show_table()
     out = capsys.readouterr().out
     assert re.search(r"^job +lr +val loss +val f1 +test +state +to the best", out, re.MULTILINE)
     assert re.search(r"^ *0 +1 +90 +0\.5123 +91\.5 +done +\+50$", out, re.MULTILINE)

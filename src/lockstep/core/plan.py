@@ -49,9 +49,9 @@ def share(n: int, parts: int, part: int) -> slice:
 class Averaging:
     """The steps whose weights are in a mean: those from `start` on that `every` divides, and `last`."""
 
-    start: int = 1
-    every: int = 1
-    last: int = 0
+    start: int
+    every: int
+    last: int
 
     def due(self, step: int) -> bool:
         return step >= self.start and (step % self.every == 0 or step == self.last)

@@ -46,7 +46,7 @@ class Pool:
     """The jobs of one call that wait and that run, at `most` so many at once; None is as many as fit.
 
     `start` starts the process of a task on its share of the devices. `wait` waits for the sentinels of processes, for
-    some seconds at most. `memory_of` gives the bytes that a job that is done took of its GPU, if they were measured.
+    some seconds at most.
     """
 
     def __init__(
@@ -58,10 +58,9 @@ class Pool:
         most: int | None = None,
         start: Callable[[Ledger, Task, Share], Process],
         wait: Callable[[list[Any], float], object] = multiprocessing.connection.wait,
-        memory_of: Callable[[Ledger, Record], int | None] | None = None,
     ) -> None:
         self.ledger, self.devices, self.view, self.most = ledger, devices, view, most
-        self.start, self.wait, self.memory_of = start, wait, memory_of or memory_of_job
+        self.start, self.wait = start, wait
         self.running: list[tuple[Task, Share, Process]] = []
         self.cut: set[int] = set()  # the numbers of the jobs that were asked to save and end
         self.has_killed = False
@@ -119,7 +118,7 @@ class Pool:
             process.join()
             self.running.remove(entry)
             record = self.ledger.read(task.record)
-            self.devices.give_back(share, task.needs.kind, self.memory_of(self.ledger, record))
+            self.devices.give_back(share, task.needs.kind, memory_of_job(self.ledger, record))
             if record.state in (State.running, State.waiting):
                 record = self._without_record(record, process.exitcode or 0)
             if record.state is State.stopped and (record.number in self.cut or enough(record)):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.config.options import options_of
 from lockstep.core.errors import InputError
@@ -17,6 +17,7 @@ from lockstep.core.run import SAMPLES, TEST, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, opened
 
 SCORE = "score"
+Job = TypeVar("Job")  # the number of a job, or a name for the jobs of a setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,11 @@ class Record:
     def score(self) -> float | None:
         """The objective of a job that has trained to its end."""
         return None if self.state is State.pruned else self.objective
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it trains no further, unless `sweep.retry` runs it again."""
+        return self.state in (State.done, State.failed, State.pruned)
 
     @property
     def runs_elsewhere(self) -> bool:
@@ -228,13 +234,13 @@ def directions(names: Sequence[str], score: Direction) -> list[Direction]:
     ]
 
 
-def trade_offs(jobs: Mapping[int, Sequence[float]], names: Sequence[str], score: Direction) -> list[int]:
+def trade_offs(jobs: Mapping[Job, Sequence[float]], names: Sequence[str], score: Direction) -> list[Job]:
     """The Pareto set, best score first: no other job is better in one objective and worse in none."""
     better = directions(names, score)
-    gains = {number: [d.gain(value) for d, value in zip(better, job, strict=True)] for number, job in jobs.items()}
+    gains = {job: [d.gain(value) for d, value in zip(better, values, strict=True)] for job, values in jobs.items()}
 
-    def is_beaten(number: int) -> bool:
-        others = (gain for gain in gains.values() if gain != gains[number])
-        return any(all(a >= b for a, b in zip(other, gains[number], strict=True)) for other in others)
+    def is_beaten(job: Job) -> bool:
+        others = (gain for gain in gains.values() if gain != gains[job])
+        return any(all(a >= b for a, b in zip(other, gains[job], strict=True)) for other in others)
 
-    return sorted((number for number in jobs if not is_beaten(number)), key=gains.__getitem__, reverse=True)
+    return sorted((job for job in jobs if not is_beaten(job)), key=gains.__getitem__, reverse=True)

@@ -74,10 +74,12 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
 
     for number, share in enumerate(rounds, 1):
         pool.view.share, pool.view.portion = share, share - ([0.0, *rounds][number - 1])
-        settings = len({setting[record.number] for record in racing})
-        sizes = [math.ceil(settings / factor**later) for later in range(1, len(rounds) - number + 1)]
-        steps = [after - before for before, after in pairwise(rounds[number - 1 :])]
-        pool.view.later = len(racing) / settings * sum(size * step for size, step in zip(sizes, steps, strict=True))
+        settings, later = (
+            len({setting[record.number] for record in racing}),
+            enumerate(pairwise(rounds[number - 1 :]), 1),
+        )
+        work = sum(math.ceil(settings / factor**place) * (after - before) for place, (before, after) in later)
+        pool.view.later = len(racing) / settings * work
         is_last, rung = share == 1, f"{number} of {len(rounds)}"
         racing = [ledger.write(replace(record, rung=rung)) if runs(record) else record for record in racing]
 
@@ -109,8 +111,8 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         ahead = math.ceil(len(place) / factor)
         for record in racing:
             if runs(record) and setting[record.number] in best_first[ahead:]:
-                score = scores[record.number]
-                pruned = replace(record, state=State.pruned, objective=score, exit_code=0, error="")
+                objective = scores[record.number]
+                pruned = replace(record, state=State.pruned, objective=objective, exit_code=0, error="")
                 pool.view.ended(ledger.write(pruned))
         logged = [[done for done, _ in evaluations(ledger, record)] for record in racing]
         judged = max(next((done for done in shares if done >= share), 0.0) for shares in logged)
@@ -182,8 +184,7 @@ class Search:
         key = self.identify(job)
         self.open.setdefault(key, []).append(trial)
         record, is_new = self._record(key), key not in self.of_this_call
-        is_over = record is not None and record.state in (State.done, State.pruned, State.failed)
-        if is_over and record is not None and not (record.state is State.failed and self.retries and is_new):
+        if record is not None and record.has_ended and not (record.state is State.failed and self.retries and is_new):
             self.tell(job)  # the ledger knows how the job ends
             is_new = False
         self.of_this_call.add(key)
@@ -196,7 +197,7 @@ class Search:
         """The jobs that follow one that has ended, or the first ones."""
         with storing(self.ledger.folder / JOURNAL):
             # Trials in other states resume with the next run of the command.
-            if record is not None and record.state in (State.done, State.failed, State.pruned):
+            if record is not None and record.has_ended:
                 self.tell(record.overrides, record.objective)
             return self.ask() if record is not None else [*self._reopen(), *self.ask()]
 

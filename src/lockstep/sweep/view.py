@@ -39,8 +39,6 @@ from lockstep.sweep.runs import JobRun, Row, groups
 from lockstep.sweep.tables import job_numbers, show_groups
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
-OVER = (State.done, State.failed, State.pruned)
-
 
 class JobProgress:
     """How far a job is, from the lines that it adds to its `metrics.jsonl`, as of the last `update`."""
@@ -105,9 +103,7 @@ class JobProgress:
 class SweepView:
     """The jobs of one call, also those that were done before: live while they run, and as a table at the end."""
 
-    def __init__(
-        self, ledger: Ledger, records: Sequence[Record] = (), waiting: Iterable[Record] = (), begun: str = "started"
-    ) -> None:
+    def __init__(self, ledger: Ledger, begun: str = "started") -> None:
         self.ledger, self.begun = ledger, begun
         self.records: dict[int, Record] = {}
         self.running: dict[int, JobProgress] = {}
@@ -116,7 +112,6 @@ class SweepView:
         # it does in this round, and the work of the later rounds, in jobs that train all of their steps.
         self.share, self.portion, self.later = 1.0, 1.0, 0.0
         self.durations: list[float] = []  # of the jobs of this call that have ended, as if with all of their steps
-        self.enter(records, waiting)
         # Drawn by `refresh` and not by a separate thread: a process with two threads cannot fork a job.
         self.live = Live(
             console=log.Terminal(highlight=False),
@@ -137,7 +132,7 @@ class SweepView:
     def enter(self, records: Sequence[Record], waiting: Iterable[Record], left: int = 0) -> None:
         """Take jobs, those `waiting` to run among them; `left` jobs of a search are not known yet."""
         self.records |= {record.number: record for record in records}
-        self.open |= {record.number for record in records if record.state not in OVER}
+        self.open |= {record.number for record in records if not record.has_ended}
         self.open |= {record.number for record in waiting}
         self.left = left
         identity = self.ledger.identity()
@@ -155,7 +150,7 @@ class SweepView:
     def ended(self, record: Record) -> None:
         self.records[record.number] = record
         self.running.pop(record.number, None)
-        if record.state in OVER:
+        if record.has_ended:
             self.open.discard(record.number)
         if record.state in (State.done, State.waiting) and record.started:
             self.durations.append((record.ended - record.started) / self.portion)
@@ -251,12 +246,9 @@ class SweepView:
 
     def _conclusions(self, rows: Sequence[Row], records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
         """The lines about several objectives: the trade-offs, and what was not measured."""
-        jobs = {row["jobs"][0]: row["jobs"] for row in rows}
-        known = {row["jobs"][0]: [row[name] for name in names] for row in rows if {*names} <= row.keys()}
-        known = {number: values for number, values in known.items() if None not in values}
-        if len(names) > 1 and (best_ones := trade_offs(known, names, self.monitor.direction)):
-            of_best = [job for number in best_ones for job in jobs[number]]
+        complete = (row for row in rows if all(row.get(name) is not None for name in names))
+        known = {job_numbers(row["jobs"]): [row[name] for name in names] for row in complete}
+        if len(names) > 1 and (best_ones := ", ".join(trade_offs(known, names, self.monitor.direction))):
             compared = " and ".join(head(name, self.monitor.name) for name in names)
-            numbers = ", ".join(job_numbers(jobs[number]) for number in best_ones)
-            yield f"no other job is better in {compared} than job{'s' * (len(of_best) > 1)} {numbers}"
+            yield f"no other job is better in {compared} than job{'s' * (not best_ones.isdecimal())} {best_ones}"
         yield from unmeasured(self.ledger.folder, records, names)

@@ -64,10 +64,9 @@ class SWA(EMA):
     Update n has the decay 1 - 1/n.
     """
 
-    def __init__(self, model: nn.Module, copy: nn.Module | None = None, steps: Averaging | None = None) -> None:
+    def __init__(self, model: nn.Module, copy: nn.Module | None, steps: Averaging) -> None:
         super().__init__(model, 1.0, copy)
-        self.steps = steps or Averaging()
-        self.start = self.steps.start
+        self.steps, self.start = steps, steps.start
         pairs = zip(self.module.modules(), model.modules(), strict=True)
         self.norms = [
             (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats

@@ -61,10 +61,8 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     blank = partial(torch.zeros, device=world.device, dtype=job.precision.dtype)
     state = build_state(job, world, plan, lambda number: blank((number, *shape)))
     images = blank((examples, *shape)).to(memory_format=job.model.memory_format)
-    labels, indices = (
-        blank_labels(job, examples, world),
-        torch.zeros(examples, dtype=torch.int64, device=world.device),
-    )
+    labels = blank_labels(job, examples, world)
+    indices = torch.zeros(examples, dtype=torch.int64, device=world.device)
     step = TrainStep(
         job=job,
         world=world,

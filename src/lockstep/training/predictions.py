@@ -50,9 +50,8 @@ class CollectedPredictions(EvaluationObserver):
         if self.worst:
             both = [torch.cat(parts) for parts in zip(self.worst, worst, strict=True)]
             top = _highest(both[0])
-            self.worst = tuple(part[top] for part in both)
-        else:
-            self.worst = worst
+            worst = tuple(part[top] for part in both)
+        self.worst = worst
 
     def finish(self, step: int) -> None:
         # A rank may have no block.

@@ -26,10 +26,10 @@ from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
 
-# Fields of a model that change how it is computed, not what it is. A resume may change them.
-COMPUTE_FIELDS = frozenset({"channels_last", "compile", "compile_mode", "grad_checkpointing", "pretrained"})
 # Fields of a model that are not in its card: how training computes it, and how it was initialised.
 OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
+# Fields of a model that change how it is computed, not what it is. A resume may change them.
+COMPUTE_FIELDS = OF_TRAINING | {"channels_last"}
 
 Decisions = Mapping[str, Sequence[int]]  # what a plan decides, in steps by key
 
