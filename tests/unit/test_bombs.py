@@ -182,6 +182,12 @@ def scans(number: int, side: int) -> bytes:
     return content[:last] + content[last:end] * number + content[end:]
 
 
+def noted(number: int) -> bytes:
+    """A JPEG with so many segments of EXIF."""
+    content, note = saved("JPEG"), b"Exif\0\0" + bytes(1000)
+    return content[:2] + (b"\xff\xe1" + struct.pack(">H", len(note) + 2) + note) * number + content[2:]
+
+
 def npy(shape: tuple[int, ...]) -> bytes:
     header = {"descr": "|u1", "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file := io.BytesIO(), header)
@@ -201,6 +207,7 @@ IMAGES: dict[str, tuple[int, Bomb, str]] = {
     "planes that inflate": (5, lambda: bands({322: [64], 323: [48]}, [deflated(2**32)] * 5, t284=[2]), TOO_MUCH),
     "an array": (5, lambda: npy((100_000, 100_000, 5)), TOO_MUCH),
     "scans of a JPEG": (3, lambda: scans(8000, 1024), "8,009 scans, expected at most 512"),
+    "EXIF of a JPEG": (3, lambda: noted(10_000), "10,000 segments of EXIF, expected at most 256"),
     "text of a PNG": (3, lambda: png(b"zTXt" + b"a\0\0" + deflated(2**30)), "data too large"),
     "the profile of a PNG": (3, lambda: png(b"iCCP" + b"a\0\0" + deflated(2**30)), "data too large"),
 }

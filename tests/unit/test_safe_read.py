@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -106,6 +107,17 @@ def test_a_file_with_more_bytes_than_the_limit_is_not_read(tmp_path: Path) -> No
     assert safe_read.read_bytes(tmp_path / "file", 10) == b"x" * 10
     with pytest.raises(UnreadableFile, match="has 10 bytes, expected at most 9"):
         safe_read.read_bytes(tmp_path / "file", 9)
+
+
+def test_a_file_takes_the_memory_of_its_content_and_not_of_the_limit(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * safe_read.MB)
+    tracemalloc.start()
+    assert safe_read.read_bytes(tmp_path / "file", 64 * safe_read.MB) == b"x" * safe_read.MB
+    assert tracemalloc.get_traced_memory()[1] < 4 * safe_read.MB
+    tracemalloc.stop()
+    if (path := Path("/proc/self/cmdline")).exists():
+        assert path.stat().st_size == 0
+        assert safe_read.read_bytes(path) == path.read_bytes()
 
 
 JSON = [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"[" * 40 + b"]" * 40, b"9" * 10_000, b"[9223372036854775808]"]

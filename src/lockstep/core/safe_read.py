@@ -144,9 +144,10 @@ def _open(path: Path, links: bool) -> BufferedReader:
 def read_bytes(path: Path, limit: int = LIMIT, *, links: bool = False) -> bytes:
     """The content of a plain file of at most `limit` bytes."""
     with opened(path, links=links) as file:
-        data = file.read(limit + 1)
+        size = os.fstat(file.fileno()).st_size
+        # Not `limit` in any case: `read` takes all the memory that it is asked for. Files of /proc have a size of 0.
+        data = file.read(min(limit, max(size, LIMIT)) + 1)
         if len(data) > limit:
-            size = os.fstat(file.fileno()).st_size
             raise UnreadableFile(path, f"has {size:,} bytes, expected at most {limit:,}")
     return data
 

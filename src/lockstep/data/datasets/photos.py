@@ -26,6 +26,7 @@ NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XM
 MARKER, SCAN, END = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]"), b"\xff\xda", b"\xff\xd9"
 SEQUENTIAL = (b"\xff\xc0", b"\xff\xc1", b"\xff\xc9")  # frames, all of which one scan can hold
 ORIENTATION, UPRIGHT = 0x0112, 1
+EXIF, SEGMENTS = b"Exif\0\0", 256  # Pillow joins the segments one by one: 10,000 of them, 655 MB, take an hour
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
 TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
 # Tags of TIFF: whether zero is white, the bits of a number, and the sides of a tile.
@@ -36,6 +37,8 @@ TO_8_BITS = "Image.fromarray(((x - LOW) / (HIGH - LOW) * 255).clip(0, 255).astyp
 
 def opened_by_pillow(data: bytes) -> Any:
     """The image opened by Pillow, which reads only its header. Raises ValueError for any other format."""
+    if (segments := data.count(EXIF)) > SEGMENTS:
+        raise ValueError(f"it has {segments:,} segments of EXIF, expected at most {SEGMENTS}")
     from PIL import Image, UnidentifiedImageError
 
     warnings.filterwarnings("ignore", module=r"PIL\.")  # of damaged EXIF in each of thousands of files
