@@ -136,8 +136,8 @@ sweep/pool.py: a job that a second Ctrl-C kills has failed [ledger]
 - self.has_killed |= number == signal.SIGKILL
 + self.has_killed |= False
 sweep/search.py: the trial of a job that has failed never ends [search]
-- record.state in (State.done, State.failed, State.pruned):
-+ record.state in (State.done, State.pruned):
+- record is not None and record.has_ended:
++ record is not None and record.state in (State.done, State.pruned):
 strategy/cutting.py: of cuts that balance equally the last one is taken [stages]
 - return list(min(ways)[1])
 + return list(min(reversed(ways), key=lambda way: way[0])[1])
