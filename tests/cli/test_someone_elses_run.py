@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -106,6 +107,16 @@ def test_a_run_folder_names_no_place_outside(sent: Path, tmp_path: Path, key: st
     logger, value = PERSONAL[key]
     keep(sent, f"logger={logger}", f"{key}={value.format(tmp_path)}")
     assert_refused(tmp_path, key, f"resume={sent}", "steps=2")
+
+
+def test_all_places_of_a_run_are_refused_and_allowed_at_once(sent: Path, tmp_path: Path) -> None:
+    places = ("logger.wandb.project=a b", "logger.wandb.mode=offline", f"logger.mlflow.folder={tmp_path}/ml")
+    keep(sent, "logger=[wandb,mlflow]", *places)
+    refused = train(f"resume={sent}", "steps=2", "device=cpu", cwd=tmp_path)
+    assert (refused.code, refused.err.count("\n")) == (2, 1)
+    typed, removed = re.findall(r"(?:type|remove it with) (.+?)(?=, or remove|$)", refused.err, re.MULTILINE)
+    assert shlex.split(typed) == ["logger.wandb.project=a b", *places[1:]]
+    assert shlex.split(removed) == [f"{place.partition('=')[0]}=null" for place in places]
 
 
 @pytest.mark.parametrize("place", ["mlflow", "{0}/outputs/mlflow", "{0}/sent/mlflow"])

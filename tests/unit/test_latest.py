@@ -9,7 +9,7 @@ from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
-from helpers import ROOT, composed
+from helpers import ROOT, composed, forked, train_here
 from lockstep.config import components, composition
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
@@ -98,3 +98,15 @@ def test_a_recipe_says_latest_and_where(tmp_path: Path) -> None:
     with composition.invoked([f"hydra.searchpath=[{tmp_path}/conf]", "experiment=mine"]) as (values, invocation):
         resume = decide_resume(values, invocation)
     assert (resume.values["init_from"], resume.overrides[-1]) == (base, f"init_from={base}")
+
+
+@pytest.mark.parametrize("command", ["runs", "report", "evaluate"])
+def test_a_command_takes_the_latest_run_of_the_output_root_that_is_typed(tmp_path: Path, command: str) -> None:
+    for name in ("outputs", "mine"):
+        train_here(tmp_path / name / "run", "steps=1")
+        (tmp_path / name / "latest").write_text("run")
+    done = forked("lockstep", command, "latest", "output_root=mine", cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert "ignored" not in done.err
+    assert "mine/run" in done.out + done.err
+    assert "outputs/run" not in done.out + done.err

@@ -11,6 +11,7 @@ from lockstep.config.command_line import Parser
 from lockstep.config.commands import OVERRIDE, key_of, shell_command
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.launch_env import is_launched, launched_place
+from lockstep.core.run_dir import LATEST
 
 DESCRIPTION = "Train and use image classifiers. `lockstep train --help` explains training."
 ONE_PROCESS = ("doctor", "show", "lr-find", "prove", "ladder")  # they take a job and start its ranks themselves
@@ -44,7 +45,10 @@ def arguments() -> argparse.Namespace:
 
 
 def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[str]:
-    """The words without the overrides of a job, for a command that takes a model or runs; `evaluate` takes data."""
+    """The words without the overrides of a job, for a command that takes a model or runs; `evaluate` takes data.
+
+    An `output_root` says which run is `latest`.
+    """
     command = next((word for word in words if word in commands), "train")
     if command in ("train", "new", "pack", *ONE_PROCESS):
         return words
@@ -55,11 +59,15 @@ def _without_overrides(words: list[str], commands: dict[str, Parser]) -> list[st
         return not is_override or commands[command].takes_value(flag) or Path(word).exists()
 
     typed = [*pairwise(["", *words])]
-    if unused := [word for flag, word in typed if not is_used(flag, word)]:
+    used = [word for flag, word in typed if is_used(flag, word)]
+    unused = [word for flag, word in typed if not is_used(flag, word)]
+    roots = [word for word in unused if key_of(word) == "output_root" and LATEST in used]
+    if unused := [word for word in unused if word not in roots]:
         from lockstep.config.composition import without_keys  # takes 0.3 s
 
         without_keys(unused, {*map(key_of, unused)}, f"lockstep {command} takes no job")
-    return [word for flag, word in typed if is_used(flag, word)]
+    newest = str(Path(*[word.partition("=")[2] for word in roots][-1:], LATEST))
+    return [newest if word == LATEST else word for word in used]
 
 
 def _check_command(words: list[str], commands: list[str]) -> None:

@@ -132,13 +132,16 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0].strip()
 
 
-def refusal(key: str, role: str, value: object, default: object) -> str:
-    """The sentence about a value that only the user's own line may give (see `fields.personal`)."""
-    what = "lines of shell come" if role == SHELL else "where a run writes and what it sends come"
-    again = [*["launcher=slurm"] * (role == SHELL), override(key, default)]
+def refusal(*values: tuple[str, str, object, object]) -> str:
+    """The sentence about values that only the user's own line may give: `fields.personal_values`."""
+    is_shell = any(role == SHELL for _, role, _, _ in values)
+    what = "lines of shell come" if is_shell else "where a run writes and what it sends come"
+    typed = [override(key, value) for key, _, value, _ in values]
+    again = [*["launcher=slurm"] * is_shell, *(override(key, default) for key, _, _, default in values)]
     return (
-        f"{key} is {shown(value)} in a config file or in the run folder, but {what} from the command line alone; "
-        f"type {shell_command([override(key, value)])}, or remove it with {shell_command(again)}"
+        f"{' and '.join(f'{key} is {shown(value)}' for key, _, value, _ in values)} in a config file or in the run "
+        f"folder, but {what} from the command line alone; type {shell_command(typed)}, or remove it with "
+        f"{shell_command(again)}"
     )
 
 

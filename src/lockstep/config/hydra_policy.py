@@ -217,7 +217,7 @@ class CheckedLoader:
         providers = [str(value) for key, value in values.items() if key[:2] == SOURCES and key[-1] == "provider"]
         is_foreign = any(provider.startswith(FOREIGN) for provider in providers)
         if not named and is_foreign and not is_inside(root):
-            raise InputError(refusal("output_root", FOLDER, root, "outputs"))
+            raise InputError(refusal(("output_root", FOLDER, root, "outputs")))
         words = {override.input_line for override in overrides}
         for key, value in values.items():
             is_expected = key in expected and str(expected[key]) == str(value)

@@ -47,6 +47,7 @@ class Resume:
 
     def check_personal(self, component: Any, prefix: str = "") -> None:
         """Raise InputError if a file of strangers says where a run writes or sends, or any file what a shell runs."""
+        refused = []
         for key, role, value, default in personal_values(component, prefix):
             typed = [parsed(word) for word in self.own_words if key_of(word) == key]
             if role == SHELL:  # a function in the override may add to the lines of a file
@@ -55,7 +56,9 @@ class Resume:
                 is_own = bool(typed) or self.own is None or self.own.get(key) == value
             places = [str(self.run), self.values["output_root"]] if self.run else []
             if not (is_own or value == default or (role == FOLDER and is_inside(value, *places))):
-                raise InputError(refusal(key, role, value, default))
+                refused.append((key, role, value, default))
+        if refused:
+            raise InputError(refusal(*refused))
 
     @property
     def launcher(self) -> Mapping[str, Any]:
