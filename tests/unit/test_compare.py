@@ -122,6 +122,13 @@ def test_seeds_are_grouped_the_best_first_and_failures_counted(swept: Ledger, ca
     assert "failed: it is wrong" in shown
 
 
+def test_a_row_has_all_values_of_a_key_in_which_its_runs_differ(swept: Ledger) -> None:
+    rows = groups(read_runs(swept.folder), names=["seed", "batch"])
+    assert [(row["seed"], row["batch"]) for row in rows] == [("0,1,2", "64")] * 3
+    row, *_ = groups(read_runs(swept.folder), by=["batch"], names=["optimizer.lr"])
+    assert row["optimizer.lr"] == "0.1,0.2,0.5"
+
+
 def test_a_sweep_of_seeds_is_listed_by_the_mean_that_compare_shows(swept: Ledger, capsys: CAPSYS) -> None:
     root = swept.folder.parent
     for form in ("table", "markdown"):

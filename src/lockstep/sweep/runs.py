@@ -155,6 +155,9 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
         rivals = [scores[other] for other in members if images[other] == images[values]]  # others are of other images
         best = max(rivals, key=lambda rival: monitor.direction.gain(statistics.mean(rival)) if rival else -math.inf)
         row: dict[str, Any] = {key: setting(group[0], key) for key in (*keys, *more_keys)}
+        for key in more_keys:
+            if len(several := dict.fromkeys(run.settings[key] for run in group if key in run.settings)) > 1:
+                row[key] = Setting(",".join(several))
         row |= _figures(scores[values], best)
         count = Counter(run.state for run in group)
         row["state"] = ", ".join(f"{number} {state}" for state, number in count.items())
