@@ -174,8 +174,7 @@ class CheckedLoader:
                 text = f"{written}: {name}" if isinstance(entry, dict) else entry
                 if expected not in ("", text):
                     raise InputError(f"{path}.yaml has `- {text}`, expected `- {expected}`")
-                chosen = OPTIONS.get(group.removeprefix("hydra/"), (name,))[-1]
-                in_vain = typed.get(group, chosen) != name or not str(written).startswith("override")
+                in_vain = typed.get(group) != name or not str(written).startswith("override")
                 if group.startswith("hydra/") and in_vain:
                     raise InputError(
                         f"{path}.yaml cannot choose {group}; remove its line, and type -m {group}={name}"

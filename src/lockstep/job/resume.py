@@ -114,6 +114,8 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         block, _, name = key.rpartition(".")
         values = {**values, **({block: {**values[block], name: path}} if block else {name: path})}
     overrides = tuple(with_starts(overrides, starts))
+    # The folder to which missing data is downloaded; None for data that is not downloaded.
+    root = values["dataset"].get("root") if isinstance(values["dataset"], Mapping) else None
     return Resume(
         composed=values,
         values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
@@ -121,16 +123,11 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         typed=tuple(with_starts(invocation.overrides, starts)),
         run=run,
         folder=named if run is None else run,
-        may_fetch=own is None or "dataset.root" in typed or _root(values) in (None, data_root),
+        may_fetch=own is None or "dataset.root" in typed or root in (None, data_root),
         hydra=hydra,
         own_words=invocation.own_words,
         own=own,
     )
-
-
-def _root(values: Mapping[str, Any]) -> object:
-    """The folder to which missing data is downloaded; None for data that is not downloaded."""
-    return values["dataset"].get("root") if isinstance(values["dataset"], Mapping) else None
 
 
 def _without_auto_batch(
