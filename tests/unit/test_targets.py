@@ -25,7 +25,7 @@ from lockstep.core.rng import MIX, sample_keys
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.datasets.tables import CSV, HF
-from lockstep.data.datasets.targets import check_labels, class_notes, lists_note
+from lockstep.data.datasets.targets import check_labels, class_notes, lists_note, split_text
 from lockstep.data.datasets.webdataset import WebDataset
 from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
@@ -76,7 +76,11 @@ FORMS: dict[str, Any] = {
     "bars": "|".join,
     "commas": ",".join,
     "commas and spaces": ", ".join,
+    "slashes": "/".join,
+    "pluses": " + ".join,
     "a list of Python": str,
+    "a tuple of Python": lambda own: str(tuple(own)),
+    "a set of Python": lambda own: str(set(own)),
     "a list of JSON": json.dumps,
     "an array of NumPy": lambda own: str(np.array(own)),
 }
@@ -122,7 +126,7 @@ def test_labels_that_look_like_lists_are_read_with_the_key_that_a_note_names(
         assert note.endswith("use task=multilabel and lists of names in the column")
         return
     key = re.search(r"dataset\.label_separator='(.+?)'", note)
-    assert bool(key) == (form in ("spaces", "bars", "commas", "commas and spaces")), "others need none"
+    assert bool(key) == (not form.startswith(("semicolons", "a"))), "semicolons and lists need none"
     if key:
         (note,) = listed(from_texts(tmp_path, kind, cells, targets="labels"))
         assert note.endswith(f'each list is one label; for several labels of an image, use "{key[0]}"')
@@ -131,6 +135,16 @@ def test_labels_that_look_like_lists_are_read_with_the_key_that_a_note_names(
     assert labels.class_names == ("bird", "cat", "dog")
     assert listed(labels) == []
     np.testing.assert_array_equal(torch.cat([labels.train().labels, labels.eval().labels]).numpy(), expected)
+
+
+NAMES = ['röt "x"', "синий", "it's, ok", "a\\b"]
+
+
+def test_names_in_lists_are_those_that_python_and_json_wrote() -> None:
+    assert split_text(json.dumps(NAMES), ";") == split_text(json.dumps(NAMES, ensure_ascii=False), ";") == NAMES
+    assert split_text(str(NAMES[:3]), ";") == NAMES[:3]
+    assert [split_text(empty, ";") for empty in ("[]", "()", "{}", "set()", "")] == [[]] * 5
+    assert [split_text(name, "/") for name in ("(cat)", "{'a': 1}")] == [["(cat)"], ["{'a': 1}"]]
 
 
 @pytest.mark.parametrize("kind", ["csv", "webdataset"])

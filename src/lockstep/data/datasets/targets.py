@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +17,10 @@ from lockstep.core.fields import Check
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, class_name
 from lockstep.data.datasets.listing import classes_of
 
-SEPARATORS = ";|, "  # what may stand between the labels of an image
-IN_LIST = re.compile(r"""\s*('[^']*'|"[^"]*"|[^,]+)""")  # NumPy has no commas between them
+SEPARATORS = ";|,/+& "  # what may stand between the labels of an image
+# Lists of Python, NumPy (without commas) and JSON (with escapes); tuples and sets only around quotes, or empty ones.
+LIST = re.compile(r"""\[.*\]|\(\s*['"].*\)|\{(\s*['"][^:]*)?\}|\(\)|set\(\)""", re.DOTALL)
+IN_LIST = re.compile(r"""\s*('[^']*'|"(?:[^"\\]|\\.)*"|[^,]+)""")
 LARGEST = 3e38  # a value in float32
 CLASSES_NAMED = 5  # the most classes that a note names
 SEPARATOR = Check(
@@ -52,9 +55,17 @@ def target_of(value: Any, targets: str, place: str, name: Callable[[Any], str] =
 
 def split_text(text: str, separator: str) -> list[str]:
     """The names or numbers in a text, also one like ['a', 'b'], whatever the separator; none in an empty one."""
-    is_list = text[:1] == "[" and text[-1:] == "]"
-    parts = IN_LIST.findall(text[1:-1]) if is_list else text.split(separator)
-    return [name for part in parts if (name := part.strip().strip("'\"" * is_list))]
+    if not LIST.fullmatch(text):
+        return [name for part in text.split(separator) if (name := part.strip())]
+    parts = map(str.strip, IN_LIST.findall(text.removeprefix("set")[1:-1]))
+    return [name for part in parts if (name := _unescaped(part) if part[:1] == '"' else part.strip("'"))]
+
+
+def _unescaped(part: str) -> str:
+    try:
+        return str(json.loads(part))
+    except ValueError:  # a text of Python that is none of JSON
+        return part.strip('"')
 
 
 def lists_note(names: Sequence[str], targets: str, separator: str | None) -> list[str]:
@@ -66,9 +77,10 @@ def lists_note(names: Sequence[str], targets: str, separator: str | None) -> lis
     for between in SEPARATORS if separator is not None and targets != VALUES else "":
         parts = [split_text(name, between) for name in names]
         longest, different = max(parts, key=len, default=[]), len({part for own in parts for part in own})
-        if len(longest) > 1 and different < len(names) + (between != " "):
+        if len(longest) > 1 and different < len({*names}) + (between != " "):
             example = names[parts.index(longest)]
-            by_key = f"\"dataset.label_separator='{between}'\"" * (between != separator and example[0] != "[")
+            needed = between != separator and not LIST.fullmatch(example)
+            by_key = f"\"dataset.label_separator='{between}'\"" * needed
             task, what = ("", "label") if targets == LABELS else ("task=multilabel ", "class")
             return [
                 f"the names of the {len(names):,} {targets}, such as {shown(example)}, look like lists of "
