@@ -123,3 +123,10 @@ def test_the_recipe_its_child_and_the_option_of_the_documents_work(tmp_path: Pat
         config = yaml.safe_load(done.out)
         assert (config["epochs"], [*config["metric"]], config["optimizer"]["lr"]) == (30, ["f1"], lr)
         assert config["optimizer"]["momentum"] == momentum
+
+
+@pytest.mark.parametrize("name", ["experiment/parent2", "/recipes/experiment/parent2", "mine/parent2"])
+def test_a_recipe_that_is_not_there_is_named_as_it_was_typed(tmp_path: Path, name: str) -> None:
+    refused = train(f"experiment={name}", *JOB, *configs(tmp_path))
+    assert refused.code == 2
+    assert f"experiment={name}: there is no experiment of that name. Did you mean 'parent2'" in refused.err

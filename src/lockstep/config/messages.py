@@ -139,6 +139,7 @@ def _no_such_file(path: str, options: list[str]) -> str:
         suggest.suggest_for_path(group, name)
         or (f" Did you mean {named_elsewhere}?" if named_elsewhere else "")
         or did_you_mean(name, options)
+        or did_you_mean(name.rpartition("/")[2], options)
         or listing
         or f" `{program_name()} --help` shows the groups."
     )
