@@ -111,7 +111,9 @@ def test_a_flipped_bit_of_a_weights_file_is_noticed(digits: RunDir, tmp_path: Pa
     for place in {*range(0, header, 23), *range(name, name + 80, 3), *range(header, len(data), len(data) // 50)}:
         file.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         in_name = name < place <= name + 10
-        with nullcontext() if in_name else pytest.raises(InputError, match=re.escape(str(file))):
+        # The file is named once: what is damaged is not also said to be a model that cannot be built.
+        named_once = rf"^((?!{file}).)*{re.escape(str(file))}((?!{file}).)*$"
+        with nullcontext() if in_name else pytest.raises(InputError, match=named_once):
             lockstep.load(file, device="cpu") if reader == "load" else load_start(model, file)
         if in_name:
             assert read_card(file) == card

@@ -21,6 +21,7 @@ from lockstep.core.model_card import VALUES, ModelCard
 from lockstep.core.named_paths import pointed
 from lockstep.core.protocols import Model, Precision
 from lockstep.core.run_dir import LATEST, RunDir, relative
+from lockstep.core.safe_read import UnreadableFile
 from lockstep.data.datasets.files import colour_of
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
@@ -182,7 +183,7 @@ def load(path: str | Path, *, device: str | None = None, precision: Precision | 
         precision = precision or _precision(card, target)
         model = _model_with_weights(option, card, precision, file)
     except InputError as error:
-        if str(error).startswith(f"{KEY}: "):
+        if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
             raise
         raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
     return Predictor(
