@@ -140,7 +140,7 @@ WRAPPED = ["", "module._orig_mod.", "_orig_mod.module.", "model.", "net."]
 NESTED = {
     "plain": lambda state: state,
     "averaged": lambda state: {**state, "n_averaged": torch.tensor(3)},
-    "state_dict": lambda state: {"state_dict": state, "epoch": 3, "args": argparse.Namespace(lr=0.1)},
+    "state_dict": lambda state: {"state_dict": state, "epoch": 3, "args": argparse.Namespace(bytearray="bytearray")},
     "model": lambda state: {"model": state, "optimizer": {"state": {}}, "args": argparse.Namespace(lr=0.1)},
     "model_state_dict": lambda state: {"epoch": 1, "model_state_dict": state},
 }
