@@ -150,9 +150,12 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def check_archive(file: Path) -> None:
     """Raise ValueError for what `torch.save` does not write, and `torch.load` would make any number of bytes of."""
-    with opened(file, links=True) as stored, mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        if content.find(b"\nbytearray\n") >= 0:  # as a pickle names the class, and not a key of the user
-            raise ValueError("it has an array of bytes")
+    with opened(file, links=True) as stored:
+        if not os.fstat(stored.fileno()).st_size:  # nothing can be mapped
+            raise ValueError("it is empty")
+        with mmap.mmap(stored.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            if content.find(b"\nbytearray\n") >= 0:  # as a pickle names the class, and not a key of the user
+                raise ValueError("it has an array of bytes")
     for member in zipfile.ZipFile(file).infolist() if zipfile.is_zipfile(file) else ():
         check_size(member.file_size if member.filename.endswith(".pkl") else 0, f"{member.filename} in it has")
         if member.compress_type != zipfile.ZIP_STORED:

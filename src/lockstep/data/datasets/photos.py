@@ -26,7 +26,7 @@ NOTES = {"JPEG": (b"\xff\xe1",), "PNG": (b"eXIf", b"Raw profile type exif", b"XM
 MARKER, SCAN, END = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]"), b"\xff\xda", b"\xff\xd9"
 SEQUENTIAL = (b"\xff\xc0", b"\xff\xc1", b"\xff\xc9")  # frames, all of which one scan can hold
 ORIENTATION, UPRIGHT = 0x0112, 1
-EXIF, SEGMENTS = b"Exif\0\0", 256  # Pillow joins the segments one by one: 10,000 of them, 655 MB, take an hour
+EXIF, SEGMENTS = b"Exif\0\0", 256  # Pillow joins the segments one by one: 1,000 of them, 66 MB, take 27 s
 # The orientations in which rows are stored as columns, and those in which columns or rows then run backwards.
 TURNED, COLUMNS_BACK, ROWS_BACK = frozenset({5, 6, 7, 8}), frozenset({2, 3, 6, 7}), frozenset({3, 4, 7, 8})
 # Tags of TIFF: whether zero is white, the bits of a number, and the sides of a tile.
