@@ -127,7 +127,7 @@ def test_every_proposed_installation_of_an_extra_names_one_and_no_copy_replaces_
     """`lockstep[EXTRA]` keeps what is installed, as the test above shows; `.[EXTRA]` does so with `-e` only."""
     paths = [ROOT / name for name in DOCUMENTS]
     paths += [path for name in ("src/**/*.py", "conf/**/*.yaml") for path in ROOT.glob(name)]
-    proposed = [line for path in paths for line in re.findall(r"pip install (?:-e )?'?\S*\[.*", path.read_text())]
+    proposed = [line for path in paths for line in re.findall(r"pip install (?:-e )?'?[^\s{]*\[.*", path.read_text())]
     assert len(proposed) > 10
     for line in proposed:
         assert re.match(r"pip install (-e '\.|'lockstep)\[(\w+)\]'", line), line
