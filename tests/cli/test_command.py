@@ -164,7 +164,10 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_comes_to_its_end(finis
 def test_a_resume_that_its_ranks_refuse_does_not_spoil_the_next_one(finished: Path) -> None:
     before = tree(finished)
     only_ranks_know = ("strategy=ddp", "launcher.ranks=2", "strategy.static_graph=true", "train.micro_batches=2")
-    message = sentence(train("resume=latest", "steps=6", *only_ranks_know, f"output_root={finished}", "device=cpu"))
+    done = train("resume=latest", "steps=6", *only_ranks_know, f"output_root={finished}", "device=cpu")
+    assert done.code == 2, done
+    note, message = done.err.splitlines()
+    assert note.startswith("resume: a run of 6 steps would have had until step 3, in steps: another learning rate")
     assert "accumulation changes the graph within a step" in message
     after = {name: text for name, text in tree(finished).items() if not name.endswith((".log", ".error.json"))}
     assert after == {name: text for name, text in before.items() if not name.endswith(".log")}

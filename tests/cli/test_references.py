@@ -127,9 +127,7 @@ def test_a_reference_to_the_seed_makes_no_other_setting(tmp_path: Path) -> None:
     assert [(row["done"], row.get("train.eval_batch")) for row in rows] == [(2, None), (2, None)]
 
 
-@pytest.mark.parametrize(
-    "word", ["output_root=ROOT/${seed}", "hydra.sweep.dir=ROOT/${ seed }", "sweep.halving=${seed}"]
-)
+@pytest.mark.parametrize("word", ["output_root=ROOT/${seed}", "hydra.sweep.dir=ROOT/${ seed }"])
 def test_what_all_jobs_share_refers_to_no_key_that_varies(tmp_path: Path, word: str) -> None:
     word = word.replace("ROOT", str(tmp_path))
     done = train("-m", "seed=1,2", *SHORT, f"output_root={tmp_path}", word)

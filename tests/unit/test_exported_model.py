@@ -111,7 +111,7 @@ def test_without_its_images_a_model_is_compared_on_random_ones(
     run = train_here(tmp_path / "run", NARROW, "steps=1", "batch=4", *photos)
     (tmp_path / "photos").rename(tmp_path / "moved")
     shutil.copy(run.weights, tmp_path / "alone.safetensors")
-    lost, alone = "the run's are not here (dataset", "a weights file has no images"
+    lost, alone = "the run's are not here (", "a weights file has no images"
     for path, reason in ((run.weights, lost), (tmp_path / "alone.safetensors", alone)):
         stub(path, monkeypatch)
         exporting.export(str(path), [], kind="torch", pixels="uint8", out=str(tmp_path / "model.pt2"))

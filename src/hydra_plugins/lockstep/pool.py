@@ -34,6 +34,7 @@ from lockstep.core.monitor import Monitor
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import slug
+from lockstep.core.safe_write import absent, remove_empty
 from lockstep.core.table import shortened
 from lockstep.core.terminal import impatient
 from lockstep.runtime.program import say
@@ -275,13 +276,17 @@ class PoolLauncher(Launcher, Callback):
             config.hydra.sweep.subdir = folder
 
     def _run(self, config: DictConfig) -> float | None:
-        done = run_job(
-            task_function=self.task_function,
-            config=config,
-            job_dir_key="hydra.sweep.dir",
-            job_subdir_key="hydra.sweep.subdir",
-            hydra_context=self.hydra_context,
-        )
+        new = absent(Path(config.hydra.sweep.dir, config.hydra.sweep.subdir).absolute())
+        try:
+            done = run_job(
+                task_function=self.task_function,
+                config=config,
+                job_dir_key="hydra.sweep.dir",
+                job_subdir_key="hydra.sweep.subdir",
+                hydra_context=self.hydra_context,
+            )
+        finally:  # if the job is refused, the folder that Hydra has created for it goes again
+            remove_empty(new)
         value = done.return_value
         return float(value) if isinstance(value, int | float) else None
 

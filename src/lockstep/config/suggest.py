@@ -114,6 +114,7 @@ def note(proposal: str) -> str:
 def suggest_key(key: str, value: str | None, names: list[str]) -> str:
     """What the user probably meant by a `key` that is none of `names`; empty if nothing is near."""
     block, _, last = key.rpartition(".")
+    first = key.partition(".")[0]
     siblings = [name for name in names if name.rpartition(".")[0] == block and not name.endswith("._target_")]
     # A key without its block (`lr`), or in a misspelt block: look for the same last part.
     same_last_part = [name for name in names if name.rpartition(".")[2] == last][:3]
@@ -132,7 +133,7 @@ def suggest_key(key: str, value: str | None, names: list[str]) -> str:
             return f" {block} has {', '.join(name.rpartition('.')[2] for name in siblings)}."
     elif same_last_part:
         near = same_last_part
-    elif blocks := close_to(key.partition(".")[0], {n.partition(".")[0] for n in names} - {key.partition(".")[0]}):
+    elif blocks := close_to(first, {name.partition(".")[0] for name in names} - {first}) if block else []:
         return suggest_key(f"{blocks[0]}.{key.partition('.')[2]}", value, names)
     else:
         near = close_to(key, [name for name in names if "." not in name]) or close_to(key, names)
