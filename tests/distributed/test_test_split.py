@@ -205,12 +205,13 @@ def test_without_a_test_split_evaluate_says_how_to_name_one(tmp_path: Path) -> N
         evaluate(str(run.path), (), split="test", device="cpu", out=None)
 
 
-def test_a_run_that_ends_early_without_best_weights_tests_none(tmp_path: Path) -> None:
+def test_a_run_that_ends_early_without_best_weights_tests_the_last(tmp_path: Path) -> None:
     file = pictures(tmp_path / "pictures")
     (file.parent / "90.png").write_bytes((file.parent / "0.png").read_bytes())
     file.write_text(f"{file.read_text()}90.png,rare,0,train\n")
     never = ("metric=recall", "metric.recall.average=none", "monitor=recall/rare", "train.patience=1")
     job = (*SMALL, f"dataset.path={file}", "dataset.test_split=test", *never, "train.eval_every=1")
     run = train_here(tmp_path / "run", *job)
-    assert (run.read_summary()["status"], run.read_summary()["test"]) == ("completed", None)
+    assert run.read_summary()["status"] == "completed"
+    assert run.read_summary()["test"].keys() >= {"loss", "top1"}
     assert "recall/rare has had no value" in run.read_summary()["stopped_early"]

@@ -69,13 +69,12 @@ def test_a_file_is_resized_by_the_interpolation_that_is_asked_for(tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["jpg", "png", "webp", "gif", "bmp", "tif"])
-@pytest.mark.parametrize("damage", ["cut", "empty", "missing", "other bytes"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other bytes"])
 def test_a_file_that_cannot_be_decoded_is_named_with_its_index(tmp_path: Path, suffix: str, damage: str) -> None:
     good, bad = tmp_path / f"good.{suffix}", tmp_path / f"bad.{suffix}"
     Image.fromarray(PIXELS).save(good)
     content = {"cut": good.read_bytes()[:300], "empty": b"", "other bytes": b"no image " * 9}
-    if damage in content:
-        bad.write_bytes(content[damage])
+    bad.write_bytes(content[damage])
     split = FileSplit([good, good, bad], torch.tensor([0, 0, 0]), (20, 20))
     split.fetch([0])
     with pytest.raises(InputError) as caught:
