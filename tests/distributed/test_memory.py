@@ -74,7 +74,11 @@ def failed_kernel_here(room: str) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + int(room), limits[1]))
     convolve(16)
     resource.setrlimit(resource.RLIMIT_AS, limits)
-    print("kernels work" if convolve(17) else f"kernels fail, fits: {dry_run.fits(job, World.solo(), 4, 0.0)}")
+    print(
+        "kernels work"
+        if convolve(17)
+        else f"kernels fail, fits: {dry_run.fits(job, World.solo(), 4, 0.0, apart=True)}"
+    )
 
 
 def test_a_step_is_tried_apart_from_kernels_that_failed_for_want_of_memory() -> None:

@@ -203,14 +203,17 @@ def keep_freed_memory(world: World, *, keep: bool) -> None:
             libc.malloc_trim(0)  # return what an earlier job of this process kept
 
 
-def micro_batches_that_fit(job: ResolvedJob, world: World, *, least: int = 1, held_gb: float = 0.0) -> int | None:
+def micro_batches_that_fit(
+    job: ResolvedJob, world: World, *, least: int = 1, held_gb: float = 0.0, after_failure: bool = False
+) -> int | None:
     """The smallest number of micro-batches, a power of two times `least`, with which a step of this rank fits.
 
     `held_gb` GB of the device's memory stay free for the images that a run keeps there. None if not even single
-    examples fit. Not collective: ranks may get different numbers.
+    examples fit. `after_failure` is for a thread in which memory has run out, see `fits`. Not collective: ranks may
+    get different numbers.
     """
     shard, micro_batches = math.ceil(job.batch / world.size), least
-    while not fits(job, world, math.ceil(MARGIN * math.ceil(shard / micro_batches)), held_gb):
+    while not fits(job, world, math.ceil(MARGIN * math.ceil(shard / micro_batches)), held_gb, apart=after_failure):
         if micro_batches >= shard:
             return None
         micro_batches = min(2 * micro_batches, shard)
@@ -247,7 +250,9 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
     gc.collect()
     keep_freed_memory(world, keep=False)
     examples = job.micro_batch(world.size)
-    fitting = micro_batches_that_fit(job, world, least=2 * job.train.passes) if examples > 1 else None
+    fitting = None
+    if examples > 1:
+        fitting = micro_batches_that_fit(job, world, least=2 * job.train.passes, after_failure=True)
     again = "model.grad_checkpointing=true, " * (not job.model.grad_checkpointing)
     advice = f"not even single examples fit; use {again}a smaller model or dataset.input_size"
     if fitting:
@@ -256,11 +261,11 @@ def oom_advice(error: BaseException, job: ResolvedJob, world: World, step: int) 
     return LockstepError(f"out of memory at step {step} with micro-batches of {examples} examples; {advice}")
 
 
-def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
+def fits(job: ResolvedJob, world: World, examples: int, held_gb: float, *, apart: bool = False) -> bool:
     """Whether a whole step on `examples` blank examples fits into memory.
 
-    On the CPU in a new thread: if memory runs out while oneDNN compiles a kernel, the error stays with the thread,
-    and all its later kernels fail ("could not create a primitive"), however much memory there is then.
+    With `apart`, on the CPU in a new thread: if memory runs out while oneDNN compiles a kernel, the error stays with
+    the thread, and all its later kernels fail ("could not create a primitive"), however much memory there is then.
     """
 
     def step() -> bool:
@@ -276,7 +281,7 @@ def fits(job: ResolvedJob, world: World, examples: int, held_gb: float) -> bool:
             finally:
                 gc.collect()
 
-    if world.device.type != "cpu":
+    if not apart or world.device.type != "cpu":
         return bounded()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(torch.ones(2**17).neg_).result()  # starts its OpenMP threads, whose stacks are not the step's
