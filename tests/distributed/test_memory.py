@@ -131,11 +131,13 @@ def test_batch_auto_keeps_the_batch_of_the_recipe_and_lets_the_cut_be_found(tmp_
 
 def test_the_search_doubles_up_to_single_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held: tried.append(examples) or examples <= 3)
+    monkeypatch.setattr(
+        dry_run, "fits", lambda job, world, examples, held, **how: tried.append(examples) or examples <= 3
+    )
     job = built("batch=20")
     assert dry_run.micro_batches_that_fit(job, World.solo()) == 16
     assert tried == [24, 12, 6, 4, 3]
-    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held: False)
+    monkeypatch.setattr(dry_run, "fits", lambda job, world, examples, held, **how: False)
     assert dry_run.micro_batches_that_fit(job, World.solo()) is None
 
 
