@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -218,18 +218,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     facts_of_timm: Any = getattr(model, "pretrained_cfg", None)
     if facts_of_timm is None:
         raise InputError(f"--to timm: this model is no model of timm ({card.model['_target_']}); use --to onnx")
-    shape, share = card.input_shape, timm_share(card)
-    # Nothing else that timm says of published weights holds for these: test sizes, tag, licence, origin.
-    facts: dict[str, Any] = {
-        **{key: facts_of_timm.get(key) for key in ("fixed_input_size", "first_conv", "classifier")},
-        "num_classes": card.classes,
-        "input_size": shape,
-        "mean": card.mean,
-        "std": card.std,
-        "interpolation": card.interpolation,
-        "crop_pct": share or card.eval_crop,
-        "crop_mode": {CROP: "center", PAD: "border", SQUASH: "squash"}[card.fit],
-    }
+    shape, facts = card.input_shape, _facts(card, facts_of_timm)
     arguments = dict(card.model.get("options") or {})
     if shape[0] != RGB:
         arguments["in_chans"] = shape[0]
@@ -238,13 +227,7 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     config = {"label_names": list(card.names), "problem_type": PROBLEMS[card.probabilities]}
     trained = None if run is None else components.load(run.config).get("model")
     base = facts_of_timm if isinstance(trained, dict) and trained.get("pretrained") else {}
-    stored, seen = ("x".join(map(str, size[1:])) for size in (card.image_shape, shape))
-    possible = {
-        f"this run resizes a photo to {stored} and its centre to {seen}, timm resizes it once": share is None,
-        f"this run averages {card.eval_views} views of an image, this model takes one": card.eval_views > 1,
-        f"images have {shape[0]} channels, Transformers' pipeline makes them RGB": shape[0] != RGB,
-    }
-    differences = [difference for difference, holds in possible.items() if holds]
+    differences = _differences(card)
     with storing(target), tempfile.TemporaryDirectory(dir=target.absolute().parent, prefix=".export-") as place:
         (folder := Path(place, target.name)).mkdir()
         with usual_mode(folder / MODEL):
@@ -271,6 +254,37 @@ def export_folder(predictor: Predictor, run: RunDir | None, target: Path) -> Non
     for difference in differences:
         log.show_warning(f"--to timm: {difference}: predictions can differ from those of lockstep predict")
     log.show(f'wrote {target}: timm.create_model("local-dir:{target}", pretrained=True) has the logits of the run')
+
+
+def _facts(card: ModelCard, facts_of_timm: Mapping[str, Any]) -> dict[str, Any]:
+    """What timm needs to know about a model and its images.
+
+    Nothing else that timm says about published weights is true of these: test sizes, tag, licence, origin.
+    """
+    return {
+        **{key: facts_of_timm.get(key) for key in ("fixed_input_size", "first_conv", "classifier")},
+        "num_classes": card.classes,
+        "input_size": card.input_shape,
+        "mean": card.mean,
+        "std": card.std,
+        "interpolation": card.interpolation,
+        "crop_pct": timm_share(card) or card.eval_crop,
+        "crop_mode": {CROP: "center", PAD: "border", SQUASH: "squash"}[card.fit],
+    }
+
+
+def _differences(card: ModelCard) -> list[str]:
+    """What those who load the folder compute otherwise than the run, a sentence for each."""
+    stored, seen = ("x".join(map(str, size[1:])) for size in (card.image_shape, card.input_shape))
+    channels = card.input_shape[0]
+    possible = {
+        f"this run resizes a photo to {stored} and its centre to {seen}, timm resizes it once": (
+            timm_share(card) is None
+        ),
+        f"this run averages {card.eval_views} views of an image, this model takes one": card.eval_views > 1,
+        f"images have {channels} channels, Transformers' pipeline makes them RGB": channels != RGB,
+    }
+    return [difference for difference, holds in possible.items() if holds]
 
 
 def timm_share(card: ModelCard) -> float | None:

@@ -74,10 +74,8 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
 
     for number, share in enumerate(rounds, 1):
         pool.view.share, pool.view.portion = share, share - ([0.0, *rounds][number - 1])
-        settings, later = (
-            len({setting[record.number] for record in racing}),
-            enumerate(pairwise(rounds[number - 1 :]), 1),
-        )
+        settings = len({setting[record.number] for record in racing})
+        later = enumerate(pairwise(rounds[number - 1 :]), 1)
         work = sum(math.ceil(settings / factor**place) * (after - before) for place, (before, after) in later)
         pool.view.later = len(racing) / settings * work
         is_last, rung = share == 1, f"{number} of {len(rounds)}"
@@ -101,14 +99,8 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
         racing = [r for r in racing if scores[r.number] is not None or (runs(r) and r.state is not State.failed)]
         if is_last or not racing:
             return
-        gains: dict[frozenset[str], list[float]] = {}
-        for record in racing:
-            score = scores[record.number]
-            gains.setdefault(setting[record.number], []).extend([] if score is None else [direction.gain(score)])
-        # A setting of which a job has no score cannot be better than one of which all have.
-        place = {key: (len(of) - samples[key], statistics.mean(of or [-math.inf])) for key, of in gains.items()}
-        best_first = sorted(place, key=place.__getitem__, reverse=True)
-        ahead = math.ceil(len(place) / factor)
+        best_first = _best_first([(setting[r.number], scores[r.number]) for r in racing], samples, direction)
+        ahead = math.ceil(len(best_first) / factor)
         for record in racing:
             if runs(record) and setting[record.number] in best_first[ahead:]:
                 objective = scores[record.number]
@@ -122,9 +114,20 @@ def halve(pool: Pool, records: Sequence[Record], tasks: Mapping[int, Task], fact
                 f"evaluated after {100 * judged:.3g} %; "
                 f"train.eval_every={100 * rounds[0]:.3g}% saves the steps in between"
             )
-        what = "jobs" if len(racing) == len(place) else "settings"
-        pool.view.show(f"{ahead} of {len(place)} {what} continue after {100 * share:.3g} % of their steps")
+        unit = "jobs" if len(racing) == len(best_first) else "settings"
+        pool.view.show(f"{ahead} of {len(best_first)} {unit} continue after {100 * share:.3g} % of their steps")
         racing = [record for key in best_first[:ahead] for record in racing if setting[record.number] == key]
+
+
+def _best_first(
+    scores: Sequence[tuple[frozenset[str], float | None]], jobs: Mapping[frozenset[str], int], direction: Direction
+) -> list[frozenset[str]]:
+    """The settings by the mean score of their `jobs`; one without a score of each job comes after all others."""
+    gains: dict[frozenset[str], list[float]] = {}
+    for setting, score in scores:
+        gains.setdefault(setting, []).extend([] if score is None else [direction.gain(score)])
+    place = {key: (len(of) - jobs[key], statistics.mean(of or [-math.inf])) for key, of in gains.items()}
+    return sorted(place, key=place.__getitem__, reverse=True)
 
 
 @dataclass(kw_only=True)
