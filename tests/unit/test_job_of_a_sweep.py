@@ -1,5 +1,7 @@
 """What a job of a sweep is, whatever words say it, and which devices it has."""
 
+from pathlib import Path
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -7,19 +9,22 @@ from helpers import composed
 from lockstep.cli.run import needs_of
 from lockstep.core.errors import InputError
 from lockstep.sweep.devices import Needs
+from lockstep.sweep.ledger import Identity, Ledger
 
 CPU = Needs(cores=4)
 
 
-def job(*words: str, machine: Needs = CPU) -> Needs:
-    return needs_of(OmegaConf.create(composed(*words)), machine)
+def job(*words: str, machine: Needs = CPU, sweep: Path = Path("no-sweep")) -> Needs:
+    return needs_of(OmegaConf.create({**composed(*words), "hydra": {"sweep": {"dir": str(sweep)}}}), machine)
 
 
 @pytest.mark.parametrize(
     ("one", "two"),
     [
         *(([], words) for words in (["batch=64"], ["train={ema: null}"], ["seed=0", "epochs=20"])),
-        *(([], words) for words in (["output_root=elsewhere"], ["sweep.retry=true"])),
+        *(([], words) for words in (["output_root=elsewhere"], ["sweep.retry=true"], ["name=other"])),
+        *(([], words) for words in (["telemetry.report=never"], ["cost.usd_per_gpu_hour=2"], ["loader=streaming"])),
+        *(([], words) for words in (["strategy=single"], ["launcher.threads=1"], ["strategy.sync_batchnorm=true"])),
         (["seed=5"], ["seed='5'"]),
         (["optimizer.lr=0.1"], ["optimizer.lr=1e-1"]),
         (["epochs=3", "train.ema=0.9"], ["train={ema: 0.9}", "epochs=3"]),
@@ -31,9 +36,17 @@ def test_a_default_or_another_spelling_makes_no_other_job(one: list[str], two: l
     assert job(*one).identity == job(*two).identity
 
 
-@pytest.mark.parametrize("word", ["seed=1", "train.ema=0.9", "model=linear", "name=other"])
+@pytest.mark.parametrize("word", ["seed=1", "train.ema=0.9", "model=linear", "strategy.sync_batchnorm=false"])
 def test_another_value_is_another_job(word: str) -> None:
     assert job(word).identity != job().identity
+
+
+@pytest.mark.parametrize(
+    "word", ["name=other", "telemetry.interval=5", "strategy=single", "launcher.threads=1", "loader=streaming"]
+)
+def test_another_value_of_a_key_that_the_sweep_varies_is_another_job(word: str, tmp_path: Path) -> None:
+    Ledger(tmp_path).create(Identity(swept=(word.partition("=")[0],)))
+    assert job(word, sweep=tmp_path).identity != job(sweep=tmp_path).identity
 
 
 @pytest.mark.parametrize(

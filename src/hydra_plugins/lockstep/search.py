@@ -26,13 +26,13 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError, check_installed, reason_of
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
-from lockstep.core.run import SAMPLES
 from lockstep.core.safe_write import append
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.line import jobs_of, params_of
@@ -99,7 +99,7 @@ class OptunaSweeper(GridSweeper):
         space = {word.get_key_element(): distribution(word) for word in parsed if word.is_sweep_override()}
         if not space:
             raise InputError("hydra/sweeper=optuna has nothing to search; add for example optimizer.lr=0.001,0.01")
-        if samples := [key for key in SAMPLES if key in space]:
+        if samples := [*filter(is_sample, space)]:
             raise InputError(
                 f"hydra/sweeper=optuna compares job by job, so the luckiest {samples[0]} would win; give "
                 f"{samples[0]} one value, or sweep all combinations, with sweep.halving=3"

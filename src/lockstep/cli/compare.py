@@ -5,25 +5,30 @@ from collections.abc import Iterator, Sequence
 
 from lockstep.config.commands import override, shell_command
 from lockstep.config.options import differences, value_text
+from lockstep.config.roles import role_of
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.fields import leaves
+from lockstep.core.fields import Role, leaves
 from lockstep.core.monitor import figure_text, telling
 from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, shortened, show_rows, show_table
-from lockstep.sweep.runs import Row, check_columns, differing, existing, groups, is_below, ordered, read_runs
+from lockstep.sweep.runs import (
+    Row,
+    check_columns,
+    differing,
+    existing,
+    groups,
+    is_below,
+    ordered,
+    read_runs,
+    settings,
+)
 from lockstep.sweep.tables import show_groups
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
 # What may differ between two runs, the likeliest cause of another score first.
 CAUSES = ("data", "config", "seed", "code", "versions", "machine", "config, to rounding")
-# What changes only the order in which numbers are added.
-ROUNDING = (
-    *("strategy", "launcher", "loader", "device", "repro", "train.micro_batches", "train.eval_batch"),
-    *("train.cuda_graph", "train.cudnn_benchmark"),
-    *("model.channels_last", "model.compile", "model.compile_mode"),
-)
 # The facts of a checkpoint that identify the data, and the facts of `env.json` that identify the code.
 DATA = ("classes", "class_names", "train", "val", "images", "labels", "input_shape", "examples")
 CODE = ("git", "git_changes", "packages.lockstep", "extensions")
@@ -128,8 +133,9 @@ def _facts(run: Run, keys: Sequence[str]) -> dict[tuple[str, str], str]:
     """What a run was: its values of config `keys`, its data and its environment, by kind of cause and key."""
     facts = {}
     for key in keys:
-        kind = SEED if key == SEED else "config, to rounding" if is_below(key, ROUNDING) else "config"
-        facts[kind, key] = run.settings.get(key, "none")
+        is_rounding = role_of(key, run.composed) is Role.rounding
+        kind = SEED if key == SEED else "config, to rounding" if is_rounding else "config"
+        facts[kind, key] = settings(run).get(key, "none")
     for key, value in leaves(run.environment):
         kind = "code" if is_below(key, CODE) else "versions" if is_below(key, VERSIONS) else "machine"
         facts[kind, key.removeprefix("packages.")] = str(value)

@@ -40,9 +40,9 @@ from lockstep.job.resolve import with_targets
 from lockstep.runtime.host import cores
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.runs import by_values, differing, read_jobs
+from lockstep.sweep.runs import settings as settings_of
 from lockstep.training.resolved_job import fingerprint_of
 
-KEYS = ("dataset", "data_root")  # what an override may change
 FOLDS = "dataset.folds"
 
 
@@ -122,11 +122,11 @@ def cross_validations(sweep: Path) -> list[CrossValidation]:
         if job.state == State.damaged:
             log.show_warning(job.error)
     numbers = re.compile("[0-9]{1,4}")
-    runs = [run for run in jobs if all(numbers.fullmatch(run.settings.get(key, "")) for key in (FOLD, FOLDS))]
+    runs = [run for run in jobs if all(numbers.fullmatch(settings_of(run).get(key, "")) for key in (FOLD, FOLDS))]
     keys = [key for key in differing(runs) if key != FOLD]
     settings = []
     for values, members in by_values(runs, keys).items():
-        by_fold, folds = {int(run.settings[FOLD]): run for run in members}, int(members[0].settings[FOLDS])
+        by_fold, folds = {int(settings_of(run)[FOLD]): run for run in members}, int(settings_of(members[0])[FOLDS])
         states = {fold: str(by_fold[fold].state) if fold in by_fold else "no job" for fold in range(folds)}
         done = {fold: by_fold[fold] for fold, state in states.items() if state == State.done}
         missing = {fold: state for fold, state in states.items() if fold not in done}
@@ -213,7 +213,7 @@ def data_of(run: RunDir | None, overrides: Sequence[str]) -> Source:
     has_dataset = any(key_of(override) == "dataset" for override in overrides)
     if run is None and not has_dataset:
         raise InputError("a weights file does not say where data is; name it: dataset=folder dataset.path=FOLDER")
-    keys = ("data_root",) if has_dataset else (*KEYS, "experiment")
+    keys = ("data_root",) if has_dataset else ("data_root", "dataset", "experiment")
     stored = read_overrides(run.overrides) if run is not None else []
     stored_data = [override for override in stored if key_of(override).partition(".")[0] in keys]
     with composition.composing():

@@ -14,11 +14,12 @@ from typing import Any
 from lockstep.cli.callbacks import WAITING, submit_all
 from lockstep.config import components, composition
 from lockstep.config.composition import Invocation
+from lockstep.config.roles import identity_of, values_with
 from lockstep.core.errors import InputError
-from lockstep.core.fields import leaves
+from lockstep.core.fields import Role, leaves
 from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
 from lockstep.core.locks import Lock
-from lockstep.core.run import ELSEWHERE, Run, State
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
@@ -30,15 +31,13 @@ from lockstep.job.slurm import submission
 from lockstep.job.worker import start
 from lockstep.launcher import Elastic, create_on_main
 from lockstep.sweep.devices import Needs
-from lockstep.sweep.ledger import record_of, recorded
-from lockstep.sweep.line import NOT_OF_SWEEP
+from lockstep.sweep.ledger import Ledger, record_of, recorded
+from lockstep.sweep.runs import is_below
 from lockstep.training.resolved_job import load_job
 
 # What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
 Decide = Callable[..., Resume]
 SLURM = "lockstep.launcher.Slurm"
-# What does not change how much memory a job takes.
-NOT_OF_MEMORY = ("seed", "steps", "epochs", "name", "schedule", "optimizer.lr", "optimizer.weight_decay")
 
 
 def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
@@ -109,7 +108,7 @@ def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
 
 def kind(values: Mapping[str, Any]) -> str:
     """The values that decide how much memory a job takes."""
-    deciding = {key: value for key, value in leaves(values) if not key.startswith((*NOT_OF_MEMORY, *ELSEWHERE))}
+    deciding = values_with(values, Role.identity, Role.pixels, Role.rounding)
     return json.dumps(deciding, sort_keys=True, default=str)
 
 
@@ -123,9 +122,11 @@ def needs_of(composed: Any, machine: Needs) -> Needs:
     job = components.build_job(values)
     refuse_in_sweep(job.resume)
     launcher = job.launcher
-    built = {key: value for key, value in components.plain(job).items() if key not in NOT_OF_SWEEP}
+    built, ledger = components.plain(job), Ledger(Path(composed.hydra.sweep.dir))
+    swept = ledger.identity().swept if ledger.exists else ()  # jobs that differ in any of these are not one job
+    deciding = identity_of(built) | {key: value for key, value in leaves(built) if is_below(key, swept)}
     identity = frozenset(
-        (key, str(value) if isinstance(value, list | dict) else value) for key, value in leaves(built)
+        (key, str(value) if isinstance(value, list | dict) else value) for key, value in deciding.items()
     )
     needs = Needs(identity=identity, monitor=str(monitor_of(job)), figures=logged(job))
     if launcher.submits:

@@ -12,11 +12,12 @@ from typing import Any
 from lockstep.checkpoint.files import Removable, removable, remove
 from lockstep.cli.compare import show_run
 from lockstep.config.commands import shell_command
+from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.monitor import Monitor
-from lockstep.core.run import SAMPLES, Run, State
+from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
@@ -36,6 +37,7 @@ from lockstep.sweep.runs import (
     read_single,
     run_folders,
     setting,
+    settings,
     spread_of,
     tables,
 )
@@ -131,8 +133,8 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]
     keys = dict.fromkeys([*differing(single), *swept])
     for run in single:
         facts = _facts(run.folder, root, run.started, run.overrides, run.score, run.state, run.status)
-        settings = {key: Setting(value) for key, value in run.settings.items()}
-        rows.append((run, {**facts, **settings, **{key: setting(run, key) for key in keys}}))
+        own = {key: Setting(value) for key, value in settings(run).items()}
+        rows.append((run, {**facts, **own, **{key: setting(run, key) for key in keys}}))
     described: list[Row] = []
     for run, row in rows:
         values = {name: figure_of(run, name) for name in names if name not in row}
@@ -154,7 +156,7 @@ def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:
     values = {key: Setting(value) for key, _, value in (word.partition("=") for word in identity.words)}
     run = JobRun(ledger, best or Record(number=0, overrides=(), folder=""), identity.monitor)
     row = {**facts, **{key: values[key] for key in identity.swept if key in values}}
-    if {*SAMPLES} & {*identity.swept} and (jobs := read_jobs(ledger)):
+    if any(map(is_sample, identity.swept)) and (jobs := read_jobs(ledger)):
         (setting_row, *_), names = groups(jobs), columns_of(jobs)
         row |= {key: setting_row[key] for name in names for key in (name, spread_of(name))}
     return run, row

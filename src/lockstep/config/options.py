@@ -9,8 +9,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
-import yaml
-
 from lockstep.config.schema import CONF, GROUPS, MANY
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean, reason_of
@@ -107,7 +105,12 @@ def model_of(name: str) -> tuple[str, str] | None:
 
 def options_with(group: str, key: str) -> list[str]:
     """The names of Lockstep's options of a group that have this key."""
-    return [file.stem for file in _files(group) if key in yaml.safe_load(file.read_text())]
+    return [file.stem for file in _files(group) if key in _read(file)]
+
+
+def usual(group: str, key: str) -> Any:
+    """The default of a key of a group's options, of the first of them that has it; None if none has it."""
+    return next((node[key] for node in map(_read, _files(group)) if key in node), None)
 
 
 def options_of(group: str) -> list[str]:

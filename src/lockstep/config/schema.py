@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from lockstep.core.fields import (
     FOLDER,
     LONGEST,
+    ROLE,
     TEXT,
+    Role,
     choice,
     duration,
     pathname,
@@ -21,6 +23,7 @@ from lockstep.core.fields import (
     ranged,
     ruled,
     sides,
+    with_role,
 )
 from lockstep.core.model_card import INTERPOLATIONS
 
@@ -51,6 +54,7 @@ GROUPS: Mapping[str, str] = {
     "metric": "lockstep.metrics",
     "logger": "lockstep.telemetry.loggers",
 }
+FIELDS = "fields"  # the roles of the fields of a group's options, in the metadata of the group
 # Groups of which a job can have any number of options: `logger=[jsonl,tensorboard]`.
 MANY = frozenset({"metric", "logger"})
 
@@ -59,7 +63,7 @@ MANY = frozenset({"metric", "logger"})
 class TrainBlock:
     """`train.*`: how a step uses its global batch, and how the model is evaluated."""
 
-    micro_batches: int | str = ranged(1, least=1, most=1_000_000, words=("auto",))
+    micro_batches: int | str = with_role(Role.rounding, ranged(1, least=1, most=1_000_000, words=("auto",)))
     size: Any = pixels(None, None)
     sizes: Any = pixels_by_start()
     mixup: int | float | str = ranged(0.0, least=0, most=1000, words=("auto",))
@@ -85,10 +89,10 @@ class TrainBlock:
     patience: int | str | None = duration(None, unit="evaluations", words=("auto",))
     min_delta: float = ranged(0.0, least=0.0, most=1e9)
     eval_every: int | str = duration("1ep")
-    eval_batch: int | str = ranged("auto", least=1, most=1_000_000, words=("auto",))
+    eval_batch: int | str = with_role(Role.rounding, ranged("auto", least=1, most=1_000_000, words=("auto",)))
     eval_views: int = choice(1, 1, 2, 6)
-    cudnn_benchmark: bool = False
-    cuda_graph: bool = False
+    cudnn_benchmark: bool = with_role(Role.rounding, False)
+    cuda_graph: bool = with_role(Role.rounding, False)
 
     @property
     def averages(self) -> bool:
@@ -156,47 +160,61 @@ class BudgetBlock:
     usd: float | None = ranged(None, above=0.0, most=1e9)
 
 
-def _group() -> Any:
-    """A config group: any node in the schema; in a job, the component that `components.build_job` builds from it."""
-    return field(default=None)
+def _group(role: Role = Role.identity, /, *, many: bool = False, **fields_by_role: str) -> Any:
+    """A config group: any node in the schema; in a job, the component that `components.build_job` builds from it.
+
+    `role` is the one of its choice and of the fields of its options, except the fields that `fields_by_role` names.
+    They stand here and not at the classes of the options, which import torch.
+    """
+    names = {name: Role(role) for role, text in fields_by_role.items() for name in text.split()}
+    metadata = {ROLE: role, FIELDS: names}
+    return field(default_factory=dict, metadata=metadata) if many else field(default=None, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class Job:
     """One training run: its keys, of which some may be `auto`, and the component of each group."""
 
-    epochs: int | str = ranged(20, least=1, most=LONGEST, words=("auto",))
-    steps: int | None = ranged(None, least=1, most=LONGEST)
+    epochs: int | str = with_role(Role.schedule, ranged(20, least=1, most=LONGEST, words=("auto",)))
+    steps: int | None = with_role(Role.schedule, ranged(None, least=1, most=LONGEST))
     batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
-    seed: int = ranged(0, least=0, most=2**63 - 1)
+    seed: int = with_role(Role.sample, ranged(0, least=0, most=2**63 - 1))
     monitor: str = ruled("auto", TEXT)
-    repro: str = choice("exact", "exact", "strict")
-    device: str = choice("auto", "auto", "cpu", "cuda")
-    name: str = ruled("job", TEXT)
-    data_root: str = pathname("data")
-    output_root: str = personal(pathname("outputs"), FOLDER)
-    resume: str | None = pathname(None)
-    init_from: str | None = pathname(None)
+    repro: str = with_role(Role.rounding, choice("exact", "exact", "strict"))
+    device: str = with_role(Role.rounding, choice("auto", "auto", "cpu", "cuda"))
+    name: str = with_role(Role.place, ruled("job", TEXT))
+    data_root: str = with_role(Role.place, pathname("data"))
+    output_root: str = with_role(Role.place, personal(pathname("outputs"), FOLDER))
+    resume: str | None = with_role(Role.place, pathname(None))
+    init_from: str | None = with_role(Role.start, pathname(None))
     train: TrainBlock = field(default_factory=TrainBlock)
     input: InputBlock = field(default_factory=InputBlock)
-    checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock)
-    telemetry: TelemetryBlock = field(default_factory=TelemetryBlock)
-    sweep: SweepBlock = field(default_factory=SweepBlock)
-    cost: CostBlock = field(default_factory=CostBlock)
-    budget: BudgetBlock = field(default_factory=BudgetBlock)
-    model: Model = _group()
-    dataset: Source = _group()
+    checkpoint: CheckpointBlock = field(default_factory=CheckpointBlock, metadata={ROLE: Role.display})
+    telemetry: TelemetryBlock = field(default_factory=TelemetryBlock, metadata={ROLE: Role.display})
+    sweep: SweepBlock = field(default_factory=SweepBlock, metadata={ROLE: Role.shared})
+    cost: CostBlock = field(default_factory=CostBlock, metadata={ROLE: Role.limit})
+    budget: BudgetBlock = field(default_factory=BudgetBlock, metadata={ROLE: Role.limit})
+    model: Model = _group(start="pretrained", rounding="channels_last compile compile_mode grad_checkpointing")
+    # `path` says which images there are. The content of a `root` follows from the name of the data set.
+    dataset: Source = _group(
+        sample="fold", place="root", limit="skip", pixels="crop crop_from decode_size fit input_size size"
+    )
     task: Task = _group()
-    loader: ImageLoader = _group()
-    augment: Augment = _group()
-    strategy: Strategy = _group()
+    loader: ImageLoader = _group(Role.rounding)
+    augment: Augment = _group(rounding="compile")
+    # These keys change more than the order of sums: whose statistics batch norm has, and numbers of 16 bits.
+    strategy: Strategy = _group(Role.rounding, identity="comm_hook low_precision sync_batchnorm")
     precision: Precision = _group()
-    launcher: Launcher = _group()
-    optimizer: Optimizer = _group()
-    schedule: Schedule = _group()
+    launcher: Launcher = _group(
+        Role.rounding,
+        place="account dry_run node_rank partition qos rendezvous setup",
+        limit="memory restarts save_before time timeout",
+    )
+    optimizer: Optimizer = _group(schedule="bias_lr head_lr lr weight_decay")
+    schedule: Schedule = _group(Role.schedule)
     loss: Loss = _group()
-    metric: dict[str, Metric] = field(default_factory=dict)
-    logger: dict[str, Logger] = field(default_factory=dict)
+    metric: dict[str, Metric] = _group(many=True)
+    logger: dict[str, Logger] = _group(Role.display, many=True)
 
     @property
     def train_shapes(self) -> list[tuple[int, int, int]]:

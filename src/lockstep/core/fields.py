@@ -10,11 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar, Protocol
 
 from lockstep.core.errors import InputError, is_one_line, shown
 
-_RULE, _ROLE = "rule", "role"
+_RULE, _PERSONAL, ROLE = "rule", "personal", "role"
 FOLDER, PLACE, SHELL = "folder", "place", "shell"  # see `personal`
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # The most bytes of a name in a path (the limit of file systems), and of a path (with space for the files of a run).
@@ -29,6 +30,39 @@ LARGEST_SIDE = 16_384  # in pixels: one such image is 3 GB of float32
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ep|%)?")
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h)?")
 _SECONDS = {"s": 1, "min": 60, "h": 3600}
+
+
+class Role(StrEnum):
+    """What another value of a key makes of a run: another one or the same. docs/configuration.md tells users.
+
+    Another run:
+        identity: in every way.
+        schedule: its steps take the same time and memory.
+        pixels: on the same images, which look different.
+        start: with other initial weights, which a resume does not need.
+        sample: of the same setting, which tables show in one row.
+    The same run:
+        rounding: but for its last bits.
+        place: read, written or trained in another place.
+        display: which shows, records or keeps something else.
+        limit: which may take more or less, or costs another price.
+        shared: of a sweep, all jobs of which share the key.
+    """
+
+    identity = "identity"
+    schedule = "schedule"
+    pixels = "pixels"
+    start = "start"
+    sample = "sample"
+    rounding = "rounding"
+    place = "place"
+    display = "display"
+    limit = "limit"
+    shared = "shared"
+
+    @property
+    def makes_another_run(self) -> bool:
+        return self in (Role.identity, Role.schedule, Role.pixels, Role.start, Role.sample)
 
 
 class Component(Protocol):
@@ -215,18 +249,31 @@ def mapping(*, most: float) -> Any:
     return ruled({}, Check(expected, fits, "a mapping"))
 
 
-def personal(field: Any, role: str = PLACE) -> Any:
+def with_role(role: Role, field: Any) -> Any:
+    """A field, or a default value, whose key has a role other than `Role.identity`."""
+    field = field if isinstance(field, dataclasses.Field) else dataclasses.field(default=field)
+    field.metadata = {**field.metadata, ROLE: role}
+    return field
+
+
+def declared_role(cls: type[Any], name: str) -> Role | None:
+    """The role that is written at a field, which may come from a base class; None without one."""
+    role: Role | None = _declared(cls, name, ROLE)
+    return role
+
+
+def personal(field: Any, kind: str = PLACE) -> Any:
     """A field for the user's own line: where a run writes (`FOLDER`) or sends to (`PLACE`), or what a shell runs."""
-    field.metadata = {**field.metadata, _ROLE: role}
+    field.metadata = {**field.metadata, _PERSONAL: kind}
     return field
 
 
 def personal_values(component: Any, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:
-    """The key, the role, the value and the default of each `personal` field of a job, or of an option."""
+    """The key, the kind, the value and the default of each `personal` field of a job, or of an option."""
     for field in dataclasses.fields(component):
         key, value = f"{prefix}{field.name}", getattr(component, field.name)
-        if _ROLE in field.metadata:
-            yield key, field.metadata[_ROLE], value, default_of(field)
+        if _PERSONAL in field.metadata:
+            yield key, field.metadata[_PERSONAL], value, default_of(field)
         for name, part in value.items() if isinstance(value, Mapping) else [("", value)]:
             if dataclasses.is_dataclass(part):
                 yield from personal_values(part, f"{key}.{name}." if name else f"{key}.")
@@ -315,10 +362,15 @@ def check_whole(key: str, value: object, least: int) -> None:
 
 def rule_of(cls: type[Any], name: str) -> Rule | None:
     """The rule of a field, which may come from a base class."""
+    rule: Rule | None = _declared(cls, name, _RULE)
+    return rule
+
+
+def _declared(cls: type[Any], name: str, what: str) -> Any:
     for base in cls.__mro__:
         field = base.__dict__.get("__dataclass_fields__", {}).get(name)
-        if field is not None and _RULE in field.metadata:
-            return field.metadata[_RULE]
+        if field is not None and what in field.metadata:
+            return field.metadata[what]
     return None
 
 

@@ -6,7 +6,6 @@ one, and `damage` has a sentence about it: who needs the file raises it, who can
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -20,7 +19,6 @@ import psutil
 
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
-from lockstep.core.fields import leaves
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
 from lockstep.core.monitor import Monitor, figure_parts
 from lockstep.core.run_dir import SWEEP, RunDir
@@ -28,11 +26,8 @@ from lockstep.core.safe_read import MB, UnreadableFile
 
 Content = TypeVar("Content")
 
-CLASS, TEST = "._target_", "test"
-SEED, FOLD = SAMPLES = ("seed", "dataset.fold")  # runs that differ only in these are samples of one setting
-_OF_SAMPLE = re.compile(rf"\$\{{({'|'.join(SAMPLES)})\}}").search
-# Where a run is, and what it shows and keeps. Runs that differ only in these are equal.
-ELSEWHERE = ("name", "output_root", "data_root", "resume", "sweep", "hydra", "logger", "telemetry", "checkpoint")
+TEST = "test"
+SEED, FOLD = "seed", "dataset.fold"
 
 
 class State(StrEnum):
@@ -185,20 +180,6 @@ class Run:
     @cached_property
     def typed_values(self) -> dict[str, str]:
         return dict(word.lstrip("+").partition("=")[::2] for word in self.overrides)
-
-    @cached_property
-    def settings(self) -> dict[str, str]:
-        """The config as the user gave it: the option of each group, and the value of each key."""
-        if self.problem:
-            return {}
-        values: dict[str, Any] = {**self.typed_values, **dict(leaves(self.composed))}
-        values |= {key.removesuffix(CLASS): value for key, value in values.items() if key.endswith(CLASS)}
-        values |= self.choices
-        values |= {"monitor": self.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
-        # `init_from=base/${seed}` is one setting of all seeds.
-        values |= {key: text for key, text in self.typed_values.items() if key not in SAMPLES and _OF_SAMPLE(text)}
-        keys = [key for key in values if not key.endswith(CLASS) and key.partition(".")[0] not in ELSEWHERE]
-        return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
 
     @property
     def swept(self) -> dict[str, str]:

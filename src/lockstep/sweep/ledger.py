@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.messages import translate
+from lockstep.config.roles import identity_of
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
-from lockstep.core.fields import leaves
 from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
@@ -69,7 +69,7 @@ class Identity:
             return f"it sweeps {' '.join(self.swept)}, and this line {' '.join(other.swept) or 'nothing'}"
         # A key that a later version has added is empty in a new config, and not in the earlier one.
         ours, theirs = (
-            {key: value for key, value in leaves(base) if value not in (None, [], {})}
+            {key: value for key, value in identity_of(base).items() if value not in (None, [], {})}
             for base in (self.base, other.base)
         )
         keys = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]

@@ -17,10 +17,11 @@ from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
 from lockstep.config.options import declared
+from lockstep.config.roles import role_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.fields import problems
+from lockstep.core.fields import Role, problems
 from lockstep.core.monitor import Monitor, chosen_monitor
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import State
@@ -29,8 +30,6 @@ from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
-# Keys that do not identify a sweep: where it is, and how it resumes.
-NOT_OF_SWEEP = ("hydra", "sweep", "output_root")
 POOLS = ("pool", "ray")  # the launchers with a ledger
 GRIDS = ("basic", "grid")  # the sweepers that run all combinations
 
@@ -157,8 +156,8 @@ def _choose(config: DictConfig, identity: Identity, words: list[str]) -> Ledger:
             raise InputError(
                 f"sweep.resume=new, but {ledger.folder} has a sweep; name another folder with hydra.sweep.dir=FOLDER"
             )
-        if all(key_of(word) in NOT_OF_SWEEP for word in words):
-            identity, words = stored, [*stored.words]
+        if not any(role_of(key_of(word)).makes_another_run for word in words):
+            identity, words = stored, [*dict.fromkeys([*stored.words, *words])]
         elif difference := stored.difference(identity):
             raise InputError(
                 f"{ledger.folder} has another sweep: {difference}; type its line ({shell_command(stored.words)}), or "
@@ -218,7 +217,7 @@ def _base(config: DictConfig) -> dict[str, Any]:
     """What all jobs of a sweep share: its config as composed, without interpolations resolved."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, Mapping)
-    values = {str(key): value for key, value in plain.items() if key not in NOT_OF_SWEEP}
+    values = {str(key): value for key, value in plain.items() if key != "hydra"}
     if (sweeper := config.hydra.runtime.choices["hydra/sweeper"]) not in GRIDS:
         values["hydra/sweeper"] = sweeper
     return dict(json.loads(json.dumps(values, default=str)))
@@ -232,12 +231,17 @@ def _swept(words: list[str], of_hydra: list[str]) -> tuple[str, ...]:
     parsed = OverridesParser.create().parse_overrides(words)
     swept = {override.get_key_element(): override for override in parsed if override.is_sweep_override()}
     for key, override in swept.items():
-        if key.partition(".")[0] in NOT_OF_SWEEP:
+        if _is_shared(key):
             raise InputError(f"{override.input_line}: all jobs of a sweep share {key}; give it one value")
-    for word in (word for word in [*words, *of_hydra] if key_of(word).partition(".")[0] in NOT_OF_SWEEP):
+    for word in (word for word in [*words, *of_hydra] if _is_shared(key_of(word))):
         if varied := sorted({*swept} & {*re.findall(r"\$\{\s*([\w./]+)", word)}):
             raise InputError(f"{word}: all jobs of a sweep share it, and {varied[0]} varies; give it one value")
     return tuple(sorted(swept))
+
+
+def _is_shared(key: str) -> bool:
+    """Whether all jobs of a sweep share a key: their folder is in one `output_root`."""
+    return key == "output_root" or role_of(key) is Role.shared
 
 
 def sweep_of_line(root: Path, identity: Identity) -> Ledger | None:

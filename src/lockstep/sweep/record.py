@@ -10,10 +10,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
+from lockstep.config.commands import key_of
 from lockstep.config.options import options_of
+from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import METRIC, TAGS, Direction, Monitor, figure_name, figure_parts
-from lockstep.core.run import SAMPLES, TEST, Run, State, born
+from lockstep.core.run import TEST, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, opened
 
 SCORE = "score"
@@ -78,8 +80,8 @@ def job_key(overrides: Sequence[str], *, samples: bool = True) -> frozenset[str]
 
     With `samples=False`, what its setting is: also without seed and fold.
     """
-    without = ("output_root", *([] if samples else SAMPLES))
-    return frozenset(word for word in overrides if word.lstrip("+").partition("=")[0] not in without)
+    words = ((key_of(word), word) for word in overrides)
+    return frozenset(word for key, word in words if key != "output_root" and (samples or not is_sample(key)))
 
 
 def checked_direction(name: Any) -> Direction:

@@ -9,9 +9,10 @@ from typing import Any
 from urllib.parse import quote
 
 from lockstep.config.commands import shell_command
+from lockstep.config.roles import is_sample
 from lockstep.core.figures import number_or_text
 from lockstep.core.monitor import Monitor, figure_text
-from lockstep.core.run import SAMPLES, SEED, Run
+from lockstep.core.run import SEED, Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
@@ -93,9 +94,9 @@ def _headline(jobs: Sequence[JobRun], swept: Sequence[str]) -> str:
     """The best setting over its seeds or folds: `82.80 ± 2.01 % top-1, 3 seeds, lr=0.1`; empty without several."""
     if not jobs or (best := groups(jobs)[0])["spread"] is None:
         return ""
-    samples = [key for key in SAMPLES if key in swept] or [SEED]
+    samples = [key for key in swept if is_sample(key)] or [SEED]
     record = next(job.record for job in jobs if job.record.number in best["jobs"])
-    words = varied(record.overrides, [key for key in swept if key not in SAMPLES])
+    words = varied(record.overrides, [key for key in swept if not is_sample(key)])
     count = f"{best['done']} {' and '.join(key.rpartition('.')[2] + 's' for key in samples)}"
     return ", ".join(
         filter(None, [figure_text(best["monitor"], best["score"], best["spread"]), count, " ".join(words)])

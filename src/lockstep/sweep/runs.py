@@ -1,8 +1,10 @@
 """Finds the runs of a folder and compares them: groups the seeds of a config, and lists how two runs differ."""
 
 import functools
+import json
 import math
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.options import differences
+from lockstep.config.roles import TARGET, is_sample, role_of
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
+from lockstep.core.fields import Role, leaves
 from lockstep.core.monitor import Direction, Monitor, chosen_monitor
 from lockstep.core.named_paths import pointed
-from lockstep.core.run import SAMPLES, TEST, Run, State
+from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger, record_of
@@ -23,9 +27,7 @@ from lockstep.sweep.record import SCORE, Record, columns_of, evaluation_figure, 
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
-
-# Keys of data sets that change how an image looks, and not which images there are.
-OF_PIXELS = ("decode_size", "input_size", "crop", "crop_from", "fit", "size")
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 class JobRun(Run):
@@ -107,24 +109,41 @@ def read_single(folder: Path) -> Run:
     return JobRun(*entry, entry[0].identity().monitor)
 
 
+@functools.cache
+def settings(run: Run) -> Mapping[str, str]:
+    """The config as the user gave it: the option of each group, and the value of each key that changes the run."""
+    if run.problem:
+        return {}
+    values: dict[str, Any] = {**run.typed_values, **dict(leaves(run.composed))}
+    values |= {key.removesuffix(f".{TARGET}"): value for key, value in values.items()} | run.choices
+    values |= {"monitor": run.monitor.name} if "monitor" in values else {}  # `auto` and its value are one
+    for key, text in run.typed_values.items():  # `init_from=base/${seed}` is one setting of all seeds
+        if not is_sample(key) and any(map(is_sample, _REFERENCE.findall(text))):
+            values[key] = text
+    roles = {key: role_of(key, run.composed) for key in values if not key.endswith(f".{TARGET}")}
+    keys = [key for key, role in roles.items() if role.makes_another_run or role is Role.rounding]
+    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
+
+
 def differing(runs: Sequence[Run], *, of_recipes: bool = False) -> list[str]:
     """The keys in which runs differ, those that a user typed first.
 
     Not the keys that only follow from the option of a group or, without `of_recipes`, from a recipe, in which runs
     differ too.
     """
-    typed = dict.fromkeys(key for run in runs for key in run.typed_values if key in run.settings)
-    keys = dict.fromkeys([*typed, *(key for run in runs for key in run.settings)])
-    differ = [key for key in keys if len({run.settings[key] for run in runs if key in run.settings}) > 1]
+    typed = dict.fromkeys(key for run in runs for key in run.typed_values if key in settings(run))
+    keys = dict.fromkeys([*typed, *(key for run in runs for key in settings(run))])
+    differ = [key for key in keys if len({settings(run)[key] for run in runs if key in settings(run)}) > 1]
     recipes = "experiment" in differ and not of_recipes
-    return [key for key in differ if key in typed or not (recipes or key.partition(".")[0] in differ)]
+    follows = {key for key in differ if recipes or ("." in key and key.partition(".")[0] in differ)}
+    return [key for key in differ if key in typed or key == "experiment" or key not in follows]
 
 
 def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...], list[Run]]:
     """The runs with equal values of some keys together, by these values."""
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        members.setdefault(tuple(run.settings.get(key, "") for key in keys), []).append(run)
+        members.setdefault(tuple(settings(run).get(key, "") for key in keys), []).append(run)
     return members
 
 
@@ -135,7 +154,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
     key of `by`.
     """
     for key in by:
-        if not any(key in run.settings for run in runs):
+        if not any(key in settings(run) for run in runs):
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
     monitors = {monitor: [run for run in runs if run.monitor == monitor] for monitor in (run.monitor for run in runs)}
@@ -143,9 +162,9 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
 
 
 def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Sequence[str]) -> list[Row]:
-    keys = [*by] or [key for key in differing(runs) if key not in SAMPLES]
+    keys = [*by] or [key for key in differing(runs) if not is_sample(key)]
     members = by_values(runs, keys)
-    more_keys = [name for name in names if any(name in run.settings for run in runs)]
+    more_keys = [name for name in names if any(name in settings(run) for run in runs)]
     logged = (name for name in names if any(figure_of(run, name) is not None for run in runs))
     figures = dict.fromkeys([*columns_of(runs)[1:], *logged])
     scores = {values: _samples(group, SCORE) for values, group in members.items()}
@@ -156,7 +175,7 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
         best = max(rivals, key=lambda rival: monitor.direction.gain(statistics.mean(rival)) if rival else -math.inf)
         row: dict[str, Any] = {key: setting(group[0], key) for key in (*keys, *more_keys)}
         for key in more_keys:
-            if len(several := dict.fromkeys(run.settings[key] for run in group if key in run.settings)) > 1:
+            if len(several := dict.fromkeys(settings(run)[key] for run in group if key in settings(run))) > 1:
                 row[key] = Setting(",".join(several))
         row |= _figures(scores[values], best)
         count = Counter(run.state for run in group)
@@ -175,8 +194,8 @@ def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Seq
 
 def _validated_on(runs: Sequence[Run]) -> frozenset[tuple[str, str]]:
     """What decides which images runs are evaluated on: the data set, and its keys that do not only change pixels."""
-    pairs = {pair for run in runs for pair in run.settings.items()}
-    return frozenset((k, v) for k, v in pairs if is_below(k, ("dataset",)) and k.rpartition(".")[2] not in OF_PIXELS)
+    pairs = {pair for run in runs for pair in settings(run).items()}
+    return frozenset((k, v) for k, v in pairs if is_below(k, ("dataset",)) and role_of(k) is not Role.pixels)
 
 
 def _samples(runs: Sequence[Run], name: str) -> list[float]:
@@ -184,10 +203,10 @@ def _samples(runs: Sequence[Run], name: str) -> list[float]:
 
     A setting of which a job was pruned has none: the others were better.
     """
-    settings = {run: frozenset(item for item in run.settings.items() if item[0] not in SAMPLES) for run in runs}
-    pruned = {settings[run] for run in runs if run.state == State.pruned}
-    pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None and settings[run] not in pruned)
-    return [*{frozenset(run.settings.items()): value for run, value in pairs if value is not None}.values()]
+    shared = {run: frozenset(item for item in settings(run).items() if not is_sample(item[0])) for run in runs}
+    pruned = {shared[run] for run in runs if run.state == State.pruned}
+    pairs = ((run, figure_of(run, name)) for run in runs if run.score is not None and shared[run] not in pruned)
+    return [*{frozenset(settings(run).items()): value for run, value in pairs if value is not None}.values()]
 
 
 def spread_of(name: str) -> str:
@@ -197,7 +216,7 @@ def spread_of(name: str) -> str:
 
 def setting(run: Run, key: str) -> Setting:
     """The value of a key of a run; empty if it does not have the key."""
-    value = Setting(run.settings.get(key, ""))
+    value = Setting(settings(run).get(key, ""))
     value.is_default = bool(run.composed) and key not in _changed(run)
     return value
 
