@@ -15,7 +15,7 @@ from lockstep.core.monitor import LESS_IS_BETTER, USUAL, Direction, Monitor, cho
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.inference.predictor import load
-from lockstep.training.learning import Patience
+from lockstep.training.patience import Patience
 
 
 class Mine:

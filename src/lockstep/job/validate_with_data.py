@@ -18,7 +18,7 @@ from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.scores import Block, Scores
 from lockstep.training.averages import check_average
-from lockstep.training.learning import Patience
+from lockstep.training.patience import Patience
 from lockstep.training.resolved_job import ResolvedJob, plan_of
 
 FLOAT32 = 4  # bytes

@@ -28,7 +28,7 @@ from lockstep.training.build_data import TrainingData, build_data, build_loader,
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
 from lockstep.training.graph_step import GraphStep
-from lockstep.training.learning import Patience
+from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of, named
 from lockstep.training.run_record import RunRecord

@@ -24,7 +24,7 @@ from lockstep.telemetry.window import Window
 from lockstep.training import agreement
 from lockstep.training.averages import SWA
 from lockstep.training.evaluate import evaluate, outputs_of
-from lockstep.training.learning import Patience
+from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
 from lockstep.training.train_step import TrainStep
 
