@@ -113,7 +113,7 @@ training/dry_run.py: each rank takes the number of micro-batches that it needs i
 training/averages.py: the decay of the average is not warmed up [optim]
 - decay = min(self.decay, (1 + update) / (10 + update)) if self.warmup else self.decay
 + decay = self.decay
-training/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
+diagnostics/verdict.py: a rank may use the cores of all ranks of its machine [verdict]
 - cores = evidence.cores / evidence.world.local_size
 + cores = evidence.cores
 sweep/search.py: an evaluation at the very end of a round is not one of it [ledger]

@@ -19,11 +19,10 @@ from PIL import Image
 
 from helpers import forked
 from lockstep.cli.doctor import Checkup
-from lockstep.data import inspection
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
-from lockstep.data.inspection import Level
-from lockstep.job import examination
+from lockstep.diagnostics import examination, inspection
+from lockstep.diagnostics.inspection import Level
 from lockstep.training.dry_run import Gain
 
 JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")

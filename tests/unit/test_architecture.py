@@ -23,7 +23,17 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 
 # Modules with names of modules in strings, which they import at run time, and why.
 NAMES_MODULES: dict[str, str] = {
-    "config.schema": "the groups, whose classes a config names; they are imported when one is built"
+    "config.schema": "the groups, whose classes a config names; they are imported when one is built",
+    "training.build_observers": "those who read every run, if their packages are there",
+}
+
+# Packages that read runs or start them, each by itself. A copy of the source without them trains (`test_heart.py`).
+RIM = frozenset({"sweep", "inference", "diagnostics"})
+# What may use all of them.
+ABOVE = frozenset({"cli", "api"})
+# Modules of others that import one of them, and why.
+KNOWS_THE_RIM: dict[tuple[str, str], str] = {
+    ("tasks", "inference"): "a teacher is a trained model; imported where a job has one",
 }
 
 # Modules that may test whether this rank is main (or which rank it is), and why.
@@ -138,6 +148,16 @@ def test_imports_go_downward() -> None:
     edges = [(name, there) for name, path in MODULES.items() for there in modules_imported(path)]
     between = [(name, there) for name, there in edges if package_of(name) != package_of(there)]
     assert not [(name, there) for name, there in between if layer[package_of(there)] >= layer[package_of(name)]]
+
+
+def test_training_knows_nobody_who_reads_it_and_those_do_not_know_each_other() -> None:
+    known = {
+        (name, package_of(there))
+        for name, path in MODULES.items()
+        for there in modules_imported(path)
+        if package_of(there) in RIM - {package_of(name)} and package_of(name) not in ABOVE
+    }
+    assert known == KNOWS_THE_RIM.keys()
 
 
 def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:

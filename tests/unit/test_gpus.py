@@ -23,8 +23,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fake_nvml import FakeNvml
 from helpers import resolved
 from lockstep.core.world import World
-from lockstep.data.inspection import Finding
-from lockstep.job import examination
+from lockstep.diagnostics import examination
+from lockstep.diagnostics.inspection import Finding
 from lockstep.runtime.gpus import free_bytes, name_in_nvml, path_between, processes_on, visible_gpus
 from lockstep.runtime.host import VISIBLE
 from lockstep.telemetry.hardware import watched_gpus

@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, r2_score
 from helpers import built, resolved
 from lockstep.core.plan import Plan
 from lockstep.data.datasets import Folder
-from lockstep.training.learning import LEAST, Scores, learning, wilson
+from lockstep.diagnostics.learning import LEAST, Scores, learning, wilson
 from lockstep.training.resolved_job import ResolvedJob
 
 PLAN = Plan(examples=60, batch=10, total_steps=60, micro_batches=1, log_every=10, eval_every=6, save_every=6)

@@ -35,7 +35,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
-from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, append_verdict, curve_of
+from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, curve_of
 from lockstep.training.banner import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -351,7 +351,7 @@ PREDICTIONS = Predictions(step=2, names=["a/b <c>", "d"], **COUNTS, curves=CURVE
 PICTURES = {("images/worst", 2), ("images/confusion", 2), ("precision_recall/a/b <c>", 2), ("precision_recall/d", 2)}
 
 
-def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> None:
+def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **options: Any) -> TensorBoard:
     """One part of a run of two steps, whose evaluation is the best."""
     sink = tensorboard(folder, after, text=texts, **options)
     images = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1).expand(2, 3, 8, 8)
@@ -363,6 +363,7 @@ def session(folder: Path, after: float = 0, *, texts: str = "batch: 1", **option
     sink.write(2, {"loss/train_epoch": 1.0, "acc/train_epoch_top1": 50.0, "loss/val": 1.0, "metric/f1": 0.5})
     sink.predicted(PREDICTIONS)
     sink.end("completed")
+    return sink
 
 
 def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp_path: Path) -> None:
@@ -384,9 +385,8 @@ def test_tensorboard_shows_the_images_the_predictions_and_the_texts_of_a_run(tmp
 
 @pytest.mark.parametrize("after", [0, 1, 1.5, 2, 2.5])
 def test_a_resume_has_figures_and_pictures_once(tmp_path: Path, after: float) -> None:
-    session(tmp_path)
-    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits", "evidence": "43 %", "override": None})
-    append_verdict(RunDir(tmp_path), 2)
+    verdict = {"sentence": "it waits", "evidence": "43 %", "override": None}
+    session(tmp_path).completed({"verdict": verdict, "step": 2})
     before = written(tmp_path)
     assert b"it waits" in events(tmp_path).Tensors("run/verdict/text_summary")[0].tensor_proto.string_val[0]
     for texts in ("batch: 2", "batch: 3"):  # twice from the same step
@@ -413,11 +413,9 @@ def test_histograms_are_there_on_request(tmp_path: Path) -> None:
     assert "weights/bias" not in {tag for tag, _ in written(tmp_path / "val")}
 
 
-def test_a_run_without_a_verdict_or_without_tensorboard_gets_no_text(tmp_path: Path) -> None:
-    append_verdict(RunDir(tmp_path), 1)
-    RunDir(tmp_path).write_summary(verdict={"sentence": "it waits"})
-    append_verdict(RunDir(tmp_path), 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+def test_a_run_without_a_verdict_gets_no_text_about_it(tmp_path: Path) -> None:
+    session(tmp_path).completed({"step": 2})
+    assert "run/verdict/text_summary" not in events(tmp_path).Tags()["tensors"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -24,7 +24,7 @@ from lockstep.data.datasets import CSV, Digits, Folder, listing
 from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.splitting import Examples
-from lockstep.data.inspection import inspect
+from lockstep.diagnostics.inspection import inspect
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import Record
 from lockstep.sweep.runs import JobRun, groups

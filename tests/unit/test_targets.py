@@ -27,8 +27,8 @@ from lockstep.data.datasets.files import LISTINGS
 from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import check_labels, class_notes, lists_note, split_text
 from lockstep.data.datasets.webdataset import WebDataset
-from lockstep.data.inspection import inspect
 from lockstep.data.transforms.device import Mix
+from lockstep.diagnostics.inspection import inspect
 from lockstep.job.validate import check_job
 from lockstep.job.validate_with_data import check_plan
 from lockstep.training.resolved_job import ResolvedJob

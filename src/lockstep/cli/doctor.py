@@ -15,8 +15,8 @@ from lockstep.config.messages import translate
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
 from lockstep.core.table import show_json
-from lockstep.data.inspection import Finding, Level, inspect
-from lockstep.job import examination
+from lockstep.diagnostics import examination
+from lockstep.diagnostics.inspection import Finding, Level, inspect
 from lockstep.job.create import checked_job, fitted_to_images
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.sweep.line import jobs_of

@@ -100,7 +100,14 @@ class Observer:
         """Flush everything to the files, because a checkpoint is about to be saved."""
 
     def end(self, outcome: Outcome) -> None:
-        """The run ends; this is the last call. A `stopped` run can be resumed."""
+        """The run ends; only a completed run calls more. A `stopped` run can be resumed."""
+
+    def findings(self, evidence: Any) -> Mapping[str, Any]:
+        """Return what `summary.json` should say of a completed run, by key, from its `training.evidence.Evidence`."""
+        return {}
+
+    def completed(self, summary: Mapping[str, Any]) -> None:
+        """The run is complete and shown, and `summary` is what `summary.json` says of it; this is the last call."""
 
 
 class Logger(Component, Protocol):

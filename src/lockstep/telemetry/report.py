@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.config.commands import shell_command
 from lockstep.config.options import differences, value_text
-from lockstep.core import safe_read
+from lockstep.core import log, safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
@@ -30,7 +31,9 @@ from lockstep.core.monitor import (
     figure_word,
     telling,
 )
+from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
+from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.telemetry import pictures
@@ -57,6 +60,22 @@ HARDWARE = {
     "read_mb_s": "read, MB/s",
     "write_mb_s": "written, MB/s",
 }
+
+
+class Listener(Observer):
+    """Writes the report of a run that is long enough, and shows where it is, or the command that writes it."""
+
+    def __init__(self, run: RunInfo) -> None:
+        self.run = run
+
+    def completed(self, summary: Mapping[str, Any]) -> None:
+        report = shell_command(["lockstep", "report", relative(self.run.folder)])
+        if is_due(self.run.config["telemetry"]["report"], summary["seconds"]):
+            try:
+                report = str(relative(write_report(Run(self.run.folder))))
+            except Exception as error:  # a plotting library can raise anything, and the run is done
+                log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
+        log.say_command("report", report)
 
 
 def write_report(run: Run) -> Path:

@@ -27,9 +27,9 @@ from lockstep.core.figures import BINS, Predictions, finite, number_or_text, pla
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
-from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import UnreadableFile, read_text
-from lockstep.core.safe_write import make_folder, storing
+from lockstep.core.safe_write import make_folder
 from lockstep.telemetry import pictures
 
 if TYPE_CHECKING:  # a job without TensorBoard does not import it
@@ -71,7 +71,6 @@ FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations with pictures, which take 20 ms to write
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
-EVENTS = "events.out.tfevents.*"
 VAL, VAL_EMA = "val", "val_ema"  # folders
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
 
@@ -217,6 +216,13 @@ class TensorBoard(Observer):
             with self._tolerating_errors():
                 writer.close()
 
+    def completed(self, summary: Mapping[str, Any]) -> None:
+        verdict = summary.get("verdict")
+        if verdict and not self.failed:
+            text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
+            with self._tolerating_errors(), opened(self.folder) as writer:
+                add_text(writer, "verdict", text, summary.get("step", 0))
+
     @contextmanager
     def _tolerating_errors(self) -> Iterator[None]:
         try:
@@ -233,15 +239,6 @@ def opened(folder: Path, purge_step: int | None = None) -> SummaryWriter:
 
     make_folder(folder)
     return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_S)
-
-
-def append_verdict(run_dir: RunDir, step: int) -> None:
-    """Add the verdict about a run that has ended to its event files, if it has both."""
-    verdict = Run(run_dir.path).summary.get("verdict")
-    if verdict and any(run_dir.path.glob(EVENTS)):
-        text = "\n".join(str(verdict[key]) for key in ("sentence", "evidence", "override") if verdict.get(key))
-        with storing(run_dir.path), opened(run_dir.path) as writer:
-            add_text(writer, "verdict", text, step)
 
 
 def add_text(writer: SummaryWriter, title: str, text: str, step: int) -> None:

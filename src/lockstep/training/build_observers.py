@@ -1,5 +1,6 @@
 """Builds everything that records a run: telemetry of each rank, main's observers and its watch on the hardware."""
 
+import importlib.util
 import itertools
 import math
 import os
@@ -7,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lockstep.config import components
 from lockstep.core.errors import InputError, shown
@@ -35,6 +37,8 @@ from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
+# Modules whose `Listener` reads every run. Training needs none of them: an absent package does not listen.
+LISTENERS = ("lockstep.diagnostics.listener", "lockstep.telemetry.report")
 
 
 class Observers(Observer):
@@ -66,6 +70,9 @@ class Observers(Observer):
                 self.logged.clear()
                 observer.write(step, dict(written))
 
+    def findings(self, evidence: Any) -> Mapping[str, Any]:
+        return {key: fact for observer in self.observers for key, fact in observer.findings(evidence).items()}
+
     @property
     def commands(self) -> Sequence[str]:
         return [command for observer in self.observers for command in observer.commands]
@@ -96,7 +103,7 @@ def _to_all(name: str) -> Callable[..., None]:
     return call_all
 
 
-for _name in ("first_batch", "write_gpu", "evaluated", "predicted", "saved"):
+for _name in ("first_batch", "write_gpu", "evaluated", "predicted", "saved", "completed"):
     setattr(Observers, _name, _to_all(_name))
 
 
@@ -189,10 +196,12 @@ def _observer(
         log=observers.log,
     )
     own = [logger.build(run) for logger in loggers]
+    present = [name for name in LISTENERS if importlib.util.find_spec(name.rpartition(".")[0])]
+    listeners = [importlib.import_module(name).Listener(run) for name in present]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, tags)
-    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation))
+    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation), *listeners)
     return observers
 
 

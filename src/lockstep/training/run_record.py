@@ -1,13 +1,11 @@
 """Main shows a run and writes it into its folder, from the banner to the summary."""
 
 import json
-import math
 import secrets
 import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +16,21 @@ from torch import Tensor
 from lockstep.checkpoint.files import save_weights
 from lockstep.checkpoint.state import gathered
 from lockstep.config import components
-from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
-from lockstep.core.model import is_broken
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
-from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import absent, make_folder, replacing, write_atomic
 from lockstep.core.world import World
 from lockstep.runtime import environment, host
 from lockstep.telemetry.hardware_watch import rates
-from lockstep.telemetry.report import is_due, write_report
-from lockstep.telemetry.tensorboard import append_verdict
 from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.learning import SCORES, Scores, learning
+from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import Progress, TrainState
 from lockstep.training.trainer import Trainer
-from lockstep.training.verdict import Advice, Evidence, checklist, verdict
 
 SHORTEST_S = 5  # shorter runs get no sentence about their speed
 
@@ -149,8 +142,10 @@ class RunRecord:
                 "idle_cores": (host.idle_seconds() - self.idle_before) / (time.monotonic() - self.began),
             },
             mfu=telemetry.mfu(rates(telemetry.trained())["img_per_s"]),
+            scores=progress.best_figures,
+            labels=trainer.loader.eval_labels,
         )
-        best, learnt = verdict(evidence), self._learning(job, trainer)
+        findings = telemetry.observer.findings(evidence)
         self.run_dir.write_summary(
             status="completed",
             exit_code=0,
@@ -164,39 +159,13 @@ class RunRecord:
             skipped=skipped,
             **{key: round(value, 3) for key, value in figures.items()},
             time={part: round(share, 4) for part, share in shares.items() if share},
-            verdict={**asdict(best), "sentence": str(best)},
-            learning=None if learnt is None else {**asdict(learnt), "sentence": str(learnt)},
-            checklist=[asdict(item) for item in checklist(evidence)],
+            **findings,
             **of_gpu,
         )
-        lines = ("" if learnt is None else str(learnt), str(best) if seconds >= SHORTEST_S else "")
-        banner.say_ending(job, self.run_dir, trainer, seconds, figures, shares, *lines)
-        append_verdict(self.run_dir, progress.step)
-        report = shell_command(["lockstep", "report", relative(self.run_dir.path)])
-        if is_due(job.telemetry.report, seconds):
-            try:
-                report = str(relative(write_report(Run(self.run_dir.path))))
-            except Exception as error:  # a plotting library can raise anything, and the run is done
-                log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
-        log.say_command("report", report)
-
-    def _learning(self, job: ResolvedJob, trainer: Trainer) -> Advice | None:
-        """What the scores of the whole run say, before resumes too; None without the score that is compared."""
-        score = trainer.progress.best_figures.get(SCORES[job.task.targets])
-        if score is None or not math.isfinite(score):
-            return None
-        run, labels = Run(self.run_dir.path), trainer.loader.eval_labels
-        labels = labels[~is_broken(labels)]
-        images = labels.bincount() if labels.ndim == 1 else (labels > 0.5).sum(0)
-        trained = run.series("acc/train_epoch_top1", "acc/train_top1")
-        scores = Scores(
-            score=score,
-            total=len(labels),
-            images=images.tolist(),
-            trained=trained[-1][1] if trained else None,
-            losses=run.series("loss/val"),
-        )
-        return learning(job, trainer.plan, scores)
+        learning, speed = ((findings.get(key) or {}).get("sentence", "") for key in ("learning", "verdict"))
+        speed = speed if seconds >= SHORTEST_S else ""
+        banner.say_ending(job, self.run_dir, trainer, seconds, figures, shares, learning, speed)
+        telemetry.observer.completed(Run(self.run_dir.path).summary)
 
 
 def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, Tensor], run_dir: RunDir) -> None:

@@ -5,18 +5,18 @@ by Amdahl's law. Only `lockstep doctor` tries other settings.
 """
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from lockstep.core.model import has_batchnorm
 from lockstep.core.plan import Plan
-from lockstep.core.world import World
 from lockstep.data.datasets.files import FileSource
 from lockstep.runtime import host
 from lockstep.telemetry.profile import peak_flops
+from lockstep.training.evidence import Evidence
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
 
 # The smallest gain that is worth a change, and the share of the time from which a part is considered.
@@ -54,42 +54,6 @@ class Advice:
         gain = "" if self.gain is None else f" should make the run {self.gain:.1f}x as fast"
         other = ", and is another run" if self.another_run else ""
         return f"{self.sentence}; {self.override}{gain or ' may help'}{other}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evidence:
-    """What is known of a run at its end.
-
-    Fields:
-        shares: the shares of the parts in its time (`TimeSpent`).
-        spread: how exact the shares of the parts of a step are.
-        hardware: the means of the monitor's figures (`cpu_cores`, `gpu_util` and others), and `idle_cores`: how many
-            of the machine's nobody used.
-        mfu: percent of the devices' peak rate; 0 if it is not known.
-        cores: the CPU cores of this machine that the job may use.
-    """
-
-    job: ResolvedJob
-    world: World
-    plan: Plan
-    model: nn.Module
-    steps: int
-    shares: Mapping[str, float]
-    spread: Mapping[str, float]
-    hardware: Mapping[str, float]
-    mfu: float
-    cores: int = field(default_factory=host.cores)
-
-    def share(self, *parts: str) -> float:
-        return sum(self.shares.get(part, 0.0) for part in parts)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.world.device.type == "cuda"
-
-    @property
-    def local_batch(self) -> int:
-        return self.job.micro_batch(self.world.size)
 
 
 def verdict(evidence: Evidence) -> Advice:

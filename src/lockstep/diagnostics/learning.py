@@ -8,9 +8,9 @@ from statistics import NormalDist
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.monitor import TOP1, figure_text
 from lockstep.core.plan import Plan
+from lockstep.diagnostics.verdict import Advice
 from lockstep.models import Timm, Torchvision
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
-from lockstep.training.verdict import Advice
 
 CONFIDENCE = 0.95
 NARROW = 1.0  # percentage points; a narrower interval is not shown

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from lockstep.core.errors import reason_of
 from lockstep.core.world import World
-from lockstep.data.inspection import Finding, Level
 from lockstep.data.loading import Streaming
+from lockstep.diagnostics.inspection import Finding, Level
+from lockstep.diagnostics.verdict import WORTH, takes_channels_last
 from lockstep.job.create import check_resumable
 from lockstep.job.resume import Resume
 from lockstep.job.validate_with_data import check_plan
@@ -36,7 +37,6 @@ from lockstep.training.experiment import Parts, build_parts, configure_torch
 from lockstep.training.network import Freezing, batches_without_single, check_single_examples, frozen_names
 from lockstep.training.resolved_job import ResolvedJob, larger_batch
 from lockstep.training.train_state import without_start
-from lockstep.training.verdict import WORTH, takes_channels_last
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
 OTHERS_S = 5.0  # the most that trying other settings takes
