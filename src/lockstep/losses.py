@@ -19,14 +19,14 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import ranged
 from lockstep.core.model import is_broken
-from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, SOFTMAX, VALUES
+from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, VALUES
 from lockstep.core.protocols import Loss, Task
 
 MOST_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loss:
+class _Loss(Loss):
     """The base class of losses without class weights."""
 
     def build(self, classes: int, labels: Tensor) -> nn.Module:
@@ -137,9 +137,8 @@ class Huber(MSE):
 
 
 def probabilities_of(task: Task, loss: Loss) -> str:
-    """The function from outputs to probabilities: as the task says, else the loss, else `softmax`."""
-    kind: str = getattr(loss, "probabilities", SOFTMAX)
-    return task.probabilities or kind
+    """The function from outputs to probabilities: as the task says, else the loss."""
+    return task.probabilities or loss.probabilities
 
 
 class ExampleLoss(nn.Module):

@@ -21,7 +21,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, ranged, ruled
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
-from lockstep.core.protocols import Score
+from lockstep.core.protocols import Metric, Score
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -80,7 +80,7 @@ def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> floa
 
 
 @option("metric")
-class Accuracy:
+class Accuracy(Metric):
     """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes."""
 
     average: str = choice("macro", *AVERAGES)
@@ -100,7 +100,7 @@ class Accuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Averaged:
+class _Averaged(Metric):
     """A score of scikit-learn for each class against the others, or for each label, and their average."""
 
     average: str = choice("macro", *AVERAGES)
@@ -121,8 +121,9 @@ class _Averaged:
 
         return Collected(of_odds) if self.of_ranks else Collected(of_classes, predicted_classes)
 
-    def build_labels(self, names: Sequence[str]) -> Score:
-        """The score for images with several labels."""
+    def build_for(self, targets: str, names: Sequence[str]) -> Score:
+        if targets != LABELS:
+            return self.build(len(names))
         return Collected(
             lambda targets, predictions: self._of_columns(targets > 0.5, predictions),
             None if self.of_ranks else lambda odds: odds > 0,
@@ -186,7 +187,7 @@ class AveragePrecision(_Averaged):
 
 
 @option("metric")
-class SubsetAccuracy:
+class SubsetAccuracy(Metric):
     """The share of images with all their labels predicted, and no others."""
 
     targets: ClassVar[tuple[str, ...]] = (LABELS,)
@@ -196,7 +197,7 @@ class SubsetAccuracy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _OfValues:
+class _OfValues(Metric):
     """A score of scikit-learn for values: the mean over the values of an image, or with `none` one for each."""
 
     average: str = choice("macro", "macro", "none")
@@ -235,7 +236,7 @@ class R2(_OfValues):
 
 
 @option("metric")
-class Calibration:
+class Calibration(Metric):
     """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017)."""
 
     bins: int = ranged(15, least=1, most=10_000)
@@ -265,7 +266,7 @@ class Calibration:
 
 
 @option("metric")
-class Kappa:
+class Kappa(Metric):
     """Cohen's kappa: how much better than chance predictions and labels agree."""
 
     weights: str = choice("none", "none", "linear", "quadratic")
@@ -287,9 +288,9 @@ class Kappa:
         return [f"{by}; if theirs is another one, name it with this key"] * matters
 
     def build(self, classes: int) -> Score:
-        return self.build_classes([*map(str, range(classes))])
+        return self.build_for(CLASSES, [*map(str, range(classes))])
 
-    def build_classes(self, names: Sequence[str]) -> Score:
+    def build_for(self, targets: str, names: Sequence[str]) -> Score:
         from sklearn.metrics import cohen_kappa_score  # takes a second to import
 
         weights = None if self.weights == "none" else self.weights
@@ -298,7 +299,7 @@ class Kappa:
 
 
 @option("metric")
-class Matthews:
+class Matthews(Metric):
     """The correlation coefficient of Matthews, between predictions and labels."""
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)

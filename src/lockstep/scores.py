@@ -66,8 +66,7 @@ class Scores(EvaluationObserver):
         self.class_names = class_names or [str(label) for label in range(classes)]
         self.scores: dict[str, Score] = {}
         for name, metric in metrics.items() if world.is_main else ():
-            build = getattr(metric, f"build_{targets}", None)
-            self.scores[name] = metric.build(classes) if build is None else build(self.class_names)
+            self.scores[name] = metric.build_for(targets, self.class_names)
         for score in self.scores.values():
             # torchmetrics would wait for the other ranks, which have no metrics.
             score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]

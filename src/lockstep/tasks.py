@@ -20,7 +20,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.model import best_classes
-from lockstep.core.model_card import CLASSES, LABELS, SIGMOID, VALUES, ModelCard
+from lockstep.core.model_card import LABELS, SIGMOID, VALUES, ModelCard
 from lockstep.core.protocols import Batch, Task
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 class Multiclass(Task):
     """Each image is of one class. With fewer than five classes, `top5` counts all of them."""
 
-    targets: ClassVar[str] = CLASSES
     counted: ClassVar[tuple[str, ...]] = ("top1", "top5")
 
     def predict(self, outputs: Tensor) -> Tensor:

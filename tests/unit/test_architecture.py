@@ -171,6 +171,20 @@ def test_modules_are_named_in_strings_where_a_config_chooses_among_them_only() -
     assert {name for name, path in MODULES.items() if modules_named(path)} == NAMES_MODULES.keys()
 
 
+# Attributes of torch, timm, Pillow, datasets and Python that only some versions or objects have.
+OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "__mro__", "_local_tensor", "act", "buffer"}
+OF_OTHERS |= {"all_gather_single", "drop", "feature", "int2str", "iowait", "length", "names", "no_weight_decay"}
+OF_OTHERS |= {"pretrained_cfg", "raw", "reason", "tag_v2", "tile"}
+# Of what an option of the user may build without a class of ours: a split, and a score as torchmetrics has them.
+OF_OTHERS |= {"higher_is_better", "mapped", "takes_log_odds"}
+
+
+def test_what_is_asked_of_an_option_has_its_default_in_the_protocol() -> None:
+    calls = [node for path in MODULES.values() for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+    arguments = [call.args for call in calls if ast.unparse(call.func) == "getattr" and len(call.args) == 3]
+    assert {name.value for _, name, _ in arguments if isinstance(name, ast.Constant)} == OF_OTHERS
+
+
 def test_an_init_has_no_code() -> None:
     plain = (ast.ImportFrom, ast.Assign, ast.Expr)
     for path in sources(PACKAGE, PLUGINS):

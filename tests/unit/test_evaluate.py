@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from lockstep.cli.scoring import EvaluatedSplit, Evaluation, Part, csv_lines
 from lockstep.core.errors import InputError
+from lockstep.core.protocols import Metric
 from lockstep.core.world import World
 from lockstep.data.datasets import Digits, Fake, Folder
 from lockstep.data.datasets.files import LISTINGS, ArraySplit
@@ -138,7 +139,7 @@ def test_an_example_has_the_same_number_on_any_number_of_ranks(block: int, monke
     assert by_rank[0] | by_rank[1] | by_rank[2] == dict(enumerate(source.eval().labels.tolist()))
 
 
-class Labels:
+class Labels(Metric):
     """A metric, and its score: the labels in the order in which it gets them."""
 
     def build(self, classes: int) -> Labels:

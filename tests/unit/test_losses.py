@@ -143,7 +143,7 @@ def test_balanced_weights_are_those_of_scikit_learn_for_the_classes_with_example
 def test_an_evaluation_has_neither_smoothing_nor_weights(name: str) -> None:
     loss = LOSSES[name]
     plain = {"label_smoothing": 0.0, "class_weights": None}
-    bare = replace(loss, **{key: value for key, value in plain.items() if hasattr(loss, key)})
+    bare = replace(loss, **{key: value for key, value in plain.items() if key in vars(loss)})
     close(loss.build(CLASSES, LABELS).eval()(LOGITS, LABELS), bare.build(CLASSES, LABELS)(LOGITS, LABELS))
 
 

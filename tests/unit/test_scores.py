@@ -315,7 +315,7 @@ def test_the_calibration_error_is_that_of_guo_with_1_in_the_last_interval(kind: 
 def test_a_metric_gets_the_probabilities_of_the_loss(kind: str, shares: torch.Tensor) -> None:
     seen: list[torch.Tensor] = []
     score = SimpleNamespace(update=lambda probabilities, labels: seen.append(probabilities))
-    metric = SimpleNamespace(build=lambda classes: score)
+    metric = SimpleNamespace(build_for=lambda targets, names: score)
     for score.takes_log_odds in (False, True):  # type: ignore[attr-defined]
         Scores({"it": metric}, CLASSES, (), World.solo(), kind).update(block(LOGITS, LABELS))
     assert torch.equal(seen[0], shares)
@@ -386,7 +386,7 @@ def test_a_score_without_a_value_is_null_in_every_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_metric_of_the_user_need_not_have_a_value(value: float, tmp_path: Path) -> None:
     score = SimpleNamespace(update=None, compute=lambda: torch.tensor([0.5, value]), reset=lambda: None)
-    scores = Scores({"it": SimpleNamespace(build=lambda classes: score)}, 2, (), World.solo())
+    scores = Scores({"it": SimpleNamespace(build_for=lambda targets, names: score)}, 2, (), World.solo())
     figures = scores.compute()
     sink = JsonLines(tmp_path / "metrics.jsonl", 0)
     sink.write(1, figures)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast, dataclass_transform
 
-from lockstep.config.schema import CONF, GROUPS, MANY
+from lockstep.config.schema import CONF, GROUPS, MANY, Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean, reason_of
 from lockstep.core.fields import leaves
@@ -27,15 +27,17 @@ _read: Any = functools.cache(safe_read.read_yaml)
 def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """Declare a class as an option of a config group: `GROUP=NAME` chooses it, and its fields are the keys.
 
-    The class becomes a frozen, keyword-only dataclass. A YAML file `conf/GROUP/NAME.yaml` in the package can give it
-    other defaults or a second name. Lockstep's own classes all have one, so that listing them imports no torch.
+    The class becomes a frozen, keyword-only dataclass, and gets what its group's protocol has a default for. A YAML
+    file `conf/GROUP/NAME.yaml` in the package can give it other defaults or a second name. Lockstep's own classes all
+    have one, so that listing them imports no torch.
 
     Args:
         group: the config group, such as `model`.
         name: the name of the option; by default the name of the class in snake case.
 
     Raises:
-        InputError: the group does not exist, the name is taken, or a field has a type that a config cannot hold.
+        InputError: the group does not exist, the name is taken, a field has a type that a config cannot hold, or
+            the class lacks a method that its protocol has no default for.
     """
 
     def declare(cls: type[T]) -> type[T]:
@@ -43,6 +45,7 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         option_name = name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
         if not _is_ours(cls):  # tests check ours
             _check(option, group, option_name)
+            _complete(option, group)
         _DECLARED[group, option_name] = option
         return option
 
@@ -160,7 +163,7 @@ def _check(cls: type[Any], group: str, name: str) -> None:
         raise InputError(f"{where}: {group}={name} is an option of Lockstep; give {cls.__name__} another name")
     if target_of(other) != target_of(cls):
         raise InputError(f"{where}: {group}={name} is declared at {_place(other)} too; rename one of them")
-    typed = {field.name for field in fields(cls)}
+    typed = {field.name for field in fields(cls)} | {*dir(protocol_of(group))}
     for base in cls.__mro__:
         typed |= set(vars(base).get("__annotations__", {})) | (set(vars(base)) if base is not cls else set())
     for attribute, value in vars(cls).items():
@@ -177,6 +180,28 @@ def _check(cls: type[Any], group: str, name: str) -> None:
             f"{where}: a field of {cls.__name__} has a type that a config cannot hold ({reason_of(error)}); use "
             "numbers, texts, booleans, enums, lists or dictionaries of them"
         ) from error
+
+
+def _complete(cls: type[Any], group: str) -> None:
+    """Give a class the defaults of its group's protocol, so that it need not derive from it."""
+    protocol = protocol_of(group)
+    own = {field.name for field in fields(cls)} | {*dir(cls)}
+    missing = {*cls.__abstractmethods__} if inspect.isabstract(cls) else protocol.__abstractmethods__ - own
+    if missing:
+        raise InputError(
+            f"{_place(cls)}: {cls.__name__} has no {' and no '.join(sorted(missing))}, which an option of {group} "
+            f"needs; write what {protocol.__module__}.{protocol.__name__} says"
+        )
+    for name in (name for name in dir(protocol) if not name.startswith("_") and name not in own):
+        setattr(cls, name, inspect.getattr_static(protocol, name))
+
+
+def protocol_of(group: str) -> Any:
+    """The protocol of a group's options: the type of the group in a job."""
+    from lockstep.core import data_protocols, observer, protocols  # imported late: they import torch
+
+    name = Job.__annotations__[group].removeprefix("dict[str, ").removesuffix("]")
+    return next(vars(module)[name] for module in (protocols, data_protocols, observer) if name in vars(module))
 
 
 def _place(cls: type[Any]) -> str:

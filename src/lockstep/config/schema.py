@@ -230,7 +230,7 @@ class Job:
     @property
     def starts_trained(self) -> bool:
         """Whether the model starts from trained weights, and not from random ones."""
-        return self.init_from is not None or bool(getattr(self.model, "pretrained", False))
+        return self.init_from is not None or bool(self.model.pretrained)
 
 
 # The dataclass of each block of keys.

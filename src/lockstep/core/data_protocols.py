@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
@@ -125,11 +126,19 @@ class Shard:
 class Source(Component, Protocol):
     """A data set: images and labels. A subclass overrides only the defaults that it changes."""
 
+    path: str = ""
+    """The file or folder of the data, as the user knows it."""
+    val_share: float | None = None
+    """The share of the training images that is evaluated instead; None if there is a split for it."""
+    examples: int = 1
+    """The number of images, if the data set makes them in memory."""
+
     @property
     def classes(self) -> int:
         return len(self.class_names)
 
     @property
+    @abstractmethod
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of a stored image."""
 
@@ -149,10 +158,12 @@ class Source(Component, Protocol):
         return 1.0
 
     @property
+    @abstractmethod
     def mean(self) -> tuple[float, ...]:
         """The mean of each channel, for pixels from 0 to 1; `std` is the standard deviation."""
 
     @property
+    @abstractmethod
     def std(self) -> tuple[float, ...]: ...
 
     @property
@@ -170,6 +181,7 @@ class Source(Component, Protocol):
         """The size of the images that the data set makes in memory, however many; 0 if it reads them."""
         return 0
 
+    @abstractmethod
     def fingerprint(self) -> Mapping[str, Mapping[str, str]]:
         """Values that identify the examples of each split, wherever the files are: "train", "val" and any "test".
 
@@ -200,8 +212,10 @@ class Source(Component, Protocol):
         self.eval()
         self.test()
 
+    @abstractmethod
     def train(self) -> Split: ...
 
+    @abstractmethod
     def eval(self) -> Split: ...
 
     def test(self) -> Split | None:
@@ -242,13 +256,10 @@ class ImageLoader(Component, Protocol):
         """Whether each image is decoded once for all epochs."""
         return False
 
-    @property
-    def workers(self) -> int | str:
-        """The threads of each rank that read."""
-
-    @property
-    def prefetch(self) -> int:
-        """The batches that each worker keeps ready."""
+    workers: int | str = 0
+    """The threads of each rank that read."""
+    prefetch: int = 0
+    """The batches that each worker keeps ready."""
 
     def check(self) -> None:
         """Raise InputError for a key that has no effect because of another key of the loader."""
@@ -270,6 +281,7 @@ class ImageLoader(Component, Protocol):
         """The number of steps to read together, for shards of `shard` images with `values` pixels times channels."""
         return 1  # enough for a loader that reads ahead
 
+    @abstractmethod
     def feed(self, split: Split, world: World) -> ImageReader:
         """The reader of a split's images. Collective."""
 
@@ -277,6 +289,7 @@ class ImageLoader(Component, Protocol):
 class Augment(Component, Protocol):
     """Random changes of training images, a pure function of (seed, epoch, sample index)."""
 
+    @abstractmethod
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         """Change a batch.
 

@@ -69,6 +69,13 @@ class Component(Protocol):
     """One option of a config group: a frozen dataclass with the keys as its fields."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    imports: ClassVar[tuple[str, ...]] = ()
+    """Modules that take seconds to import, and that each rank imports."""
+
+    @property
+    def library_name(self) -> str | None:
+        """The name by which a library has what the option builds; None if it is the option's own."""
+        return None
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ def place_of(step: int, tags: Iterable[str]) -> float:
     return step + max((part for tag in later for start, part in BEHIND.items() if tag.startswith(start)), default=0.0)
 
 
-def check_figures(options: Iterable[tuple[str, object]]) -> None:
-    """Refuse `figures` of options, each with its group, that are no tags, or that two options have."""
-    named = [(group, name) for group, option in options for name in getattr(option, "figures", ())]
+def check_figures(figures: Iterable[tuple[str, Iterable[str]]]) -> None:
+    """Refuse `figures` of options, those of an option with its group, that are no tags, or that two options have."""
+    named = [(group, name) for group, names in figures for name in names]
     for number, (group, name) in enumerate(named):
         if not isinstance(name, str) or not TAG.fullmatch(name):
             raise InputError(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from lockstep.core.fields import Component
 from lockstep.core.run import Run
@@ -111,10 +112,13 @@ class Observer:
 
 
 class Logger(Component, Protocol):
-    """A place for the figures of a run. Any number of them may be chosen.
+    """A place for the figures of a run. Any number of them may be chosen."""
 
-    One that logs figures names them: `figures: ClassVar[tuple[str, ...]]`. Its observer is called before others.
-    """
+    figures: ClassVar[tuple[str, ...]] = ()
+    """The names of the figures that its observer logs; such an observer is called before others."""
+    package: ClassVar[str | None] = None
+    """The package that it needs."""
 
+    @abstractmethod
     def build(self, run: RunInfo) -> Observer:
         """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""

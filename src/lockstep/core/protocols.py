@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.core.fields import Component
-from lockstep.core.model_card import ModelCard, TrainedInput
+from lockstep.core.model import UpdateScope
+from lockstep.core.model_card import CLASSES, SOFTMAX, TARGETS, ModelCard, TrainedInput
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
@@ -34,6 +36,8 @@ class Strategy(Component, Protocol):
     """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
     adapts: ClassVar[bool] = False
     """Whether the number of devices decides which strategy takes the place of this one."""
+    sync_batchnorm: bool | None = None
+    """Whether batch norm counts over all ranks; None if no key chooses it."""
 
     def ranks(self, gpus: int) -> int:
         """The default number of ranks on a machine with `gpus` GPUs."""
@@ -45,6 +49,7 @@ class Strategy(Component, Protocol):
 
     def check(self, ranks: int, device: str) -> None:
         """Raise InputError if the strategy cannot work with so many ranks on that kind of device."""
+        return
 
     def wrap(self, model: nn.Module, world: World, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         """The replica: the module to call in training. Every rank starts from main's weights.
@@ -55,6 +60,7 @@ class Strategy(Component, Protocol):
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
         """Raise InputError if the strategy cannot work with these parts of a job."""
+        return
 
     def check_compile(self, ranks: int, device: str) -> None:
         """Raise InputError if a compiled model does not work on so many ranks of that kind of device."""
@@ -113,6 +119,7 @@ class Strategy(Component, Protocol):
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
+        return []
 
 
 class Precision(Component, Protocol):
@@ -158,6 +165,8 @@ class Launcher(Component, Protocol):
     """Whether the launcher starts processes; if not, this process is the rank."""
     submits: ClassVar[bool] = False
     """Whether the launcher has another system run the job, on other machines."""
+    restarts: int = 0
+    """How often it starts ranks again after a failure."""
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -165,6 +174,7 @@ class Launcher(Component, Protocol):
         return 1, 1
 
     @property
+    @abstractmethod
     def ranks(self) -> Any: ...
 
     @property
@@ -173,14 +183,17 @@ class Launcher(Component, Protocol):
         return int(self.ranks) * self.node_range[1]
 
     @property
+    @abstractmethod
     def threads(self) -> Any:
         """The CPU threads of each rank."""
 
     @property
+    @abstractmethod
     def backend(self) -> str:
         """The library of the collectives, `nccl` or `gloo` after `auto` is resolved."""
 
     @property
+    @abstractmethod
     def timeout(self) -> str:
         """The time without a finished step after which a job is ended as hanging, such as `10min`."""
 
@@ -204,6 +217,7 @@ class Launcher(Component, Protocol):
         """Whether ranks are forked from this process, so that what it has imported serves them."""
         return False
 
+    @abstractmethod
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
         """Run `entry(run_dir.path)` in every rank, wait for all, return the job's objective. Raises LockstepError."""
 
@@ -211,23 +225,29 @@ class Launcher(Component, Protocol):
 class Model(Component, Protocol):
     """A network to be built."""
 
-    @property
-    def compile(self) -> bool: ...
+    compile: bool = False
+    compile_mode: str = "default"
+    grad_checkpointing: bool = False
+    pretrained: bool | str = False
+    """Whether it begins with published weights; `auto` until that is decided."""
+    channels_last: bool | None = None
+    """Whether the channels of a pixel are stored together; None if no key chooses it."""
 
     @property
-    def compile_mode(self) -> str: ...
-
-    @property
-    def grad_checkpointing(self) -> bool: ...
+    def has_usual_size(self) -> bool:
+        """Whether it is a published model, which fits into memory with images of the usual size."""
+        return False
 
     @property
     def memory_format(self) -> torch.memory_format:
         """The memory format of images and weights."""
+        return torch.channels_last if self.channels_last else torch.contiguous_format
 
     def check(self) -> None:
         """Raise InputError for a model that does not exist, without building one."""
         return
 
+    @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
 
@@ -253,23 +273,36 @@ class Optimizer(Component, Protocol):
 
     recordable: ClassVar[bool] = False
     """Whether a CUDA graph can record its step: it takes tensors for learning rates, and its state begins at zero."""
+    scope: ClassVar[UpdateScope] = UpdateScope.model
+    """What the update of a number depends on, which decides how its state can be cut."""
+    weight_decay: float = 0.0
+    decay_embeddings: bool | None = False
+    """Whether the parameters that a model's `no_weight_decay` names decay; None if that is not chosen."""
+    lookahead: int | None = None
+    """After how many steps the slow weights of look-ahead follow; None without them."""
 
     @property
+    @abstractmethod
     def lr(self) -> Any:
         """The base learning rate, which the schedule multiplies; a number after `auto` is resolved."""
 
     @property
-    def weight_decay(self) -> float: ...
+    def algorithm(self) -> str:
+        """The name of the algorithm, which no resume may change."""
+        return type(self).__name__
 
     def at_batch(self, batch: int, *, trained: bool) -> Self:
         """This optimizer with a number for `lr=auto`, for a global batch, and whether the weights are trained."""
+        return self
 
+    @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer: ...
 
 
 class Schedule(Component, Protocol):
     """The learning rate over a run, a pure function of the step and of the scores so far, with no state to save."""
 
+    @abstractmethod
     def factor(self, step: int, plan: Plan, scores: Sequence[tuple[int, float]]) -> float:
         """The factor of the base learning rate at `step` (from 1).
 
@@ -279,12 +312,18 @@ class Schedule(Component, Protocol):
 
 
 class Loss(Component, Protocol):
-    """The loss that training minimises.
+    """The loss that training minimises."""
 
-    A loss that judges each class by itself sets `probabilities: ClassVar[str] = "sigmoid"`; the default is softmax.
-    A loss that is for some tasks only names their `targets: ClassVar[tuple[str, ...]]`.
-    """
+    probabilities: ClassVar[str] = SOFTMAX
+    """How outputs become probabilities; `sigmoid` for a loss that judges each class by itself."""
+    targets: ClassVar[tuple[str, ...]] = TARGETS
+    """The kinds of targets that it is for."""
+    class_weights: list[float] | None = None
+    """The weight of each class; None if no key sets them."""
+    balanced: bool = False
+    """Whether each class weighs as much as its images are few."""
 
+    @abstractmethod
     def build(self, classes: int, labels: Tensor) -> nn.Module:
         """The module: logits (b, classes) and targets to the loss of each example, (b,).
 
@@ -323,7 +362,7 @@ class Task(Component, Protocol):
     A task of the user inherits from `Multiclass`, `Multilabel` or `Regression` of `lockstep.tasks`.
     """
 
-    targets: ClassVar[str]
+    targets: ClassVar[str] = CLASSES
     """What a target is: one of the `classes`, `labels` (a share for each of them), or `values`."""
     probabilities: ClassVar[str | None] = None
     """How outputs become predictions; None: as the loss says."""
@@ -360,6 +399,7 @@ class Task(Component, Protocol):
         """How many examples are right, an int64 scalar; called if `top1` is among the scores that are `counted`."""
         return (outputs.argmax(1) == labels).sum()
 
+    @abstractmethod
     def predict(self, outputs: Tensor) -> Tensor:
         """The predictions for the outputs, in the form of the labels; for classes, from best to next best."""
 
@@ -369,15 +409,25 @@ class Task(Component, Protocol):
 
 
 class Metric(Component, Protocol):
-    """A score of an evaluation besides accuracy. Any number of them may be chosen.
+    """A score of an evaluation besides accuracy. Any number of them may be chosen."""
 
-    A metric of which less is better sets `higher_is_better: ClassVar[bool] = False`. One that is for some tasks only
-    names their `targets: ClassVar[tuple[str, ...]]`. One with `notes(names)` has sentences for the start of a run
-    about the names of the classes, or raises InputError.
-    """
+    higher_is_better: ClassVar[bool] = True
+    targets: ClassVar[tuple[str, ...]] = TARGETS
+    """The kinds of targets that it is for."""
+    average: str = ""
+    """How the scores of the classes are averaged: `none` if each has a score, empty if no key chooses it."""
 
+    def notes(self, names: Sequence[str]) -> list[str]:
+        """Sentences for the start of a run about the names of the classes. Raises InputError if it does not fit."""
+        return []
+
+    @abstractmethod
     def build(self, classes: int) -> Score:
         """The object that computes the score from an evaluation's predictions."""
+
+    def build_for(self, targets: str, names: Sequence[str]) -> Score:
+        """The object for a task with these targets, and for classes, labels or values with these names."""
+        return self.build(len(names))
 
 
 class Score(Protocol):

@@ -133,7 +133,7 @@ def batches(job: ResolvedJob, resume: Resume) -> Iterator[Finding]:
             text = f"the last batch of an epoch has {last} images for {pieces} micro-batches"
         text += f"; batch={full} leaves more" * (full is not None)
         yield Finding("batch", text, Level.warning)
-    if getattr(job.model, "pretrained", False) and resume.checkpoint is None:
+    if job.model.pretrained and resume.checkpoint is None:
         text = "the published weights are fetched at the start if no cache has them; nothing is fetched here"
         yield Finding("weights", text, Level.warning)
     model = job.precision.convert(sketch(job.model, job.dataset.classes, job.dataset.input_shape))

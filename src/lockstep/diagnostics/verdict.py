@@ -97,7 +97,7 @@ def data_findings(evidence: Evidence) -> Iterator[Advice]:
     loader = evidence.job.loader
     if share < NOTABLE or evidence.steps < SHORT or loader.decodes_once:  # nothing is read while the run trains
         return
-    workers = int(getattr(loader, "workers", 0))
+    workers = int(loader.workers)
     cores = evidence.cores / evidence.world.local_size
     unused = evidence.cores - evidence.hardware.get("cpu_cores", evidence.cores)
     idle = min(unused, evidence.hardware.get("idle_cores", unused)) / evidence.world.local_size  # others work too
@@ -224,7 +224,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     obstacle = "" if exact < rounded and not narrow else "no float32 on a GPU that is known to be faster in TF32"
     seen = f"torch's default in convolutions: 10 bits of mantissa at up to {rounded / (exact or 1):.1f}x the rate"
     yield point("TF32", job.precision.matmul == "high", seen, "precision=tf32", obstacle)
-    workers, waits = int(getattr(job.loader, "workers", 0)), evidence.share("data")
+    workers, waits = int(job.loader.workers), evidence.share("data")
     seen = f"{workers} workers, {100 * waits:.0f} % of the time waiting"
     data = next(data_findings(evidence), None)
     yield point("workers and prefetch", data is None, seen, data.override if data is not None else None)
@@ -232,7 +232,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
     obstacle = f"twice the batch is more than the {examples:,} examples of the training split" * (larger is None)
     yield point("a larger batch", False, f"{NOT_TRIED}; it is another run", larger, obstacle)
     obstacle = "the model has no batch norm" * (not has_batchnorm(evidence.model))
-    synced = evidence.world.size == 1 or bool(getattr(job.strategy, "sync_batchnorm", True))
+    synced = evidence.world.size == 1 or job.strategy.sync_batchnorm is not False
     done = synced or evidence.local_batch >= SMALL_BATCH
     seen = f"{evidence.local_batch} images of a rank at a time"
     yield point("synchronised batch norm", done, seen, "strategy.sync_batchnorm=true", obstacle)
@@ -248,7 +248,7 @@ def checklist(evidence: Evidence) -> Iterator[Item]:
 
 def takes_channels_last(job: ResolvedJob, model: nn.Module) -> bool:
     """Whether the model has convolutions and a key for their order of memory; an extension's may have none."""
-    return has_convolutions(model) and hasattr(job.model, "channels_last")
+    return has_convolutions(model) and job.model.channels_last is not None
 
 
 def has_convolutions(model: nn.Module) -> bool:

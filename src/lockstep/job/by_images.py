@@ -53,12 +53,12 @@ def _with_start(job: Job, resumed: Path | None) -> Job:
     """The job with its weights and its frozen layers chosen, and the weight decay of the run that it continues."""
     model: Any = job.model
     optimizer: Any = job.optimizer
-    if resumed is not None and getattr(optimizer, "decay_embeddings", False) is None:
+    if resumed is not None and optimizer.decay_embeddings is None:
         with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
             run = components.load(RunDir(resumed.parents[1]).config)["optimizer"]
             decays = run.get("decay_embeddings", True)  # they did in every run without this key
             job = replace(job, optimizer=replace(optimizer, decay_embeddings=decays))
-    if getattr(model, "pretrained", False) == AUTO:
+    if model.pretrained == AUTO:
         job = replace(job, model=replace(model, pretrained=_has_weights(job, resumed)))
     train, layers = job.train, job.train.freeze
     if AUTO in layers:
@@ -78,15 +78,15 @@ def _has_weights(job: Job, resumed: Path | None) -> bool:
 
 def is_open(job: Job) -> bool:
     """Whether a job leaves something to these choices."""
-    train, pretrained = job.train, getattr(job.model, "pretrained", False)
-    values = (job.epochs, train.ema, train.mixup, train.patience, train.freeze_until, *train.freeze, pretrained)
-    return AUTO in values
+    train = job.train
+    values = (job.epochs, train.ema, train.mixup, train.patience, train.freeze_until, *train.freeze)
+    return AUTO in (*values, job.model.pretrained)
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:
     """What was chosen in a job for its images and its weights, as overrides; and why its weights are the ones."""
-    chosen = {}
-    if (share := getattr(resolved.dataset, "val_share", None)) != getattr(job.dataset, "val_share", None):
+    chosen: dict[str, object] = {}
+    if (share := resolved.dataset.val_share) != job.dataset.val_share:
         chosen["dataset.val_share"] = share
     if job.epochs == AUTO and job.steps is None:
         chosen["epochs"] = resolved.epochs
@@ -95,7 +95,7 @@ def notes(job: Job, resolved: Job, images: int) -> list[str]:
         if value and (typed == AUTO or (name == "freeze" and AUTO in typed)):
             chosen[f"train.{name}"] = f"[{','.join(value)}]" if name == "freeze" else value
     words = " ".join(f"{key}={value}" for key, value in chosen.items())
-    lines = [_about_weights(job, trained=resolved.starts_trained)] * (getattr(job.model, "pretrained", "") == AUTO)
+    lines = [_about_weights(job, trained=resolved.starts_trained)] * (job.model.pretrained == AUTO)
     return lines + [f"chosen for {images:,} images: {words}"] * bool(words)
 
 

@@ -209,7 +209,7 @@ def import_for_ranks(job: Job) -> None:
     for package in environment.PACKAGES:
         environment.version_of(package)
     parts = (job.model, job.strategy, *job.logger.values())
-    modules = {name for part in parts for name in getattr(part, "imports", ())}
+    modules = {name for part in parts for name in part.imports}
     modules |= {"torch._dynamo"} if job.model.compile else set()
     modules |= {"sklearn.metrics"} if job.metric else set()
     for name in sorted(modules):

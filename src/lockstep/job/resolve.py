@@ -12,7 +12,7 @@ from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
-from lockstep.core.model_card import CLASSES, INTERPOLATION, TrainedInput
+from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
@@ -93,15 +93,13 @@ def _augment(augment: Augment, dataset: Source) -> Augment:
 
 def with_targets(dataset: Source, targets: str) -> Source:
     """The data set with the targets of the task. Raises InputError if it has others."""
-    own = getattr(dataset, "targets", CLASSES)
+    own = dataset.targets
     if own == AUTO:
         return replace(dataset, targets=targets)
     if own != targets:
         name = type(dataset).__name__.lower()
         with_any = ", ".join(options_with("dataset", "targets"))
-        fitting = next(
-            (name for name, cls in declared("task").items() if getattr(cls, "targets", None) == own), "NAME"
-        )
+        fitting = next((name for name, cls in declared("task").items() if cls.targets == own), "NAME")
         raise InputError(
             f"the targets of dataset={name} are {own}, and this task's are {targets}; use task={fitting}, or "
             f"dataset=NAME with one of {with_any}"
@@ -209,7 +207,7 @@ def _eval_batch(train: TrainBlock, dataset: Source) -> int:
 def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     """The images of a resumed run, whose sizes another version may have chosen, or else of the initial weights."""
     places = [] if resumed is None else [resumed]
-    if job.init_from is not None and not getattr(job.model, "pretrained", False):  # having both is refused later
+    if job.init_from is not None and not job.model.pretrained:  # having both is refused later
         places.append(Path(job.init_from).expanduser())
     known = next(filter(None, map(trained_input, places)), None)
     return job.model.trained_input() if known is None and job.starts_trained else known
@@ -255,8 +253,8 @@ def _launched_ranks(launcher: Launcher) -> int:
     if launcher.starts_ranks:
         name = type(launcher).__name__.lower()
         alternative = f", or launcher={name} without {starter.cause}"
-        if starter is Starter.torchrun and (restarts := getattr(launcher, "restarts", 0)):
-            alternative = f" and torchrun --max-restarts={restarts}"
+        if starter is Starter.torchrun and launcher.restarts:
+            alternative = f" and torchrun --max-restarts={launcher.restarts}"
         raise InputError(
             f"launcher={name} starts ranks, but {starter.label} has started them; use launcher=auto{alternative}"
         )

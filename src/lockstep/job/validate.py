@@ -19,6 +19,7 @@ from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
 from lockstep.core.observer import Logger
+from lockstep.core.protocols import Loss, Metric
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.policies import check_channels
@@ -42,11 +43,9 @@ def check_effects(job: ResolvedJob) -> None:
     balanced = job.train.sampling == "balanced"
     doubled = {
         "init_from and model.pretrained=true both set the initial weights": (
-            job.init_from is not None and getattr(model, "pretrained", False)
+            job.init_from is not None and model.pretrained
         ),
-        "train.sampling=balanced and loss.balanced=true both balance the classes": (
-            balanced and getattr(job.loss, "balanced", False)
-        ),
+        "train.sampling=balanced and loss.balanced=true both balance the classes": (balanced and job.loss.balanced),
         "train.sampling=balanced and train.repeats both repeat examples in an epoch": (
             balanced and job.train.repeats > 1
         ),
@@ -108,14 +107,15 @@ def check_conflicts(job: ResolvedJob) -> None:
 
 def check_task(job: ResolvedJob) -> None:
     """Reject parts that are for other targets than the task's, and figures that are not valid tags."""
-    check_figures([("task", job.task), *(("logger", logger) for logger in job.logger.values())])
+    check_figures([("task", job.task.figures), *(("logger", logger.figures) for logger in job.logger.values())])
     targets = job.task.targets
-    for group, part in [("loss", job.loss), *(("metric", metric) for metric in job.metric.values())]:
-        if targets not in (fitting := getattr(part, "targets", (targets,))):
-            others = [name for name, cls in declared(group).items() if targets in getattr(cls, "targets", ())]
+    parts: list[tuple[str, Loss | Metric]] = [("loss", job.loss), *(("metric", part) for part in job.metric.values())]
+    for group, part in parts:
+        if targets not in part.targets:
+            others = [name for name, cls in declared(group).items() if targets in cls.targets]
             raise InputError(
-                f"{group}: {type(part).__name__} is for {' and '.join(fitting)}, and the targets of this task are "
-                f"{targets}; use {group}=NAME with one of {', '.join(sorted(others))}"
+                f"{group}: {type(part).__name__} is for {' and '.join(part.targets)}, and the targets of this task "
+                f"are {targets}; use {group}=NAME with one of {', '.join(sorted(others))}"
             )
     if targets != CLASSES and job.train.sampling == "balanced":
         raise InputError(
@@ -126,8 +126,8 @@ def check_task(job: ResolvedJob) -> None:
 def check_packages(loggers: Mapping[str, Logger]) -> None:
     """Reject a logger whose package is not installed."""
     for name, logger in loggers.items():
-        if (package := getattr(logger, "package", None)) is not None:
-            check_installed(package, f"logger={name}")
+        if logger.package is not None:
+            check_installed(logger.package, f"logger={name}")
 
 
 def check_job(job: ResolvedJob) -> None:
@@ -165,15 +165,15 @@ def _check_crop(job: ResolvedJob) -> None:
     check_channels(job.augment, job.dataset.input_shape[0])
     if not crops_files(job.dataset):
         return
-    if (crop := getattr(job.augment, "crop", "resized")) != "resized":
-        raise InputError(
-            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and augment.crop is "
-            f"{crop}; use augment.crop=resized or dataset.crop_from=square"
-        )
     if not isinstance(job.augment, RandomResizedCrop):
         raise InputError(
             "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and the augmentation is "
             f"{type(job.augment).__name__}; use augment=standard or dataset.crop_from=square"
+        )
+    if job.augment.crop != "resized":
+        raise InputError(
+            "dataset.crop_from=file cuts the boxes of a random resized crop from the files, and augment.crop is "
+            f"{job.augment.crop}; use augment.crop=resized or dataset.crop_from=square"
         )
     if job.loader.decodes_once:
         raise InputError(
@@ -215,7 +215,7 @@ def _check_graph(job: ResolvedJob) -> None:
         return
     strategy, optimizer = (type(part).__name__.lower() for part in (job.strategy, job.optimizer))
     mode = job.model.compile_mode
-    looks_ahead = getattr(job.optimizer, "lookahead", None) is not None
+    looks_ahead = job.optimizer.lookahead is not None
     python_rate = (
         f"optimizer={optimizer} computes with its learning rate in Python, so each step would have the rate of the "
         "recorded one; use optimizer=sgd, adam, adamw or muon"
@@ -298,6 +298,5 @@ def check_threads(job: ResolvedJob) -> None:
 def check_data_memory(dataset: Source) -> None:
     """Refuse a data set that makes more images than fit into memory."""
     if size := dataset.generated_bytes:
-        name, examples = type(dataset).__name__.lower(), getattr(dataset, "examples", 1)
-        fitting = max(1, int(examples * available_memory() / 2 / size))
+        name, fitting = type(dataset).__name__.lower(), max(1, int(dataset.examples * available_memory() / 2 / size))
         check_room(f"the images of dataset={name}", size, f"dataset.examples={fitting}")

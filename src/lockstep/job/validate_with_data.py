@@ -55,10 +55,8 @@ def check_plan(job: ResolvedJob) -> Plan:
 
 def check_memory(job: ResolvedJob, plan: Plan) -> None:
     """Refuse a job that does not fit into memory: the kernel would kill its processes without a message."""
-    # What imports much is timm's: it takes seconds, and its own sizes are known to fit.
-    usual = bool(getattr(job.model, "imports", ())) and max(job.dataset.input_shape) <= LARGE
     on_cpu = job.device == "cpu"
-    if not usual or getattr(job.model, "options", None):
+    if not job.model.has_usual_size or max(job.dataset.input_shape) > LARGE:  # to import timm takes seconds
         copies = local_size(job.launcher.ranks) * (1 + on_cpu)  # the gradients are on the device
         check_size(sketch(job.model, job.dataset.classes, job.dataset.input_shape), copies)
     for purpose, size, remedy in _needs(job, plan) if on_cpu else ():
@@ -83,14 +81,14 @@ def _needs(job: ResolvedJob, plan: Plan) -> Iterator[tuple[str, float, str]]:
 def check_monitor(job: ResolvedJob) -> None:
     """Refuse a monitor that no evaluation of this job logs, or that has no value on the images to evaluate."""
     name, outputs = Monitor.parse(job.monitor).name, job.dataset.class_names or map(str, range(job.dataset.classes))
-    by_class = {name for name, metric in job.metric.items() if getattr(metric, "average", "") == "none"}
+    by_class = {name for name, metric in job.metric.items() if metric.average == "none"}
     known = ["loss", *job.task.counted, *(name for name in job.metric if name not in by_class)]
     of_classes = [f"{metric}/{output}" for metric in job.metric if metric in by_class for output in outputs]
     if name not in (*known, *of_classes):
         few = of_classes[:FEW]
         more = " and so on for each class" * (len(of_classes) > len(few))
         metric, by_output = name.partition("/")[::2]
-        has_average = by_output and hasattr(job.metric.get(metric), "average") and metric not in by_class
+        has_average = by_output and metric in job.metric and job.metric[metric].average not in ("", "none")
         remedy = f"set metric.{metric}.average=none" if has_average else "add a metric with metric=[NAME]"
         raise InputError(
             f"monitor is {name or job.monitor}, which an evaluation of this job does not log, expected one of "

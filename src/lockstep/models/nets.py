@@ -2,10 +2,9 @@
 
 import itertools
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,22 +34,12 @@ class Network(Model):
     grad_checkpointing: bool = False
     compile: bool = False
     compile_mode: str = choice("default", "default", "reduce_overhead", "max_autotune")
-    imports: ClassVar[tuple[str, ...]] = ()
-    """Modules that building it imports and that take seconds."""
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    @abstractmethod
-    def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-        """The module, which maps float images (B, C, H, W) to logits (B, classes)."""
 
 
 def without_weights(option: Model) -> Model:
     """The same model with random weights: for a caller that loads other weights, or needs only the shapes."""
     changed: Any = option
-    return replace(changed, pretrained=False) if hasattr(option, "pretrained") else option
+    return replace(changed, pretrained=False) if option.pretrained else option
 
 
 def sketch(option: Model, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

@@ -32,6 +32,10 @@ class Torchvision(Network):
         return f"{TORCHVISION}.{self.name}"
 
     @property
+    def has_usual_size(self) -> bool:
+        return not self.options
+
+    @property
     def architecture(self) -> str:
         return self.name.partition(".")[0]
 

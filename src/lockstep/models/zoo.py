@@ -45,6 +45,10 @@ class Timm(Network):
     def library_name(self) -> str:
         return self.name
 
+    @property
+    def has_usual_size(self) -> bool:
+        return not self.options
+
     def check(self) -> None:
         architecture, _, tag = self.name.partition(".")
         if model_of(self.name) is None:
@@ -170,6 +174,7 @@ class ResNet34(Network):
     """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
+    has_usual_size: ClassVar[bool] = True
     stem: str = choice("imagenet", "imagenet", "cifar")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

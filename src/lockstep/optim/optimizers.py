@@ -55,7 +55,6 @@ class OptimizerOption(Optimizer):
     layer_decay: float | None = ranged(None, above=0.0, most=1)
     lookahead: int | None = ranged(None, least=1, most=1_000_000)
     lookahead_alpha: float = ranged(0.5, above=0.0, most=1)
-    scope: ClassVar[UpdateScope] = UpdateScope.model
 
     def __post_init__(self) -> None:
         if self.lookahead is None and self.lookahead_alpha != OptimizerOption.lookahead_alpha:
@@ -233,6 +232,10 @@ class Timm(OptimizerOption):
                 f"optimizer.momentum is {self.momentum}, but optimizer.opt={self.opt} has none; remove it, and "
                 "give what it has with +optimizer.options.KEY=VALUE"
             )
+
+    @property
+    def algorithm(self) -> str:
+        return self.opt
 
     @property
     def usual(self) -> UsualRate:

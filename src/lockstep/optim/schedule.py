@@ -17,7 +17,7 @@ Evaluations = Sequence[tuple[int, float]]  # step and gain, as `Schedule` in cor
 
 
 @option("schedule")
-class Constant:
+class Constant(Schedule):
     """A constant learning rate after a linear warm-up.
 
     `warmup` is a duration (steps, `2ep`, `5%`): the rate climbs linearly and reaches its base value at the

@@ -40,7 +40,7 @@ class Single(Strategy):
             )
 
     def check_parts(self, optimizer: Optimizer, precision: Precision, micro_batches: int | str) -> None:
-        name, scope = type(self).__name__.lower(), getattr(optimizer, "scope", UpdateScope.model)
+        name, scope = type(self).__name__.lower(), optimizer.scope
         if scope > self.widest:
             seen = {UpdateScope.parameter: "whole parameters", UpdateScope.model: "all parameters together"}[scope]
             cut, others = STEPPED[self.widest]

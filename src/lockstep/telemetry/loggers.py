@@ -17,7 +17,7 @@ from lockstep.config.options import option
 from lockstep.core.errors import InputError
 from lockstep.core.fields import FOLDER, TEXT, choice, pathname, personal, ruled
 from lockstep.core.figures import finite, read_figures
-from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.observer import Logger, Observer, Outcome, RunInfo
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import append, check_names, locked, make_folder, storing
 from lockstep.telemetry import tensorboard
@@ -34,7 +34,7 @@ LONGEST = 230  # MLflow takes 250 characters
 
 
 @option("logger")
-class JSONL:
+class JSONL(Logger):
     """The file `metrics.jsonl` in the run folder."""
 
     def build(self, run: RunInfo) -> Observer:
@@ -42,7 +42,7 @@ class JSONL:
 
 
 @option("logger", "tensorboard")
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files in the run folder."""
 
     histograms: bool = False
@@ -64,7 +64,7 @@ def accepted(name: str) -> str:
 
 
 @option("logger", "wandb")
-class WandB:
+class WandB(Logger):
     """Weights & Biases."""
 
     project: str | None = personal(ruled(None, TEXT))
@@ -133,7 +133,7 @@ class WandBRun(Observer):
 
 
 @option("logger")
-class MLflow:
+class MLflow(Logger):
     """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
 
     experiment: str | None = personal(ruled(None, TEXT))

@@ -44,7 +44,7 @@ def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
     TensorBoard cuts longer texts. Every job has the same keys.
     """
     places = frozenset({"root", "path"})
-    folder = Path(str(getattr(job.dataset, "path", ""))).name
+    folder = Path(job.dataset.path or "").name
     groups = ("model", "augment", "strategy", "precision", "schedule", "loss")
     numbers = ("micro_batches", "mixup", "cutmix", "erase", "repeats", "clip_norm", "ema")
     return {
@@ -156,7 +156,7 @@ def state_bytes(option: Optimizer, model: nn.Module) -> int | None:
         name = f"dimensions_{parameter.dim()}"
         if not hasattr(small, name):
             small.register_parameter(name, nn.Parameter(torch.zeros([SIDE] * parameter.dim(), dtype=parameter.dtype)))
-    of_layers = {name: None for name in ("layer_decay", "head_lr") if getattr(option, name, None) is not None}
+    of_layers = {field.name: None for field in dataclasses.fields(option) if field.name in ("layer_decay", "head_lr")}
     changed: Any = option
     changed = dataclasses.replace(changed, **of_layers)  # the small module has no layers
     try:
@@ -227,7 +227,7 @@ def say_start(
 
 def _place(source: Source) -> str:
     """The path of a data set, or its name where it comes from: ` photos`; empty without one."""
-    return f" {relative(Path(path))}" if (path := str(getattr(source, "path", ""))) else ""
+    return f" {relative(Path(source.path))}" if source.path else ""
 
 
 def _classes(job: ResolvedJob, data: TrainingData) -> str:

@@ -180,8 +180,8 @@ def _observer(
     job: ResolvedJob, run_dir: RunDir, world: World, plan: Plan, state: TrainState, progress: Progress
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
-    loggers = sorted(job.logger.values(), key=lambda logger: not getattr(logger, "figures", ()))
-    observers = Observers(names=[name for logger in loggers for name in getattr(logger, "figures", ())])
+    loggers = sorted(job.logger.values(), key=lambda logger: not logger.figures)
+    observers = Observers(names=[name for logger in loggers for name in logger.figures])
     evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
     tags = [*evaluated, *job.task.figures, *observers.names]
     run = RunInfo(

@@ -214,7 +214,7 @@ def batch_norm_counts(strategy: Strategy, count: int, ranks: int, micro_batches:
     """The numbers of examples over which a batch norm counts in a step on a global batch of `count` examples."""
     ends = [piece * count // (ranks * micro_batches) for piece in range(ranks * micro_batches + 1)]
     sizes = [end - start for start, end in pairwise(ends)]
-    if getattr(strategy, "sync_batchnorm", False):
+    if strategy.sync_batchnorm:
         return {sum(sizes[part::micro_batches]) for part in range(micro_batches)}
     gpus = max(1, torch.cuda.device_count()) if isinstance(strategy, DataParallel) else 1
     return {len(chunk) for size in {*sizes} for chunk in torch.empty(size, device="meta").chunk(gpus)}

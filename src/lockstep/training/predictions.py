@@ -129,7 +129,7 @@ class CollectedLabels(CollectedPredictions):
         by_label = [part.sum(0).tolist() for part in (true, predicted, true & predicted)]
         fields = _counts(by_label) | {"targets": LABELS, "confusion": [], "curves": []}
         if len(odds):
-            score = AveragePrecision(average="none").build_labels(self.names)
+            score = AveragePrecision(average="none").build_for(LABELS, self.names)
             score.update(odds, true)
             fields["average_precision"] = [_number(value) for value in score.compute().tolist()]
             if len(self.names) <= CURVE_CLASSES:

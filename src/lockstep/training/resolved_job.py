@@ -67,7 +67,7 @@ class ResolvedJob(Job):
     def metric_notes(self) -> list[str]:
         """What the metrics say of the classes of the data. Raises InputError for a metric that does not fit them."""
         names = self.dataset.class_names or [*map(str, range(self.dataset.classes))]
-        return [note for own in self.metric.values() if hasattr(own, "notes") for note in own.notes(names)]
+        return [note for own in self.metric.values() for note in own.notes(names)]
 
     @classmethod
     def of(cls, job: Job) -> ResolvedJob:
@@ -93,9 +93,9 @@ def describe(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
 
 def named(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
     """`describe` for the user: without empty parentheses, and a model of a library by its name there."""
-    if (name := getattr(component, "library_name", None)) is not None:
+    if component.library_name is not None:
         text = describe(component, leave_out | {"name"})
-        return text.replace(type(component).__name__, name, 1).removesuffix("()")
+        return text.replace(type(component).__name__, component.library_name, 1).removesuffix("()")
     return describe(component, leave_out).removesuffix("()")
 
 
@@ -165,7 +165,7 @@ def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
         "batch": job.batch,
         "sampling": job.train.sampling + f", repeats={job.train.repeats}" * (job.train.repeats > 1),
         "seed": job.seed,
-        "optimizer": getattr(job.optimizer, "opt", type(job.optimizer).__name__),
+        "optimizer": job.optimizer.algorithm,
         "loss": type(job.loss).__name__,
         # With what identifies its files in the place of their paths.
         "task": " ".join([describe(job.task, _paths(job.task)), *map(" ".join, job.task.identity().items())]),

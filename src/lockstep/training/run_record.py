@@ -64,7 +64,7 @@ class RunRecord:
                 "this processor has no instructions for bfloat16, so a step takes 2 to 47 times as long as in "
                 "float32; precision=fp32 is faster (lockstep doctor tries how much)"
             )
-        if job.train.sampling == "balanced" and getattr(job.loss, "class_weights", None):
+        if job.train.sampling == "balanced" and job.loss.class_weights:
             notes.append("train.sampling=balanced balances the classes already, and loss.class_weights apply on top")
         if self.world.device.type == "cuda" and job.repro != "strict":
             notes.append(

@@ -321,9 +321,14 @@ class FileSource(PhotoSource, CutSource):
         return [
             *dict.fromkeys(note for files in splits.values() for note in files.notes),
             *limit,
-            *lists_note(self.class_names, self.targets, getattr(self, "label_separator", None)),
+            *lists_note(self.class_names, self.targets, self.label_separator),
             *class_notes(self.class_names, labels, self.targets),
         ]
+
+    @property
+    def label_separator(self) -> str | None:
+        """See `lists_note`."""
+        return None
 
     def _split(self, files: Files) -> FileSplit:
         size, own = self.image_shape[1:], dict[str, Any](channels=self.channels, fit=self.fit)

@@ -36,8 +36,6 @@ class Resident(ImageLoader):
     """The whole split is on the device as uint8; a batch is one gather there."""
 
     decodes_once: ClassVar[bool] = True
-    workers: ClassVar[int] = 0
-    prefetch: ClassVar[int] = 0
 
     def __str__(self) -> str:
         return "all images in memory"

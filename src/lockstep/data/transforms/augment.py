@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lockstep.config.options import option
+from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, default_of, ranged
 from lockstep.core.model_card import INTERPOLATION
@@ -24,7 +25,7 @@ TRIES, FIRST_TRY = 10, 2**20
 
 
 @option("augment", "none")
-class NoAugment:
+class NoAugment(Augment):
     def __str__(self) -> str:
         return "none"
 
@@ -38,7 +39,7 @@ class Auto(NoAugment):
 
 
 @option("augment")
-class CropFlip:
+class CropFlip(Augment):
     """Pad the image, crop its own size out of it, then mirror it (He et al. 2016, section 4.2)."""
 
     pad: int = ranged(4, least=0, most=1024)
@@ -87,7 +88,7 @@ def reflected(positions: Tensor, side: int) -> Tensor:
 
 
 @option("augment", "standard")
-class RandomResizedCrop:
+class RandomResizedCrop(Augment):
     """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
 
     torchvision's `RandomResizedCrop(antialias=True)` (Szegedy et al. 2015), in which a box that does not fit is drawn
