@@ -45,7 +45,7 @@ SHORTER = {
     "lockstep.runtime.watchdog:GRACE_S": 1.0,
     "lockstep.runtime.program:GRACE_S": 1.0,
     "lockstep.launcher.elastic:LAST_CALL_S": 1,
-    "lockstep.diagnostics.examination:OTHERS_S": 1.0,
+    "lockstep.diagnostics.settings:OTHERS_S": 1.0,
 }
 
 

@@ -21,9 +21,9 @@ from helpers import forked
 from lockstep.cli.doctor import Checkup
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
-from lockstep.diagnostics import examination, inspection
+from lockstep.diagnostics import examination, inspection, settings
 from lockstep.diagnostics.inspection import Level
-from lockstep.training.dry_run import Gain
+from lockstep.diagnostics.settings import Gain
 
 JOB = ("device=cpu", "launcher.threads=1", "model=linear", "batch=4", "epochs=2")
 SIZE = "dataset.decode_size=16"
@@ -47,7 +47,7 @@ def photos(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trying other settings takes most of an examination; the command does it in one of the tests."""
-    monkeypatch.setattr(examination, "tried", lambda *arguments, **options: {})
+    monkeypatch.setattr(settings, "tried", lambda *arguments, **options: {})
 
 
 def examined(*words: str, multirun: bool = False, **options: Any) -> Checkup:
@@ -198,7 +198,7 @@ def test_what_is_wrong_with_a_job_is_told(
 def test_another_setting_is_named_where_it_is_faster_by_more_than_its_turns_differ(
     photos: Path, monkeypatch: pytest.MonkeyPatch, gains: dict[str, Gain], says: list[str]
 ) -> None:
-    monkeypatch.setattr(examination, "tried", lambda *arguments, **options: gains)
+    monkeypatch.setattr(settings, "tried", lambda *arguments, **options: gains)
     texts = [item.text for item in of_photos(photos).findings if item.check == "speed"]
     assert [text[: len(start)] for text, start in zip(texts, says, strict=True)] == says
 

@@ -16,11 +16,10 @@ from lockstep.core.world import World
 from lockstep.data.datasets import CSV, Digits, Folder, Packed
 from lockstep.data.loading import Resident, Streaming
 from lockstep.diagnostics import verdict
-from lockstep.diagnostics.examination import settings_to_try
+from lockstep.diagnostics.settings import settings_to_try, tried
 from lockstep.diagnostics.verdict import checklist, findings
 from lockstep.models import Linear
 from lockstep.training import dry_run
-from lockstep.training.dry_run import tried
 from lockstep.training.evidence import Evidence
 
 PLAN = Plan(examples=1000, batch=64, total_steps=320, micro_batches=1, log_every=20, eval_every=16, save_every=16)

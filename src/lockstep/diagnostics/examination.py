@@ -12,34 +12,31 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.core.errors import reason_of
 from lockstep.core.world import World
 from lockstep.data.loading import Streaming
 from lockstep.diagnostics.inspection import Finding, Level
-from lockstep.diagnostics.verdict import WORTH, takes_channels_last
+from lockstep.diagnostics.settings import other_settings
 from lockstep.job.create import check_resumable
 from lockstep.job.resume import Resume
 from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch
-from lockstep.precision import BF16, FP32
-from lockstep.runtime import host
 from lockstep.runtime.gpus import name_in_nvml, path_between
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
 from lockstep.strategy import DataParallel, Single
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import build_data
-from lockstep.training.dry_run import TURNS, micro_batches_that_fit, tried
+from lockstep.training.dry_run import micro_batches_that_fit
 from lockstep.training.evaluate import logits_of
 from lockstep.training.experiment import Parts, build_parts, configure_torch
 from lockstep.training.network import Freezing, batches_without_single, check_single_examples, frozen_names
-from lockstep.training.resolved_job import ResolvedJob, larger_batch
+from lockstep.training.resolved_job import ResolvedJob
 from lockstep.training.train_state import without_start
 
 STEPS, TRIAL_S = 5, 10.0  # at most so many steps and seconds are timed, after the first step
-OTHERS_S = 5.0  # the most that trying other settings takes
 OUTPUTS = 10e6  # bytes of the logs and figures of a run, at most about
 COPIED = 2**20  # numbers that are sent from GPU to GPU: 8 MB
 # Broken copies between GPUs usually come from the IOMMU or from ACS of the PCIe bridges, which redirect them.
@@ -190,37 +187,7 @@ def step(job: ResolvedJob) -> Iterator[Finding]:
     yield Finding("memory", f"a step in micro-batches of {job.micro_batch(ranks)} images fits ({room})")
     yield _time(job, world)
     if not job.model.compile:
-        yield _other_settings(job, shared)
-
-
-def _other_settings(job: ResolvedJob, world: World) -> Finding:
-    """Which other settings are faster by more than their turns differ, tried in steps on blank images."""
-    model = sketch(job.model, job.dataset.classes, job.dataset.input_shape)
-    gains = tried(job, settings_to_try(job, world, model, cores()), world, seconds=OTHERS_S)
-    shown = {name: f"{name} {gain.factor:.2f}x +- {gain.spread:.2f}" for name, gain in gains.items()}
-    faster = [shown[name] for name, gain in gains.items() if gain.is_clear and gain.factor >= WORTH]
-    text = f"no other setting is faster by more than its {TURNS} turns differ: {', '.join(shown.values())}"
-    if not gains:
-        text = f"no other setting was tried: steps of this job take too long for {OTHERS_S:g} s"
-    elif faster:
-        text = f"{', '.join(faster)} the images per second in {TURNS} turns (another batch or precision: another run)"
-    return Finding("speed", text)
-
-
-def settings_to_try(job: ResolvedJob, world: World, model: nn.Module, cores: int) -> dict[str, ResolvedJob]:
-    """Settings that may be faster than the job's, by override."""
-    on_cpu, others = world.device.type == "cpu", dict[str, ResolvedJob]()
-    if on_cpu and job.precision.dtype is not torch.float32 and job.precision.storage is torch.float32:
-        others["precision=fp32"] = replace(job, precision=FP32())
-    elif job.precision.dtype is torch.float32 and (not on_cpu or host.has_bfloat16()):
-        others["precision=bf16"] = replace(job, precision=BF16())
-    for threads in sorted({1, max(1, cores // world.local_size)} - {job.launcher.threads}) if on_cpu else ():
-        others[f"launcher.threads={threads}"] = replace(job, launcher=replace(job.launcher, threads=threads))
-    if takes_channels_last(job, model) and job.model.memory_format is not torch.channels_last:
-        others["model.channels_last=true"] = replace(job, model=replace(job.model, channels_last=True))
-    if (larger := larger_batch(job.batch, len(job.dataset.train()))) is not None:
-        others[larger] = replace(job, batch=2 * job.batch)
-    return others
+        yield other_settings(job, shared)
 
 
 def _time(job: ResolvedJob, world: World) -> Finding:

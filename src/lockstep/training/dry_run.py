@@ -1,20 +1,19 @@
-"""Tries steps on a throw-away model: how long they take, also with other settings, and which fit into memory."""
+"""Tries steps on a throw-away model: how long they take, and which fit into memory."""
 
 import ctypes
 import gc
 import math
 import resource
-import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -43,7 +42,6 @@ OUT_OF_MEMORY = (
     "could not create a primitive",
 )
 LAST = 2**40  # a step after which nothing thaws
-TURNS = 5  # how many steps of each setting are timed
 MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
@@ -129,49 +127,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-
-
-class Gain(NamedTuple):
-    """How many times as fast a setting was (the median of its turns), and how far its turns lie apart."""
-
-    factor: float
-    spread: float
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether the gain, or loss, is larger than the spread of its measurements."""
-        return abs(self.factor - 1) > self.spread
-
-
-def tried(job: ResolvedJob, others: Mapping[str, ResolvedJob], world: World, *, seconds: float) -> dict[str, Gain]:
-    """Throughput of a rank with other settings, relative to the job's, by name.
-
-    Steps alternate with steps of the job, so that other work on the machine slows both. Settings that do not fit into
-    memory, or into `seconds` in all, are skipped.
-    """
-    end = time.perf_counter() + seconds
-    gains: dict[str, Gain] = {}
-
-    def with_threads(setting: ResolvedJob, function: Callable[[], T]) -> T:
-        torch.set_num_threads(setting.launcher.threads)
-        return function()
-
-    def timer(setting: ResolvedJob) -> Callable[[], float] | None:
-        examples = setting.micro_batch(world.size)
-        seconds = with_threads(setting, partial(stopwatch, setting, World.solo(world.device), examples))
-        return None if seconds is None else partial(with_threads, setting, seconds)
-
-    with trial(world.device):
-        if (now := timer(job)) is None:
-            return {}
-        expected = now()
-        for name, setting in others.items():
-            share = setting.micro_batch(world.size) / job.micro_batch(world.size)
-            room = (end - time.perf_counter()) / expected  # in steps: the warm-up, and both settings in turns
-            if share + TURNS * (1 + share) <= room and (then := timer(setting)) is not None:
-                factors = [share * now() / then() for _ in range(TURNS)]
-                gains[name] = Gain(statistics.median(factors), max(factors) - min(factors))
-    return gains
 
 
 @contextmanager
