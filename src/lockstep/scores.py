@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, SOFTMAX
 from lockstep.core.protocols import Metric, Score
@@ -67,9 +70,6 @@ class Scores(EvaluationObserver):
         self.scores: dict[str, Score] = {}
         for name, metric in metrics.items() if world.is_main else ():
             self.scores[name] = metric.build_for(targets, self.class_names)
-        for score in self.scores.values():
-            # torchmetrics would wait for the other ranks, which have no metrics.
-            score.distributed_available_fn = lambda: False  # type: ignore[attr-defined]
 
     def update(self, block: Block) -> None:
         if self.metrics:
@@ -92,7 +92,8 @@ class Scores(EvaluationObserver):
         """The scores by name, `NAME` or `NAME/CLASS`, on main; then resets them."""
         figures: dict[str, float] = {}
         for name, score in self.scores.items():
-            value = torch.as_tensor(score.compute())
+            with without_other_ranks():
+                value = self._as_numbers(name, score.compute())
             score.reset()
             if value.ndim == 0:
                 figures[name] = value.item()
@@ -100,3 +101,26 @@ class Scores(EvaluationObserver):
                 pairs = zip(self.class_names, value.tolist(), strict=True)
                 figures |= {f"{name}/{class_name}": figure for class_name, figure in pairs}
         return figures
+
+    def _as_numbers(self, name: str, value: object) -> Tensor:
+        try:
+            numbers = torch.as_tensor(value, dtype=torch.float64)
+        except (RuntimeError, TypeError, ValueError):
+            shown = f"a {type(value).__name__}"
+        else:
+            if numbers.shape in ((), (len(self.class_names),)):
+                return numbers
+            shown = f"numbers of shape {tuple(numbers.shape)}"
+        expected = f"one number, or one for each of the {len(self.class_names)} classes"
+        raise InputError(f"metric={name} computes {shown}, expected {expected}")
+
+
+@contextmanager
+def without_other_ranks() -> Iterator[None]:
+    """torchmetrics would wait for the other ranks, which have no metrics. A score may hold its metrics anywhere."""
+    is_initialized = dist.is_initialized
+    dist.is_initialized = lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = is_initialized

@@ -340,6 +340,79 @@ def test_broken_images_do_not_count() -> None:
     assert scores.compute() == {"f1": pytest.approx(expected, rel=1e-6)}
 
 
+class Holder:
+    """A metric with others in a list; it takes no attribute more, as a frozen dataclass does."""
+
+    __slots__ = ("held",)
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+
+    def update(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
+        for metric in self.held:
+            metric.update(probabilities, labels)
+
+    def compute(self) -> torch.Tensor:
+        return torch.stack([metric.compute() for metric in self.held]).sum()
+
+    def reset(self) -> None:
+        for metric in self.held:
+            metric.reset()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(lambda f1, precision: f1, id="one"),
+        pytest.param(lambda f1, precision: f1 + precision, id="sum"),
+        pytest.param(lambda f1, precision: Holder(f1), id="held"),
+        pytest.param(lambda f1, precision: Holder(Holder(f1), precision), id="held-deep"),
+    ],
+)
+def test_a_metric_of_torchmetrics_waits_for_no_rank_wherever_it_is_held(
+    build: Callable[[Any, Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchmetrics.classification import MulticlassF1Score, MulticlassPrecision
+
+    def gather(*_: object) -> None:
+        raise AssertionError("it asks the other ranks")
+
+    expected = build(
+        reference.f1_score(LABELS, PREDICTED, average="macro"),
+        reference.precision_score(LABELS, PREDICTED, average="macro"),
+    )
+    score = build(MulticlassF1Score(CLASSES), MulticlassPrecision(CLASSES))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr("torchmetrics.metric.gather_all_tensors", gather)
+    scores = Scores({"it": SimpleNamespace(build_for=lambda targets, names: score)}, CLASSES, (), World.solo())
+    scores.update(block(LOGITS, LABELS))
+    assert scores.compute()["it"] == pytest.approx(total(expected), rel=1e-6)
+    assert torch.distributed.is_initialized()
+
+
+def total(expected: Any) -> float:
+    return sum(map(total, expected.held)) if isinstance(expected, Holder) else expected
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (torch.ones(3, 3), "numbers of shape (3, 3)"),
+        (torch.ones(2), "numbers of shape (2,)"),
+        ({"a": torch.ones(())}, "a dict"),
+        (None, "a NoneType"),
+        ("high", "a str"),
+    ],
+)
+def test_a_metric_that_computes_no_score_is_one_sentence(value: object, shown: str) -> None:
+    score = SimpleNamespace(compute=lambda: value)
+    scores = Scores({"it": SimpleNamespace(build_for=lambda targets, names: score)}, 3, (), World.solo())
+    with pytest.raises(
+        InputError, match=re.escape(f"metric=it computes {shown}, expected one number, or one for each")
+    ):
+        scores.compute()
+
+
 def test_main_has_the_scores_of_all_ranks_and_waits_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def scores_of_rank(world: World) -> dict[str, float]:
         scores = Scores({"f1": metrics.F1()}, CLASSES, (), world)
