@@ -26,6 +26,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.config.commands import jobs_of
 from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError, check_installed, reason_of
@@ -35,7 +36,7 @@ from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.safe_write import append
 from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.line import jobs_of, params_of
+from lockstep.sweep.line import params_of
 from lockstep.sweep.record import SCORE, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 

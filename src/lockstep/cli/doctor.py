@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import components, composition
-from lockstep.config.commands import shell_command
+from lockstep.config.commands import jobs_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.messages import translate
@@ -19,7 +19,6 @@ from lockstep.diagnostics import examination
 from lockstep.diagnostics.inspection import Finding, Level, inspect
 from lockstep.job.create import checked_job, fitted_to_images
 from lockstep.job.resume import Resume, decide_resume
-from lockstep.sweep.line import jobs_of
 from lockstep.telemetry.progress import format_duration, progress
 from lockstep.training.resolved_job import ResolvedJob
 

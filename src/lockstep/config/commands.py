@@ -1,16 +1,17 @@
 """The words of the user's command, and commands in messages, quoted so that the user can paste them into a shell."""
 
+import itertools
 import json
 import re
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString
 from hydra.errors import HydraException
 
 from lockstep.config.schema import GROUPS, MANY
@@ -169,3 +170,29 @@ def repeated_words(command: str, keys: Collection[str]) -> list[str]:
     """The words of a run's command that a resume must repeat: the program, the config files, and some `keys`."""
     words, files = shlex.split(command), ("--config-", "hydra.searchpath=")
     return words[:2] + [word for word in words if word.startswith(files) or key_of(word) in keys]
+
+
+def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
+    """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
+
+    Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
+    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
+    if there is an interval, and no search.
+    """
+    values: list[tuple[str, list[str]]] = []
+    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
+        key, value = override.get_key_element(), override.value()
+        if not override.is_sweep_override():
+            choices = [str(override.input_line)]
+        elif not isinstance(value, IntervalSweep):
+            choices = [f"{key}={text}" for text in override.sweep_string_iterator()]
+        elif searches:
+            choices = [f"{key}={end}" for end in (value.start, value.end)]
+        else:
+            raise InputError(
+                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
+                "values with commas"
+            )
+        adds = override.is_list_extend() or any(word.partition("=")[2].startswith("{") for word in choices)
+        values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
+    return [list(job) for job in itertools.product(*(choices for _, choices in values))]

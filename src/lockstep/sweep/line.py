@@ -1,15 +1,13 @@
 """From a sweep's command line to its folder: a new one, or the folder of the same sweep, which then resumes."""
 
-import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from lockstep.config import commands
@@ -185,32 +183,6 @@ def _with_starts(config: DictConfig, words: list[str], ledger: Ledger) -> list[s
         run = commands.override("", identity.latest)[1:]
         words = [pattern.sub(lambda _: run, word) if word in starts else word for word in words]
     return [*words, *(f"{key}={run}" for key in sorted(keys))]
-
-
-def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:
-    """The overrides of each job of a sweep's line, in its order; of an interval, if it `searches`, the two ends.
-
-    Of several words that set a key the last one counts, and all of those that add to it, as in the line of one job.
-    With Hydra's config `loader`, `glob(...)` is read too. Raises HydraException if a word cannot be read; InputError
-    if there is an interval, and no search.
-    """
-    values: list[tuple[str, list[str]]] = []
-    for override in OverridesParser.create(config_loader=loader).parse_overrides(list(words)):
-        key, value = override.get_key_element(), override.value()
-        if not override.is_sweep_override():
-            choices = [str(override.input_line)]
-        elif not isinstance(value, IntervalSweep):
-            choices = [f"{key}={text}" for text in override.sweep_string_iterator()]
-        elif searches:
-            choices = [f"{key}={end}" for end in (value.start, value.end)]
-        else:
-            raise InputError(
-                f"{override.input_line} is an interval, which only a search draws from; use hydra/sweeper=optuna, or "
-                "values with commas"
-            )
-        adds = override.is_list_extend() or any(word.partition("=")[2].startswith("{") for word in choices)
-        values = [*(entry for entry in values if adds or entry[0] != key), ("" if adds else key, choices)]
-    return [list(job) for job in itertools.product(*(choices for _, choices in values))]
 
 
 def _base(config: DictConfig) -> dict[str, Any]:
