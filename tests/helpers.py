@@ -34,7 +34,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from forks import Fork, Forks
-from lockstep.cli.processes import Command, running
 from lockstep.config import components, composition, messages
 from lockstep.config.composition import Invocation
 from lockstep.config.schema import GROUPS, Job
@@ -47,6 +46,7 @@ from lockstep.job import resolve, worker
 from lockstep.job.create import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.launcher.spawn import Spawn
+from lockstep.runtime.commands import Command, running
 from lockstep.runtime.signals import StopRequest
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.view import SweepView

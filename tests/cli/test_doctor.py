@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 
 from helpers import forked
-from lockstep.cli.doctor import Checkup
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.folder import Folder
 from lockstep.diagnostics import examination, inspection, settings
+from lockstep.diagnostics.doctor import Checkup
 from lockstep.diagnostics.inspection import Level
 from lockstep.diagnostics.settings import Gain
 

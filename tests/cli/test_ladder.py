@@ -17,10 +17,10 @@ from helpers import resolved, running_fork
 from lockstep.cli import ladder as module
 from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
 from lockstep.cli.ladder_table import row_of, show
-from lockstep.cli.processes import running
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
+from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
 from processes import wait_for

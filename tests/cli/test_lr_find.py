@@ -15,8 +15,8 @@ from torch import nn
 
 import lockstep
 from helpers import NARROW
-from lockstep.cli.lr_find import RangeTest, lr_find, range_test
 from lockstep.core.errors import InputError, StorageError
+from lockstep.diagnostics.lr_find import RangeTest, lr_find, range_test
 
 JOB = (NARROW, "device=cpu", "launcher.threads=1", "train.micro_batches=2", "train.clip_norm=5")
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from helpers import forks, result, running_fork
-from lockstep.cli import prove
-from lockstep.cli.prove import COMMON, OTHERS, Case, RunResult, cases, compare, for_strategy, texts
 from lockstep.core.errors import InputError, NumericalError
+from lockstep.diagnostics import prove
+from lockstep.diagnostics.prove import COMMON, OTHERS, Case, RunResult, cases, compare, for_strategy, texts
 from lockstep.runtime.signals import StopNow
 from processes import wait_for
 

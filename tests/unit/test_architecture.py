@@ -347,7 +347,7 @@ READS: dict[str, str] = {
     "telemetry.pictures": "images, from bytes that were read",
     "cli.servers": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
-    "cli.prove": "the files that `lockstep prove` has just had written",
+    "diagnostics.prove": "the files that `lockstep prove` has just had written",
 }
 
 

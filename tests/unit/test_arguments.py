@@ -9,11 +9,11 @@ import pytest
 from lockstep.api import compose
 from lockstep.cli.arguments import ONE_PROCESS, arguments
 from lockstep.cli.ladder import OF_RUNGS
-from lockstep.cli.lr_find import OF_TEST, lr_find
-from lockstep.cli.prove import OF_RUNS
 from lockstep.config.commands import OF_RUN
 from lockstep.config.composition import without_keys
 from lockstep.core.errors import InputError
+from lockstep.diagnostics.lr_find import OF_TEST, lr_find
+from lockstep.diagnostics.prove import OF_RUNS
 from lockstep.job.resume import refuse_resume
 
 # A command that trained a run, with a key of each kind that says where and how.

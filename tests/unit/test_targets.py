@@ -18,7 +18,6 @@ from torch import Tensor
 from torchvision.models._meta import _COCO_CATEGORIES, _IMAGENET_CATEGORIES
 
 from helpers import records, resolved, train_here
-from lockstep.cli import prove
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.rng import MIX, sample_keys
@@ -28,6 +27,7 @@ from lockstep.data.datasets.tables import CSV, HF
 from lockstep.data.datasets.targets import check_labels, class_notes, lists_note, split_text
 from lockstep.data.datasets.webdataset import WebDataset
 from lockstep.data.transforms.device import Mix
+from lockstep.diagnostics import prove
 from lockstep.diagnostics.inspection import inspect
 from lockstep.job.validate import check_job
 from lockstep.job.validate_with_data import check_plan

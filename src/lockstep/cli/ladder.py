@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
-from lockstep.cli.processes import ending, running
 from lockstep.config.commands import RUN_FOLDERS, key_of, latest_starts, override, shell_command, with_starts
 from lockstep.config.composition import composed, without_keys
 from lockstep.core import log, run_dir, safe_read
@@ -37,6 +36,7 @@ from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch
 from lockstep.runtime import host
+from lockstep.runtime.commands import ending, running
 from lockstep.runtime.signals import StopNow
 from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.sweep.record import Record

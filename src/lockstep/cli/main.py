@@ -16,7 +16,9 @@ COMMANDS = (
     *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
     *("runs", "compare", "report", "watch", "clean"),
 )
-MODULES = {"show": "data", "pack": "data", "report": "runs", "clean": "runs", "demo": "servers", "watch": "servers"}
+MODULES = {"show": "cli.data", "pack": "cli.data", "report": "cli.runs", "clean": "cli.runs"}
+MODULES |= {"demo": "cli.servers", "watch": "cli.servers"}
+MODULES |= {name: f"diagnostics.{name}" for name in ("prove", "doctor", "lr_find")}
 
 
 def main() -> None:
@@ -68,5 +70,5 @@ def run_command() -> None:
         with loading():
             if options.command != "new":
                 configure_native_threads()  # the others import torch
-            module = importlib.import_module(f"lockstep.cli.{MODULES.get(function, function)}")
+            module = importlib.import_module(f"lockstep.{MODULES.get(function, f'cli.{function}')}")
         getattr(module, function)(**values)

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.reading import latest_valid
-from lockstep.cli.processes import ending, running
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, key_of, latest_starts, with_starts
 from lockstep.config.schema import Job
@@ -37,6 +36,7 @@ from lockstep.job.resolve import with_targets
 from lockstep.job.resume import refuse_resume
 from lockstep.models.nets import sketch
 from lockstep.optim.schedule import Chain, Plateau
+from lockstep.runtime.commands import ending, running
 from lockstep.telemetry.progress import progress
 
 PREFIX = "lockstep-prove-"  # of the folders for the runs, in the folder of temporary files
