@@ -60,17 +60,42 @@ class Averaging:
         multiples = range(-(-self.start // self.every) * self.every, step + 1, self.every)
         return {*multiples, *([self.last] if self.start <= self.last <= step else [])}
 
-    def remedies(self, saved: "Averaging", step: int) -> list[str]:
+    def check(self, start: int | str) -> None:
+        """Raise InputError if a run with `train.swa_from=START` ends before its average begins."""
+        if self.start > self.last:
+            raise InputError(
+                f"train.swa_from is {start}, step {self.start:,}, but the run has {self.last:,} steps, so nothing is "
+                "averaged; use train.swa_from=75%"
+            )
+
+    def check_resumed(self, saved: "Averaging | int", step: int, start: int | str) -> None:
+        """Raise InputError if a run with `train.swa_from=START` cannot continue the mean of a checkpoint of `step`.
+
+        `saved` is its mean; of an earlier version, only the number of its steps.
+        """
+        if remedies := self.remedies(saved, step):
+            raise InputError(
+                f"resume: a run of {self.last:,} steps averages other steps up to {step:,} by train.swa_from={start} "
+                "than the checkpoint, whose average cannot be taken apart; use "
+                f"{' to continue it, or '.join(remedies)}"
+            )
+
+    def remedies(self, saved: "Averaging | int", step: int) -> list[str]:
         """The overrides with which a run may resume from `step` with the mean of `saved`; none if it may without.
 
         It may if the mean has the same steps, or this one begins with `step` or later.
         """
-        if self.until(step) == saved.until(step) or self.until(step) <= {step}:
+        if (steps := self.until(step)) <= {step}:
+            return []
+        later = f"train.swa_from={step + 1}"
+        if isinstance(saved, int):
+            return [later] * (len(steps) != saved)
+        if steps == saved.until(step):
             return []
         same = replace(saved, last=self.last)
         continues = same.until(step) == saved.until(step) and same.start <= self.last
         remedies = [f"train.swa_from={same.start} train.swa_every={same.every}"] * continues
-        return remedies + [f"train.swa_from={step + 1}"] * (step < self.last)
+        return remedies + [later] * (step < self.last)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,11 +5,10 @@ The folder is locked, created once the job is checked, and undone if a rank refu
 
 import importlib
 import multiprocessing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -36,7 +35,7 @@ from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job
 from lockstep.job.validate_with_data import check_plan
 from lockstep.runtime import environment
-from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, fingerprint, train_longer
+from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
 
 def create_run(
@@ -154,39 +153,24 @@ def check_resumable(resume: Resume, job: ResolvedJob, plan: Plan) -> None:
         log.show_warning(f"{error}; it will be replaced")
         ended = False
     facts = check_fingerprint(fingerprint(job, plan.examples), resumed)
-    step, total = facts["progress"]["step"], plan.total_steps
+    step, total, state = facts["progress"]["step"], plan.total_steps, ""
     if step > total:
         state = f"stands at step {step}, and this job would end at step {total}"
     elif step == total and ended:
         state = f"has finished step {step} of {total}, so nothing is left to do"
-    else:
-        check_decisions(job, plan, facts["progress"], resumed)
-        return
-    raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
-
-
-def check_decisions(job: ResolvedJob, plan: Plan, progress: Mapping[str, Any], checkpoint: Path) -> None:
-    """Say what the steps so far have, and would not have if the run had had this plan from its start.
-
-    Raises InputError: the average of the weights would be over other steps.
-    """
-    here, saved, step = decisions(job, plan), progress.get("decisions", {}), progress["step"]
-    remedies: list[str] = []
+    if state:
+        raise InputError(f"resume: {resumed} {state}; train longer with {train_longer(job, plan, step)}")
+    saved: Decisions = facts["progress"].get("decisions", {})  # an earlier version has none
     if job.train.swa_from is not None:
-        mean = averaging_of(here)
-        if saved:
-            remedies = mean.remedies(averaging_of(saved), step)
-        elif not mean.until(step) <= {step}:  # of an earlier version, which has only the number of the steps
-            differs = len(mean.until(step)) != files.read_state(checkpoint)["ema_updates"]
-            remedies = [f"train.swa_from={step + 1}"] * differs
-    if remedies:
-        raise InputError(
-            f"resume: a run of {plan.total_steps:,} steps averages other steps up to {step:,} by train.swa_from="
-            f"{job.train.swa_from} than the checkpoint, whose average cannot be taken apart; use "
-            f"{' to continue it, or '.join(remedies)}"
-        )
-    if not saved:
-        return
+        mean = averaging_of(saved) if saved else int(files.read_state(resumed)["ema_updates"])
+        averaging_of(decisions(job, plan)).check_resumed(mean, step, job.train.swa_from)
+    if saved:
+        note_changes(job, plan, saved, step)
+
+
+def note_changes(job: ResolvedJob, plan: Plan, saved: Decisions, step: int) -> None:
+    """Say what the steps up to `step`, whose plan decided `saved`, would not have with this plan from the start."""
+    here = decisions(job, plan)
     changes = [
         f"{key} {here.get(key, 'null')} (not {saved.get(key, 'null')})"
         for key in {**here, **saved}

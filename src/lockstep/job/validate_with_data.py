@@ -17,9 +17,8 @@ from lockstep.losses import probabilities_of
 from lockstep.models.nets import check_size, sketch
 from lockstep.runtime.host import check_room
 from lockstep.scores import Block, Scores
-from lockstep.training.averages import check_average
 from lockstep.training.patience import Patience
-from lockstep.training.resolved_job import ResolvedJob, plan_of
+from lockstep.training.resolved_job import ResolvedJob, averaging_of, decisions, plan_of
 
 FLOAT32 = 4  # bytes
 FEW = 3  # classes that a sentence names
@@ -48,7 +47,8 @@ def check_plan(job: ResolvedJob) -> Plan:
         job.schedule.factor(step, plan, ())
     check_monitor(job)
     job.metric_notes()  # raises for a metric that does not fit the classes
-    check_average(job, plan)
+    if job.train.swa_from is not None:
+        averaging_of(decisions(job, plan)).check(job.train.swa_from)
     Patience(limit=job.train.patience, min_delta=job.train.min_delta).check(plan)
     return plan
 

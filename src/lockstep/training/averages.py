@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.core.errors import InputError
 from lockstep.core.model import BatchNorm, model_mode, own_parts
 from lockstep.core.plan import Averaging, Plan
 from lockstep.core.world import World
@@ -124,13 +123,3 @@ def build_average(job: ResolvedJob, plan: Plan, model: nn.Module, copy: nn.Modul
     if job.train.ema is not None:
         return EMA(model, job.train.ema, copy, warmup=job.train.ema_warmup, every=job.train.ema_every)
     return SWA(model, copy, averaging_of(decisions(job, plan)))
-
-
-def check_average(job: ResolvedJob, plan: Plan) -> None:
-    """Raise InputError if a run of this plan ends before its average begins."""
-    value, total = job.train.swa_from, plan.total_steps
-    if value is not None and (start := averaging_of(decisions(job, plan)).start) > total:
-        raise InputError(
-            f"train.swa_from is {value}, step {start:,}, but the run has {total:,} steps, so nothing is averaged; "
-            "use train.swa_from=75%"
-        )
