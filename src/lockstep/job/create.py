@@ -26,7 +26,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.job import (
-    by_images,
+    auto_training,
     worker,  # noqa: F401  # what each rank needs, before ranks are forked
 )
 from lockstep.job.resolve import resolve
@@ -76,7 +76,7 @@ def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     job = checked_job(resume, sweep=sweep)
     job.launcher.try_address()
     fetch_data(resume, job.dataset)
-    job = fitted_to_images(job, resume, sweep=sweep)
+    job = fitted_to_images(job, resume)
     plan = check_plan(job)
     if resume.checkpoint is None:
         job.model.prepare()
@@ -99,33 +99,34 @@ def job_here(overrides: Sequence[str], who: str, unused: Collection[str] = ()) -
     return job_of([*words, "launcher=inline", "launcher.ranks=1"])
 
 
-def checked_job(resume: Resume, *, sweep: bool = False, images: int | None = None) -> ResolvedJob:
+def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
     """The job of a command, resolved, and checked in every way that needs no data.
 
-    `sweep` is whether other jobs run in this process, `images` the number of training images once it is known.
+    `sweep` is whether other jobs run in this process.
     """
     job = components.build_job(resume.values)
     resume.check_personal(job)
-    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint, images=images)
+    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
     if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")
     check_job(resolved)
     return resolved
 
 
-def fitted_to_images(job: ResolvedJob, resume: Resume, *, sweep: bool = False) -> ResolvedJob:
+def fitted_to_images(job: ResolvedJob, resume: Resume) -> ResolvedJob:
     """The job with what its number of images decides; a batch that nobody has typed is at most the split."""
-    images, values = len(job.dataset.train()), resume.values
+    images, composed = len(job.dataset.train()), components.build_job(resume.values)
+    fitted = auto_training.fitted(job, composed, images)
     has_typed = any(key_of(word) == "batch" and "auto" not in word for word in resume.overrides)
     if not has_typed and 0 < images < job.batch:
         log.note(f"batch is {images}, all images of the training split; it would be {job.batch} with more images")
-        values = {**values, "batch": images}
-    composed = components.build_job(values)
-    if values is not resume.values or by_images.is_open(composed):
-        job = checked_job(replace(resume, values=values), sweep=sweep, images=images)
-    for note in by_images.notes(composed, job, images):
+        lr = composed.optimizer.at_batch(images, trained=job.starts_trained).lr
+        fitted = replace(fitted, batch=images, optimizer=replace(job.optimizer, lr=lr))
+    if fitted != job:
+        check_job(fitted)
+    for note in auto_training.notes(composed, fitted, images):
         log.note(note)
-    return job
+    return fitted
 
 
 def fetch_data(resume: Resume, dataset: Source) -> None:

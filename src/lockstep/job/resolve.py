@@ -17,7 +17,7 @@ from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
-from lockstep.job.by_images import with_choices
+from lockstep.job.auto_training import by_images, by_weights
 from lockstep.launcher import Auto as AutoLauncher
 from lockstep.launcher import Inline, Spawn
 from lockstep.runtime.host import cores
@@ -29,10 +29,10 @@ from lockstep.training.resolved_job import ResolvedJob
 EVAL_BATCH, EVAL_PIXELS = 256, 2**22
 
 
-def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int | None = None) -> ResolvedJob:
+def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJob:
     """The job with its device, ranks, strategy, launcher and paths decided.
 
-    `resumed` is the checkpoint from which the job resumes, `images` the number of training images once it is known.
+    `resumed` is the checkpoint from which the job resumes. What its number of images decides is as for many.
     Raises InputError if this machine lacks a device that the job requests, or two keys contradict each other.
     """
     batch = job.batch
@@ -46,7 +46,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None, images: int |
         job = replace(job, launcher=launcher.as_rank() if is_launched() else launcher)
     device = _device(job.device)
     gpus = torch.cuda.device_count() if device == "cuda" else 0
-    job = with_choices(job, resumed, images)
+    job = by_images(by_weights(job, resumed))
     trained = _trained_input(job, resumed)
     dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset).located(), trained), job.task.targets)
     job = replace(job, dataset=dataset)

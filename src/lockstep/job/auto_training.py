@@ -1,4 +1,4 @@
-"""Chooses what is `auto` by the number of training images and by the initial weights.
+"""Chooses what is `auto` in a training by its initial weights, and then by the number of its images.
 
 `conf/experiment/photos.yaml` has the sources of the numbers.
 """
@@ -15,6 +15,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.files import AUTO
 from lockstep.training.network import BACKBONE
+from lockstep.training.resolved_job import ResolvedJob
 
 LONGER = 3  # times as many epochs from random weights
 FROZEN, PATIENCE = "10%", "50%"  # of the run: with frozen layers, and without a better score
@@ -34,23 +35,8 @@ class Row:
 ROWS = (Row(500, 40, 0.99), Row(5_000, 20, 0.99), Row(20_000, 10, 0.999), Row(math.inf, 10, 0.999, mixup=0.1))
 
 
-def with_choices(job: Job, resumed: Path | None, images: int | None) -> Job:
-    """The job with its choices by its initial weights and by the number of its training images.
-
-    `resumed` is the checkpoint that it continues. While `images` is not known (None), they are chosen as for many.
-    """
-    job = _with_start(job, resumed)
-    row = ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
-    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
-    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
-    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
-    if train.patience == AUTO:  # half of a run of few evaluations would end it at once
-        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
-    return replace(job, epochs=epochs, train=train)
-
-
-def _with_start(job: Job, resumed: Path | None) -> Job:
-    """The job with its weights and its frozen layers chosen, and the weight decay of the run that it continues."""
+def by_weights(job: Job, resumed: Path | None) -> Job:
+    """The job with its weights and frozen layers chosen, and the weight decay of the run that `resumed` is of."""
     model: Any = job.model
     optimizer: Any = job.optimizer
     if resumed is not None and optimizer.decay_embeddings is None:
@@ -68,19 +54,30 @@ def _with_start(job: Job, resumed: Path | None) -> Job:
     return replace(job, train=replace(train, freeze=layers))
 
 
+def by_images(job: Job, images: int | None = None) -> Job:
+    """The job with the choices for so many training images; for many, while the number is not known (None)."""
+    row = ROWS[-1] if images is None else next(row for row in ROWS if images < row.below)
+    epochs = row.epochs * (1 if job.starts_trained else LONGER) if job.epochs == AUTO else int(job.epochs)
+    train = replace(job.train, ema=row.ema) if job.train.ema == AUTO else job.train
+    train = replace(train, mixup=row.mixup) if train.mixup == AUTO else train
+    if train.patience == AUTO:  # half of a run of few evaluations would end it at once
+        train = replace(train, patience=PATIENCE if job.steps is None and epochs >= LEAST else None)
+    return replace(job, epochs=epochs, train=train)
+
+
+def fitted(job: ResolvedJob, composed: Job, images: int) -> ResolvedJob:
+    """A resolved job, whose choices are those for many images, with those for `images`; `composed` has the `auto`."""
+    chosen = by_images(replace(composed, model=job.model), images)
+    train = {name: getattr(chosen.train, name) for name in ("ema", "mixup", "patience")}
+    return replace(job, epochs=int(chosen.epochs), train=replace(job.train, **train))
+
+
 def _has_weights(job: Job, resumed: Path | None) -> bool:
     """Whether to start from published weights: as the run did that is continued, else if they can be had."""
     if resumed is not None:
         with suppress(InputError, KeyError):  # a checkpoint that was copied on its own
             return bool(components.load(RunDir(resumed.parents[1]).config)["model"]["pretrained"])
     return job.init_from is None and not job.model.missing_weights()
-
-
-def is_open(job: Job) -> bool:
-    """Whether a job leaves something to these choices."""
-    train = job.train
-    values = (job.epochs, train.ema, train.mixup, train.patience, train.freeze_until, *train.freeze)
-    return AUTO in (*values, job.model.pretrained)
 
 
 def notes(job: Job, resolved: Job, images: int) -> list[str]:

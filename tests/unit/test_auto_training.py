@@ -7,7 +7,7 @@ import pytest
 
 import lockstep
 from helpers import built, photos_of_two_classes
-from lockstep.job import by_images
+from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
 from lockstep.models import Timm
 from lockstep.training.resolved_job import ResolvedJob, load_job
@@ -25,7 +25,8 @@ def missing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def chosen(*words: str, images: int) -> ResolvedJob:
-    return resolve(built(*RECIPE, *words), sweep=False, images=images)
+    job = built(*RECIPE, *words)
+    return auto_training.fitted(resolve(job, sweep=False), job, images)
 
 
 @pytest.mark.parametrize(
@@ -45,19 +46,19 @@ def test_the_images_and_the_weights_choose(images: int, epochs: int, ema: float,
 
 def test_what_is_typed_is_kept_and_every_choice_is_said(missing: str) -> None:
     job = built(*RECIPE)
-    lines = by_images.notes(job, resolve(job, sweep=False, images=80), 80)
+    lines = auto_training.notes(job, chosen(images=80), 80)
     start = "epochs=120" if missing else "epochs=40 train.freeze=[backbone] train.freeze_until=10%"
     assert lines[1:] == [f"chosen for 80 images: {start} train.ema=0.99 train.patience=50%"]
     assert bool(missing) == any(REASON in line and "init_from=FILE" in line for line in lines)
     block = ("train.ema=null", "train.mixup=0", "train.freeze=[conv1]", "train.freeze_until=1ep", "train.patience=2")
     words = ("epochs=3", "model.pretrained=false", *block)
     typed = chosen(*words, images=80)
-    assert not by_images.is_open(built(*RECIPE, *words))
+    assert auto_training.notes(built(*RECIPE, *words), typed, 80) == []
     assert (typed.epochs, typed.train.ema, typed.train.freeze, typed.starts_trained) == (3, None, ["conv1"], False)
 
 
 def test_weights_of_a_file_take_the_place_of_published_ones(missing: str) -> None:
-    start = by_images.with_choices(replace(built(*RECIPE), init_from="file.safetensors"), None, None)
+    start = auto_training.by_weights(replace(built(*RECIPE), init_from="file.safetensors"), None)
     assert (start.model, start.train.freeze) == (Timm(name="test_resnet.r160_in1k"), ["backbone"])
 
 
