@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers import as_ranks, command, forked, losses, records, train, weights
-from lockstep.launcher.processes import Fork
+from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import leave
 from processes import (
     ELASTIC,
@@ -72,8 +72,8 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
         import sys
         import lockstep
         import lockstep.runtime.guest  # of the call, before the fork
-        from lockstep.job.create import import_for_ranks
         from lockstep.job.create import job_of
+        from lockstep.runtime.forking import import_for_ranks
         words = sys.argv[1:]
         import_for_ranks(job_of(words))
         before = set(sys.modules)

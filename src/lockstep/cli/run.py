@@ -23,13 +23,14 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
-from lockstep.job.create import create_run, import_for_ranks, prepare
+from lockstep.job.create import create_run, prepare
 from lockstep.job.resolve import logged, monitor_of
 from lockstep.job.resume import Resume, refuse_in_sweep
 from lockstep.job.run_folder import Preparation
 from lockstep.job.slurm import submission
 from lockstep.job.worker import start
 from lockstep.launcher import Elastic, create_on_main
+from lockstep.runtime.forking import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import Ledger, record_of, recorded
 from lockstep.sweep.runs import is_below

@@ -3,21 +3,17 @@
 The folder is locked, created once the job is checked, and undone if a rank refuses the job.
 """
 
-import importlib
 import multiprocessing
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
 from lockstep.config.composition import Invocation
-from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, StorageError
@@ -25,16 +21,13 @@ from lockstep.core.locks import Lock
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.job import (
-    auto_training,
-    worker,  # noqa: F401  # what each rank needs, before ranks are forked
-)
+from lockstep.job import auto_training
 from lockstep.job.resolve import resolve
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.run_folder import Preparation, lock_run_folder
 from lockstep.job.validate import check_job
 from lockstep.job.validate_with_data import check_plan
-from lockstep.runtime import environment
+from lockstep.runtime import forking
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
 
@@ -51,7 +44,7 @@ def create_run(
         lock_run_folder(resume.folder, lock)
     job = prepare(resume, invocation)
     if job.launcher.can_fork():
-        import_for_ranks(job)
+        forking.import_for_ranks(job)
     run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
     lock.take(run_dir.lock)
     preparation = Preparation.write(
@@ -70,7 +63,7 @@ def create_run(
 
 def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
     """The job of a command, resolved, and checked with its data. Raises InputError if the job does not fit."""
-    torch.set_num_threads(1)  # ranks can only be forked from a single thread; each rank sets its own number
+    forking.keep_one_thread()
     # A job of the pool has its own process; Hydra's basic launcher runs the jobs of a sweep in one.
     sweep = invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
@@ -186,16 +179,3 @@ def note_changes(job: ResolvedJob, plan: Plan, saved: Decisions, step: int) -> N
             f"resume: a run of {plan.total_steps:,} steps would have had until step {step:,}, in steps: "
             f"{', '.join(changes)}; the steps so far stay as they were trained, and an average follows the new plan"
         )
-
-
-def import_for_ranks(job: Job) -> None:
-    """Import what each rank would import, and ask what it would ask, before ranks are forked from this process."""
-    environment.own_source()
-    for package in environment.PACKAGES:
-        environment.version_of(package)
-    parts = (job.model, job.strategy, *job.logger.values())
-    modules = {name for part in parts for name in part.imports}
-    modules |= {"torch._dynamo"} if job.model.compile else set()
-    modules |= {"sklearn.metrics"} if job.metric else set()
-    for name in sorted(modules):
-        importlib.import_module(name)

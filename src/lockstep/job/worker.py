@@ -30,8 +30,8 @@ from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import impatient
 from lockstep.core.world import World
 from lockstep.launcher import addresses
-from lockstep.launcher.processes import Fork
 from lockstep.runtime import program, watchdog
+from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob, load_job

@@ -1,19 +1,14 @@
 """For all that starts processes: the processes themselves, and their signals."""
 
-import atexit
-import gc
 import os
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.context import ForkProcess
-from pathlib import Path
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
 from lockstep.core.errors import Interrupted, LockstepError
-from lockstep.runtime import signals
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
@@ -40,26 +35,6 @@ class Process(Protocol):
         """No effect if the process has ended."""
 
 
-class Fork(ForkProcess):
-    """A fork of this process, which takes milliseconds: everything is imported already. It ends with this process."""
-
-    def __init__(self, target: Callable[[], object]) -> None:
-        super().__init__(target=target)
-        self.parent = os.getpid()
-
-    def run(self) -> None:
-        gc.freeze()  # what is inherited stays: a collection that looks through it would copy its pages
-        signals.begin(self.parent)
-        signal.signal(signal.SIGTSTP, signal.SIG_DFL)  # instead of the handler of `forwarding`
-        atexit._clear()  # what the parent has to do at its end, such as removing its temporary folders, is not ours
-        super().run()
-
-    def send_signal(self, number: int) -> None:
-        if self.exitcode is None and self.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
 class Fresh:
     """A fresh interpreter, which takes seconds. `options` are passed to `subprocess.Popen`."""
 
@@ -76,11 +51,6 @@ class Fresh:
     def join(self) -> None:
         self.process.wait()
         os.close(self.sentinel)
-
-
-def can_fork() -> bool:
-    """Whether this process has one thread: a fork would wait forever for a lock that another thread holds."""
-    return len(list(Path("/proc/self/task").glob("*"))) == 1  # none without Linux
 
 
 class Forwarding(StopRequest):

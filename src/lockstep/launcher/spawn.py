@@ -1,7 +1,4 @@
-"""Ranks of one machine: this process, or child processes, which meet at a free port. Keys: see `conf/launcher/`.
-
-A fork takes milliseconds, because everything is imported already; a fresh interpreter seconds, to import torch.
-"""
+"""Ranks of one machine: this process, or child processes, which meet at a free port. Keys: see `conf/launcher/`."""
 
 import multiprocessing.connection
 import os
@@ -29,14 +26,13 @@ from lockstep.launcher.processes import (
     KILLED,
     POLL_S,
     RANKS_GRACE_S,
-    Fork,
     Fresh,
     Process,
-    can_fork,
     forwarding,
     starting,
 )
 from lockstep.runtime import child
+from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.signals import StopNow, not_begun
 
 

@@ -18,8 +18,9 @@ from lockstep.config.commands import override
 from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.run import Run, State
 from lockstep.core.safe_write import append
-from lockstep.launcher.processes import KILLED, Fork, Fresh, Process, can_fork, forwarding
+from lockstep.launcher.processes import KILLED, Fresh, Process, forwarding
 from lockstep.runtime import signals
+from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
@@ -160,7 +161,7 @@ class Pool:
 
 
 def forked(ledger: Ledger, task: Task, share: Share) -> Fork:
-    """The process of a task as a fork of this one, which takes milliseconds: everything is imported already."""
+    """The process of a task as a fork of this one."""
     process = Fork(functools.partial(_serve, ledger, task, share))
     held = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the child unblocks them when it can act on them
     try:
