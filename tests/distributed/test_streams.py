@@ -31,7 +31,7 @@ def job(*_):
     if sys.argv[1:] != ["seed=0"]:
         raise ERROR
     return 1.0
-run.launch_job = job
+run.run_job = job
 sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
 main.main()
 """

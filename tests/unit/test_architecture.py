@@ -40,6 +40,7 @@ KNOWS_THE_RIM: dict[tuple[str, str], str] = {
 ASKS_FOR_MAIN: dict[str, str] = {
     "core.world": "defines it",
     "core.log": "one voice on the terminal",
+    "core.launch_env": "tells a rank that follows from its main",
     "training.experiment": "gives main its writer of checkpoints",
     "training.run_record": "shows and writes the run",
     "training.build_data": "has one process of each machine prepare the files",
@@ -47,7 +48,6 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "training.build_observers": "gives main its observers",
     "scores": "counts the predictions of all ranks on main",
     "launcher.elastic": "main's machine is the one where the others meet",
-    "launcher.attach": "one run folder and one summary for ranks that exist already",
 }
 
 

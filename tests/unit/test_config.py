@@ -95,7 +95,7 @@ NO_CLASS_OF_THEIRS: dict[str, tuple[Any, ...]] = {
     "loader": ("lockstep.data.loading.World", "lockstep.runtime.host.cores"),
     "optimizer": ("lockstep.optim.OptimizerOption",),
     "schedule": ("lockstep.optim.schedule.Plan",),
-    "launcher": ("lockstep.launcher.create_on_main", "lockstep.launcher.__doc__"),
+    "launcher": ("lockstep.launcher.elastic.launch_env", "lockstep.launcher.__doc__"),
     "loss": ("lockstep.losses.MaskedLoss",),
     "strategy": ("lockstep.strategy.base.Single",),
 }

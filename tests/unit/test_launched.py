@@ -178,7 +178,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, port: int) -> None:
 
 
 def join() -> None:
-    with attach.create_on_main(lambda earlier: pytest.fail("a job of these ranks begins")):
+    with attach.following() if launch_env.follows() else attach.leading():
         pytest.fail("a job of these ranks begins")
 
 
@@ -263,7 +263,7 @@ def test_no_answer_of_a_former_main_is_taken(monkeypatch: pytest.MonkeyPatch, tm
         main = attach.in_thread(lambda: invite(attempt))
         store.set(f"lockstep/run_dir/{attempt}", answer)
         try:
-            with attach.create_on_main(lambda earlier: pytest.fail("only main makes the folder")) as run_dir:
+            with attach.following() as run_dir:
                 return run_dir.path
         finally:
             main.result(timeout=30)

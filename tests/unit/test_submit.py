@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import OmegaConf
 
 from helpers import composed
@@ -231,8 +232,7 @@ def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     submitted: list[Path | None] = []
-    monkeypatch.setattr(callbacks, "submit_all", submitted.append)
-    monkeypatch.setattr(callbacks, "WAITING", [job(tmp_path)])
+    monkeypatch.setattr(callbacks, "submit_all", lambda jobs, folder: submitted.append(folder))
     monkeypatch.setattr(callbacks, "choose_folder", lambda config: Ledger(tmp_path))
     config, sweep = OmegaConf.create({"hydra": {"sweep": {"dir": str(tmp_path)}}}), callbacks.SweepCallbacks()
     try:
@@ -245,3 +245,18 @@ def test_a_sweep_that_is_started_while_an_error_is_handled_ends_like_any_other(
         except KeyError:  # an error of the sweep itself
             sweep.on_multirun_end(config)
     assert submitted == [tmp_path]
+
+
+def test_jobs_that_return_their_submissions_are_submitted_together_at_the_end(
+    tmp_path: Path, programs: Programs
+) -> None:
+    programs(sbatch=f"cat >> {tmp_path}/script; echo 17")
+    jobs, config = [job(tmp_path, tmp_path / name) for name in "ab"], OmegaConf.create()
+    for folder in (None, tmp_path):
+        sweep = callbacks.SweepCallbacks()
+        for value in (*jobs, 0.5, None):
+            sweep.on_job_end(config, JobReturn(status=JobStatus.COMPLETED, _return_value=value))
+        sweep.on_job_end(config, JobReturn(status=JobStatus.FAILED, _return_value=KeyError()))
+        assert sweep.submissions == jobs
+        callbacks.submit_all(sweep.submissions, folder)
+    assert (tmp_path / "script").read_text().count("#SBATCH --array=0-1") == 2

@@ -1,6 +1,6 @@
 """`hydra/launcher=pool`: the jobs of a sweep in processes of their own, as many at once as fit, and resumable.
 
-Any Hydra app can use it. A task function may have an attribute `needs`: a function that gets a job's config and what
+Any Hydra app can use it. Its task function may be an object with a method `needs`, which gets a job's config and what
 the machine has before any job starts, may raise an error for a wrong one, and returns what the job needs (both as
 `lockstep.sweep.devices.Needs`).
 """

@@ -6,18 +6,20 @@ import atexit
 import contextlib
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
 from lockstep.config.commands import program_name
 from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.launch_env import is_launched, started_by
+from lockstep.core.launch_env import follows, is_launched, started_by
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
@@ -27,20 +29,16 @@ from lockstep.runtime import program
 from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
 
-# The jobs of the present command that wait for their submission.
-WAITING: list[Submission] = []
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
 NAMES = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
 
 
-def submit_all(folder: Path | None = None) -> None:
-    """Submit the waiting jobs; `folder` is the folder of their sweep.
+def submit_all(submissions: Sequence[Submission], folder: Path | None = None) -> None:
+    """Submit jobs; `folder` is the folder of their sweep.
 
     Consecutive jobs with the same launcher settings become one array.
     """
-    waiting = [*WAITING]
-    WAITING.clear()
-    for launcher, same in groupby(waiting, key=lambda submission: submission.launcher):
+    for launcher, same in groupby(submissions, key=lambda submission: submission.launcher):
         if launcher.dry_run:
             for line in preview([*same], folder).splitlines():
                 log.console.print(line, soft_wrap=True)
@@ -55,15 +53,12 @@ def _refuse_as_rank() -> None:
     """Exit if this process is a launched rank, because each rank would run the whole sweep."""
     if not is_launched():
         return
-    from lockstep.launcher import create_on_main  # imported late: it needs torch, and --help must be fast
+    from lockstep.launcher.attach import following, leading  # imported late: it needs torch, and --help must be fast
 
-    def refuse(earlier: str) -> NoReturn:
+    with following() if follows() else leading():
         raise InputError(
             f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
         )
-
-    with create_on_main(refuse):
-        raise AssertionError("a refusal ends every rank")
 
 
 def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
@@ -79,6 +74,17 @@ def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
 
 
 class SweepCallbacks(Callback):
+    def __init__(self) -> None:
+        self.submissions: list[Submission] = []  # of the jobs that have ended so far
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, Submission):
+            self.submissions.append(job_return.return_value)
+
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
+        with program.bypass_hydra_errors():
+            submit_all(self.submissions)
+
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.run.dir).absolute()
         atexit.register(remove_empty, absent(folder))  # Hydra creates it, also for a job that will be refused
@@ -103,9 +109,8 @@ class SweepCallbacks(Callback):
         if sys.exc_info()[1] is not self.handled:  # the sweep ends with an error, which decides the exit code
             return
         folder = Path(config.hydra.sweep.dir)
-        if WAITING:
-            with program.bypass_hydra_errors():
-                submit_all(folder)
+        with program.bypass_hydra_errors():
+            submit_all(self.submissions, folder)
         from lockstep.sweep.report import write_sweep_report  # needs numpy, and --help must be fast
         from lockstep.telemetry.report import is_due
 

@@ -5,19 +5,18 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.callbacks import WAITING, submit_all
 from lockstep.config import components, composition
 from lockstep.config.composition import Invocation
 from lockstep.config.roles import identity_of, values_with
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, leaves
-from lockstep.core.launch_env import RUN_FOLDER, is_launched, is_submitted
+from lockstep.core.launch_env import RUN_FOLDER, is_submitted
 from lockstep.core.locks import Lock
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
@@ -25,48 +24,41 @@ from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
 from lockstep.job.create import create_run, prepare
 from lockstep.job.resolve import logged, monitor_of
-from lockstep.job.resume import Resume, refuse_in_sweep
-from lockstep.job.run_folder import Preparation
-from lockstep.job.slurm import submission
+from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep
+from lockstep.job.slurm import Submission, submission
 from lockstep.job.worker import start
-from lockstep.launcher import Elastic, create_on_main
+from lockstep.launcher import Elastic, Slurm
+from lockstep.launcher.attach import following, leading
 from lockstep.runtime.forking import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import Ledger, record_of, recorded
 from lockstep.sweep.runs import is_below
 from lockstep.training.resolved_job import load_job
 
-# What the job resumes, decided once, where it is first needed: of the ranks that torchrun starts, only main decides.
-Decide = Callable[..., Resume]
-SLURM = "lockstep.launcher.Slurm"
 
+def run_job(resume: Resume, invocation: Invocation, lock: Lock) -> float | Submission | None:
+    """Lock, check and launch one job, or say what to submit to SLURM.
 
-def run_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Lock, check and launch one job, or submit it to SLURM.
-
-    Returns its objective; None if SLURM runs it, or if main is on another machine.
+    Returns its objective; None if main is on another machine. A sweep's job that is resumed alone updates its record
+    in the sweep.
     """
-    # For a rank that `srun` has started, `resolve` refuses launcher=slurm.
-    if not (is_submitted() or is_launched()) and decide().launcher.get("_target_") == SLURM:
-        launcher = components.build("launcher", decide().launcher)
-        WAITING.append(submission(decide(), launcher, invocation, lock))
-        if not invocation.sweep:  # the jobs of a sweep are submitted together, at its end
-            submit_all()
-        return None
-    objective = launch_job(decide, invocation, lock)
+    launcher = resume.job.launcher
+    if isinstance(launcher, Slurm) and not is_submitted():
+        return submission(resume, launcher, invocation, lock)
+    run = partial(_run_agent, resume, invocation)
+    if not resume.has_several_machines:
+        run = partial(_run_here, resume, invocation, lock)
+    entry = record_of(resume.folder) if resume.folder is not None and not invocation.sweep else None
+    objective = run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
     forgive_output()  # train.log has the lines of the run
     return objective
 
 
-def launch_job(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Run a job here. A sweep's job that is resumed alone updates its record in the sweep."""
-    if is_launched():
-        return _lead(decide, invocation, lock)
-    agent = decide().has_several_machines
-    run = partial(_run_agent, decide(), invocation) if agent else partial(_lead, decide, invocation, lock)
-    folder = None if invocation.sweep else decide().folder
-    entry = record_of(folder) if folder is not None else None
-    return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
+def _run_here(resume: Resume, invocation: Invocation, lock: Lock) -> float | None:
+    """Run a job in this process, or in ranks that it starts."""
+    preparation, job = create_run(resume, invocation, lock)
+    with preparation as run_dir:
+        return start(run_dir, job)
 
 
 def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
@@ -94,17 +86,23 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
     return objective
 
 
-def _lead(decide: Decide, invocation: Invocation, lock: Lock) -> float | None:
-    """Run a job whose main is this process, or a rank of it."""
-    jobs = []  # of main; the other ranks that torchrun started read it from the folder
+def lead(values: dict[str, Any], invocation: Invocation, lock: Lock) -> float | None:
+    """Run a job as the main of ranks that torchrun, srun or a script has started; returns its objective."""
+    with leading() as ranks:
+        preparation, job = create_run(decide_resume(values, invocation, ranks.earlier), invocation, lock)
+        with preparation as run_dir:
+            ranks.send(run_dir)
+            objective = start(run_dir, job)
+    forgive_output()
+    return objective
 
-    def create(earlier: str) -> Preparation:
-        preparation, job = create_run(decide(*filter(None, [earlier])), invocation, lock, earlier)
-        jobs.append(job)
-        return preparation
 
-    with create_on_main(create) as run_dir:
-        return start(run_dir, jobs[0] if jobs else load_job(run_dir.config))
+def follow() -> float | None:
+    """Run a job as another of these ranks, in the folder that main has created; returns its objective."""
+    with following() as run_dir:
+        objective = start(run_dir, load_job(run_dir.config))
+    forgive_output()
+    return objective
 
 
 def kind(values: Mapping[str, Any]) -> str:

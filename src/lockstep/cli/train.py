@@ -3,7 +3,6 @@
 `train.py` of a checkout, `lockstep train` and a project's own `train.py` all call `main`.
 """
 
-import functools
 import gc
 import os
 import sys
@@ -19,7 +18,7 @@ from lockstep.config.commands import started_as
 from lockstep.config.composition import Invocation
 from lockstep.config.hydra_policy import TRUSTED, own_hydra
 from lockstep.config.schema import CONF
-from lockstep.core.launch_env import adopt_srun, check_launched, is_launched, without_local_rank
+from lockstep.core.launch_env import adopt_srun, check_launched, follows, is_launched, without_local_rank
 from lockstep.core.locks import Lock
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.job.resume import decide_resume
@@ -44,26 +43,28 @@ def main(packages: Sequence[str] = ()) -> None:
                 train()
 
 
-def train_job(composed: DictConfig) -> float | None:
-    """Train one job; returns its objective, the best validation top-1 in percent, to Hydra's sweeper."""
-    with program.bypass_hydra_errors(), closing(Lock()) as lock:
-        invocation = Invocation.current()
-        decide = functools.cache(functools.partial(decide_resume, composition.to_dict(composed), invocation))
-        if is_launched() or decide().has_several_machines:
-            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks when a rank is gone
-        with loading():
-            configure_native_threads()
-            from lockstep.cli.run import run_job  # the border: what is above imports no torch, for --help, --cfg job
+class Training:
+    """What Hydra runs for a job, and what the pool asks about a job of a sweep before it starts any."""
 
-        return run_job(decide, invocation, lock)
+    def __call__(self, composed: DictConfig) -> Any:
+        """Train one job; returns its objective to Hydra's sweeper, or its submission to SLURM to SweepCallbacks."""
+        with program.bypass_hydra_errors(), closing(Lock()) as lock:
+            invocation, values = Invocation.current(), composition.to_dict(composed)
+            # Launched ranks meet first: only their main decides, and an earlier attempt of it may have a folder.
+            resume = None if is_launched() else decide_resume(values, invocation)
+            if resume is None or resume.has_several_machines:
+                os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else torch writes C++ stacks of lost ranks
+            with loading():
+                configure_native_threads()
+                from lockstep.cli import run  # the border: above is no torch, for --help, --cfg job
+            if resume is not None:
+                return run.run_job(resume, invocation, lock)
+            return run.follow() if follows() else run.lead(values, invocation, lock)
+
+    def needs(self, composed: DictConfig, machine: Any) -> Any:
+        from lockstep.cli.run import needs_of  # the pool has imported torch
+
+        return needs_of(composed, machine)
 
 
-def needs_of_job(composed: DictConfig, machine: Any) -> Any:
-    """What the pool asks about a job of a sweep before it starts any."""
-    from lockstep.cli.run import needs_of  # the pool has imported torch
-
-    return needs_of(composed, machine)
-
-
-train_job.needs = needs_of_job  # type: ignore[attr-defined]
-train = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(train_job)
+train = hydra.main(config_path=str(CONF), config_name="config", execution_whitelist=TRUSTED)(Training())

@@ -60,6 +60,11 @@ def is_launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def follows() -> bool:
+    """Whether this process is a rank for which another one, main, decides what is run and in which folder."""
+    return is_launched() and launched_place().rank > 0
+
+
 def in_agent() -> bool:
     """Whether torch's agent has started this rank for `launcher=elastic`, and not for torchrun."""
     return is_launched() and os.environ.get("TORCHELASTIC_RUN_ID") == AGENT

@@ -160,7 +160,7 @@ def _composed(overrides: Sequence[str], *, sweep: bool) -> tuple[ResolvedJob, Re
     """
     with composition.invoked(list(overrides)) as (values, invocation):
         resume = decide_resume(values, replace(invocation, sweep=sweep))
-        elsewhere = components.build("launcher", resume.launcher).submits
+        elsewhere = resume.job.launcher.submits
         if elsewhere:
             launcher = replace(components.build_option("launcher", "auto"), ranks=1)
             here = {"launcher": launcher, "strategy": components.build_option("strategy", "auto")}

@@ -31,15 +31,11 @@ from lockstep.runtime import forking
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
 
-def create_run(
-    resume: Resume, invocation: Invocation, lock: Lock, earlier: str = ""
-) -> tuple[Preparation, ResolvedJob]:
+def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> tuple[Preparation, ResolvedJob]:
     """Prepare the job of a command, make its run folder, and take `lock` on the folder.
 
-    `earlier` is the folder of the ranks that torchrun has restarted: without another one, it is continued. Raises
-    InputError if the job does not fit, or another job uses the folder; nothing was written.
+    Raises InputError if the job does not fit, or another job uses the folder; nothing was written.
     """
-    resume = replace(resume, folder=resume.folder or (Path(earlier) if earlier else None))
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
     job = prepare(resume, invocation)
@@ -97,10 +93,9 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
 
     `sweep` is whether other jobs run in this process.
     """
-    job = components.build_job(resume.values)
-    resume.check_personal(job)
-    resolved = resolve(job, sweep=sweep, resumed=resume.checkpoint)
-    if job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
+    resume.check_personal(resume.job)
+    resolved = resolve(resume.job, sweep=sweep, resumed=resume.checkpoint)
+    if resume.job.repro == "exact" and "repro=exact" in resume.overrides and resolved.strategy.fixed_order:
         raise InputError("strategy=strict belongs to repro=strict, but repro=exact is given; remove one of them")
     check_job(resolved)
     return resolved
@@ -108,16 +103,16 @@ def checked_job(resume: Resume, *, sweep: bool = False) -> ResolvedJob:
 
 def fitted_to_images(job: ResolvedJob, resume: Resume) -> ResolvedJob:
     """The job with what its number of images decides; a batch that nobody has typed is at most the split."""
-    images, composed = len(job.dataset.train()), components.build_job(resume.values)
-    fitted = auto_training.fitted(job, composed, images)
+    images = len(job.dataset.train())
+    fitted = auto_training.fitted(job, resume.job, images)
     has_typed = any(key_of(word) == "batch" and "auto" not in word for word in resume.overrides)
     if not has_typed and 0 < images < job.batch:
         log.note(f"batch is {images}, all images of the training split; it would be {job.batch} with more images")
-        lr = composed.optimizer.at_batch(images, trained=job.starts_trained).lr
+        lr = resume.job.optimizer.at_batch(images, trained=job.starts_trained).lr
         fitted = replace(fitted, batch=images, optimizer=replace(job.optimizer, lr=lr))
     if fitted != job:
         check_job(fitted)
-    for note in auto_training.notes(composed, fitted, images):
+    for note in auto_training.notes(resume.job, fitted, images):
         log.note(note)
     return fitted
 

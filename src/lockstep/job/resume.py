@@ -35,7 +35,9 @@ class Resume:
     values: Mapping[str, Any]
     overrides: tuple[str, ...]  # which give `composed`
     run: Path | None  # the folder that `resume=` names; None if it names a checkpoint or nothing
-    folder: Path | None  # the folder of the job, which this run has or the command names; None for a new one
+    # The folder of the job: of this run, or the one that the command names, or that it had before a restart of ranks;
+    # None for a new one.
+    folder: Path | None
     # Whether missing data may be downloaded. Not to a folder that only the run folder names: somebody else may have
     # written that.
     may_fetch: bool
@@ -72,6 +74,11 @@ class Resume:
         return str(self.launcher.get("nodes", 1)) not in ("1", "1:1")
 
     @cached_property
+    def job(self) -> Job:
+        """The job of `values`, with all its components. Raises InputError with a line for each problem."""
+        return components.build_job(self.values)
+
+    @cached_property
     def checkpoint(self) -> Path | None:
         """The newest checkpoint of the folder, or the one of `resume=`. Raises InputError if all are damaged."""
         from lockstep.checkpoint.reading import newest_of_run  # needs torch, which nothing else here does
@@ -84,9 +91,10 @@ class Resume:
 
 
 def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str = "") -> Resume:
-    """What the command with the composed config `values` continues, also in the folder of an `earlier` attempt of it.
+    """What the command with the composed config `values` continues, which torchrun may have restarted.
 
-    Writes nothing. Raises InputError.
+    `earlier` is the folder from before the restart: without another one, it is continued. Writes nothing. Raises
+    InputError.
     """
     if not invocation.sweep and values["sweep"] != vars(SweepBlock()):
         raise InputError("sweep.* applies only to sweeps; add -m, or remove it")
@@ -122,7 +130,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         overrides=overrides,
         typed=tuple(with_starts(invocation.overrides, starts)),
         run=run,
-        folder=named if run is None else run,
+        folder=folder,
         may_fetch=own is None or "dataset.root" in typed or root in (None, data_root),
         hydra=hydra,
         own_words=invocation.own_words,

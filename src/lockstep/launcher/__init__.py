@@ -4,6 +4,5 @@ A launcher gets an entry point and a run folder, and does not know what the rank
 different thing: it decides how the jobs of a sweep are run.)
 """
 
-from lockstep.launcher.attach import create_on_main
 from lockstep.launcher.elastic import Elastic, Slurm
 from lockstep.launcher.spawn import Auto, Inline, Spawn

@@ -6,19 +6,19 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
 
 from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, RankFailed, reason_of
-from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, is_launched, launched_place, store_address
+from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, launched_place, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import addresses
 from lockstep.launcher.processes import POLL_S
@@ -32,74 +32,87 @@ READ_S = 60.0  # seconds to wait until the other ranks have read that main has f
 # Seconds for a file of another machine to become visible: NFS caches a folder for 3 to 60 s by default.
 SEEN_S = 30.0
 OK, FAILED = "ok", "failed"
+ONLY = "0"  # the attempt of ranks that no agent starts again
 # Keys of the store: who a rank of an attempt is, main's answer with the folder, and whether a rank sees the folder.
 ARRIVED, ANSWER, SEEN = "lockstep/arrived/{}/{}", "lockstep/run_dir/{}", "lockstep/run_dir/{}/seen/{}"
 # Keys of an agent's store: the name of a rank, the attempt that main invites a name to, the folder of all attempts.
 NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
 
 T = TypeVar("T")
-Make = Callable[[str], AbstractContextManager[RunDir]]
+
+
+class Followers:
+    """The ranks that follow main, for which it makes the run folder; none if main is the only rank."""
+
+    def __init__(self, store: Any = None, attempt: str = "", size: int = 1) -> None:
+        self.store, self.attempt, self.ranks = store, attempt, range(1, size)
+        self.have_folder = False
+
+    @property
+    def earlier(self) -> str:
+        """The run folder from before a restart; empty for none."""
+        known = _value(self.store, FOLDER) if self.ranks else ""
+        return known or os.environ.get(RUN_FOLDER, "")
+
+    def gather(self) -> None:
+        """Wait until all ranks are there. Raises InputError for a rank of another job; RankFailed: one is missing."""
+        for rank in self.ranks:
+            _, size = _arrival(self.store, self.attempt, rank)
+            if size != self.ranks.stop and not _agent_serves():
+                raise InputError(
+                    f"rank {rank} was started with WORLD_SIZE={size}, and rank 0 with WORLD_SIZE={self.ranks.stop}; "
+                    "use the same for each"
+                )
+        find_local_ranks(self.store, self.attempt)
+
+    def send(self, run_dir: RunDir) -> None:
+        """Send them the run folder. Raises InputError if a machine does not see it."""
+        self.have_folder = True
+        if self.ranks:
+            self.store.set(FOLDER, str(run_dir.path))
+            self.store.set(ANSWER.format(self.attempt), f"{OK} {run_dir.path}")
+        for rank in self.ranks:
+            look = partial(_value, self.store, SEEN.format(self.attempt, rank))
+            if (seen := _wait_for_value(look, f"rank {rank} has ended")) != OK:
+                raise InputError(seen)
 
 
 @contextmanager
-def create_on_main(make: Make) -> Iterator[RunDir]:
-    """The run folder. Main creates and closes it, and sends its path to the other ranks.
+def leading() -> Iterator[Followers]:
+    """The ranks that follow this process, which is the main of ranks that another program started.
 
-    `make` creates the folder, and returns the context in which it is used. Only main calls it, with the folder from
-    before a restart by torchrun, if any. Raises InputError if this process cannot be the rank that its variables say;
-    RankFailed: the other ranks, or their store, are not there.
+    If the context fails before it has sent them a run folder, main shows the error before it tells them to leave. In
+    another order, torchrun or srun could end main because another rank left first. Raises InputError if this process
+    cannot be the rank that its variables say; RankFailed: the other ranks, or their store, are not there.
     """
-    if not is_launched() or launched_place().size == 1:
-        with make(os.environ.get(RUN_FOLDER, "")) as run_dir:
-            yield run_dir
+    if (size := launched_place().size) == 1:
+        yield Followers()
         return
-    is_main = launched_place().rank == 0
-    store = _store(serve=is_main and not _agent_serves(), seconds=REACHED_S if _agent_serves() else JOIN_S)
-    attempt = _shared_attempt(store)
+    store, attempt = _store(serve=not _agent_serves()), uuid4().hex if _agent_serves() else ONLY
     _arrive(store, attempt)
-    with _lead(store, attempt, make) if is_main else _follow(store, attempt) as run_dir:
-        yield run_dir
-
-
-@contextmanager
-def _lead(store: TCPStore, attempt: str, make: Make) -> Iterator[RunDir]:
-    """The run folder on main.
-
-    If `make` fails, main shows the error before it tells the other ranks to leave. In another order, torchrun or srun
-    could end main because another rank left first.
-    """
-    key, size = ANSWER.format(attempt), launched_place().size
     if (restart := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
         log.warn(f"a rank has failed, and all were started again: restart {restart}")
+    followers, key = Followers(store, attempt, size), ANSWER.format(attempt)
     try:
-        for rank in range(1, size):
-            _, its_size = _arrival(store, attempt, rank)
-            if its_size != size and not _agent_serves():
-                raise InputError(
-                    f"rank {rank} was started with WORLD_SIZE={its_size}, and rank 0 with WORLD_SIZE={size}; use the "
-                    "same for each"
-                )
-        find_local_ranks(store, attempt)
-        context = make(_value(store, FOLDER) or os.environ.get(RUN_FOLDER, ""))
+        followers.gather()
+        yield followers
     except LockstepError as error:
+        if followers.have_folder:
+            raise
         program.say(error)
         store.set(key, f"{FAILED} {error.exit_code}")
         if not _agent_serves():
             # The others would wait for a store again, if this one went before they have read that main leaves.
             wait(lambda: store.add(f"{key}/read", 0) >= size - 1, READ_S)
         raise SystemExit(error.exit_code) from error
-    with context as run_dir:
-        store.set(FOLDER, str(run_dir.path))
-        store.set(key, f"{OK} {run_dir.path}")
-        for rank in range(1, size):
-            seen = _wait_for_value(partial(_value, store, SEEN.format(attempt, rank)), f"rank {rank} has ended")
-            if seen != OK:
-                raise InputError(seen)
-        yield run_dir
 
 
 @contextmanager
-def _follow(store: TCPStore, attempt: str) -> Iterator[RunDir]:
+def following() -> Iterator[RunDir]:
+    """The run folder that main has created. Raises as `leading`, and SystemExit if main dismisses this rank."""
+    store = _store(serve=False)
+    attempt = _invitation(store)
+    _arrive(store, attempt)
     find_local_ranks(store, attempt)
     key = ANSWER.format(attempt)
     answer = _wait_for_value(partial(_value, store, key), "main has not created the run folder")
@@ -127,24 +140,23 @@ def _agent_serves() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _shared_attempt(store: TCPStore) -> str:
-    """A name for this start of the ranks that all of them share, and none of an earlier start.
+def _invitation(store: TCPStore) -> str:
+    """The attempt to which main invites this rank: a name that all ranks of this start share, and no earlier one.
 
     An agent keeps its store, with what earlier ranks have written, and the agents of several machines count restarts
     differently. So each rank has a new name, which only the present main can answer.
     """
     if not _agent_serves():
-        return "0"
-    name, rank = uuid4().hex, launched_place().rank
-    if rank > 0:
-        store.set(NAME.format(rank), name)
-        name = _wait_for_value(partial(_value, store, INVITED.format(name)), "main has not asked this rank to join")
-    os.environ[ATTEMPT] = name
-    return name
+        return ONLY
+    name = uuid4().hex
+    store.set(NAME.format(launched_place().rank), name)
+    return _wait_for_value(partial(_value, store, INVITED.format(name)), "main has not asked this rank to join")
 
 
 def _arrive(store: TCPStore, attempt: str) -> None:
     """Tell the other ranks of an attempt who this rank is, and refuse a RANK that another process has."""
+    if attempt != ONLY:
+        os.environ[ATTEMPT] = attempt
     place, key = launched_place(), ARRIVED.format(attempt, launched_place().rank)
     own = [addresses.machine(), os.getpid(), place.size]
     first = json.loads(store.compare_set(key, "", json.dumps(own)))
@@ -181,8 +193,9 @@ def find_local_ranks(store: TCPStore, attempt: str) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = str(len(local_ranks))
 
 
-def _store(*, serve: bool, seconds: float) -> TCPStore:
-    """The store of the job's ranks, which must answer within `seconds`."""
+def _store(*, serve: bool) -> TCPStore:
+    """The store of the job's ranks, which this rank serves or which must answer soon."""
+    seconds = REACHED_S if _agent_serves() else JOIN_S
     address, port = store_address()
     where = f"MASTER_ADDR={address} MASTER_PORT={port}"
     addresses.resolve(address, port)  # raises for an unknown name, instead of waiting for it
