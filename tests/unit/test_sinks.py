@@ -36,7 +36,7 @@ from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
 from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, curve_of
-from lockstep.training.banner import hyperparameters
+from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
 FACTS = {"model": "DigitNet()", "lr": 0.1, "batch": 64}

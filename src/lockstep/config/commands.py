@@ -14,12 +14,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString
 from hydra.errors import HydraException
 
-from lockstep.config.schema import GROUPS, MANY
+from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, shown
-from lockstep.core.fields import SHELL, leaves
+from lockstep.core.fields import SHELL, leaves, personal_values
 from lockstep.core.named_paths import pointed
-from lockstep.core.run_dir import LATEST, RunDir
-from lockstep.core.safe_read import UnreadableFile, read_yaml
+from lockstep.core.run_dir import LATEST, RunDir, relative
+from lockstep.core.safe_read import UnreadableFile, read_text, read_yaml
 
 # The keys that hold paths of runs and checkpoints, and the keys that hold other folders.
 RUNS = ("resume", "init_from", "task.teacher")
@@ -170,6 +170,14 @@ def repeated_words(command: str, keys: Collection[str]) -> list[str]:
     """The words of a run's command that a resume must repeat: the program, the config files, and some `keys`."""
     words, files = shlex.split(command), ("--config-", "hydra.searchpath=")
     return words[:2] + [word for word in words if word.startswith(files) or key_of(word) in keys]
+
+
+def resume_command(run_dir: RunDir, job: Job, *overrides: str) -> str:
+    """The command that resumes a run, as the user would type it, with additional overrides."""
+    words, keys = program_words(), {key for key, *_ in personal_values(job)} - {"output_root"}
+    with suppress(UnreadableFile):
+        words = repeated_words(read_text(run_dir.command), keys)
+    return shell_command([*words, override("resume", relative(run_dir.path)), *overrides])
 
 
 def jobs_of(words: Sequence[str], loader: Any = None, *, searches: bool = False) -> list[list[str]]:

@@ -2,24 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.commands import key_of, override, program_words, repeated_words, shell_command
-from lockstep.config.options import name_of
+from lockstep.config.commands import key_of, resume_command, shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
-from lockstep.core.fields import personal_values
 from lockstep.core.model_card import CLASSES, VALUES
 from lockstep.core.monitor import figure_text, telling
 from lockstep.core.protocols import Optimizer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, FileSource
 from lockstep.runtime.host import format_bytes
@@ -36,36 +32,6 @@ SIDE = 8  # of the small parameters over which an optimizer is tried
 PARTS = {"data": "waiting for data", "slowest_rank": "slowest rank"}  # names of parts of the time
 NAMED = 5  # the most classes that are shown by name
 SHOWN = 0.01  # the smallest share of the time that is shown
-
-
-def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
-    """What TensorBoard's HParams page shows of a job: keys and options as they are typed, in short texts.
-
-    TensorBoard cuts longer texts. Every job has the same keys.
-    """
-    places = frozenset({"root", "path"})
-    folder = Path(job.dataset.path or "").name
-    groups = ("model", "augment", "strategy", "precision", "schedule", "loss")
-    numbers = ("micro_batches", "mixup", "cutmix", "erase", "repeats", "clip_norm", "ema")
-    return {
-        **{group: _typed(getattr(job, group)) for group in groups},
-        "dataset": " ".join(filter(None, (_typed(job.dataset, places | set(SIZES)), folder))),
-        "input": "x".join(str(size) for size in job.dataset.input_shape),
-        "optimizer": _typed(job.optimizer, frozenset({"lr", "weight_decay"})),
-        "optimizer.lr": job.optimizer.lr,
-        "optimizer.weight_decay": job.optimizer.weight_decay,
-        "task": _typed(job.task, frozenset({"teacher"})),
-        **{key: getattr(job, key) for key in ("batch", "epochs", "monitor", "seed")},
-        **{f"train.{key}": getattr(job.train, key) or 0.0 for key in numbers},
-        "train.swa_from": str(job.train.swa_from or ""),
-        "ranks": world.size,
-    }
-
-
-def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
-    """`named` with the name of the option, such as `adamw`, in the place of the class."""
-    cls = type(component)
-    return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)
 
 
 def _ranks(job: ResolvedJob, world: World) -> str:
@@ -297,11 +263,3 @@ def say_ending(
     if isinstance(job.dataset, FileSource):
         for verb, *words in (("evaluate",), ("predict", "PHOTO"), ("export",), ("demo",)):
             log.say_command(verb, shell_command(["lockstep", verb, relative(run_dir.path), *words]))
-
-
-def resume_command(run_dir: RunDir, job: ResolvedJob, *overrides: str) -> str:
-    """The command that resumes a run, as the user would type it, with additional overrides."""
-    words, keys = program_words(), {key for key, *_ in personal_values(job)} - {"output_root"}
-    with suppress(UnreadableFile):
-        words = repeated_words(read_text(run_dir.command), keys)
-    return shell_command([*words, override("resume", relative(run_dir.path)), *overrides])

@@ -8,9 +8,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lockstep.config import components
+from lockstep.config.options import name_of
 from lockstep.core.errors import InputError, shown
 from lockstep.core.figures import check_declared, read_figures
 from lockstep.core.log import close_all
@@ -21,6 +23,7 @@ from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
+from lockstep.data.datasets.files import SIZES
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry import sinks
 from lockstep.telemetry.display import TimeLeft, display
@@ -30,9 +33,8 @@ from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.profile import profiled
 from lockstep.telemetry.sinks import Samples
 from lockstep.telemetry.time_spent import TimeSpent
-from lockstep.training import banner
 from lockstep.training.build_data import TrainingData
-from lockstep.training.resolved_job import ResolvedJob
+from lockstep.training.resolved_job import ResolvedJob, named
 from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
@@ -190,7 +192,7 @@ def _observer(
         step=progress.step,
         after=progress.after,
         config=components.plain(job),
-        hyperparameters=banner.hyperparameters(job, world),
+        hyperparameters=hyperparameters(job, world),
         tags=tags,
         model=state.model,
         log=observers.log,
@@ -214,3 +216,33 @@ def _samples(job: ResolvedJob, run_dir: RunDir, world: World, progress: Progress
     for path in files[1:]:
         Samples(path, progress.step).close()
     return Samples(run_dir.rank_samples(world.rank), progress.step)
+
+
+def hyperparameters(job: ResolvedJob, world: World) -> dict[str, str | float]:
+    """What TensorBoard's HParams page shows of a job: keys and options as they are typed, in short texts.
+
+    TensorBoard cuts longer texts. Every job has the same keys.
+    """
+    places = frozenset({"root", "path"})
+    folder = Path(job.dataset.path or "").name
+    groups = ("model", "augment", "strategy", "precision", "schedule", "loss")
+    numbers = ("micro_batches", "mixup", "cutmix", "erase", "repeats", "clip_norm", "ema")
+    return {
+        **{group: _typed(getattr(job, group)) for group in groups},
+        "dataset": " ".join(filter(None, (_typed(job.dataset, places | set(SIZES)), folder))),
+        "input": "x".join(str(size) for size in job.dataset.input_shape),
+        "optimizer": _typed(job.optimizer, frozenset({"lr", "weight_decay"})),
+        "optimizer.lr": job.optimizer.lr,
+        "optimizer.weight_decay": job.optimizer.weight_decay,
+        "task": _typed(job.task, frozenset({"teacher"})),
+        **{key: getattr(job, key) for key in ("batch", "epochs", "monitor", "seed")},
+        **{f"train.{key}": getattr(job.train, key) or 0.0 for key in numbers},
+        "train.swa_from": str(job.train.swa_from or ""),
+        "ranks": world.size,
+    }
+
+
+def _typed(component: Any, leave_out: frozenset[str] = frozenset()) -> str:
+    """`named` with the name of the option, such as `adamw`, in the place of the class."""
+    cls = type(component)
+    return named(component, leave_out).replace(cls.__name__, name_of(cls), 1)

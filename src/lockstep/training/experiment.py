@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.writing import Checkpointer
+from lockstep.config.commands import resume_command
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped
 from lockstep.core.log import close_all
@@ -23,7 +24,6 @@ from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
 from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training import train_state
-from lockstep.training.banner import resume_command
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
 from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
