@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.core.data_protocols import Shard
-from lockstep.models import DigitNet
+from lockstep.models.nets import DigitNet
 from lockstep.stochastic import KeyedModel, key_draws
 from lockstep.stochastic.numbers import forward_keys
 from measure import Rows, in_turns, parser, report, scaled, timed

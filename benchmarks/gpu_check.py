@@ -52,7 +52,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.core.errors import LockstepError
 from lockstep.core.world import World
-from lockstep.models import Timm
+from lockstep.models.zoo import Timm
 from lockstep.telemetry.profile import peak_flops, training_flops
 from lockstep.training import dry_run, experiment
 from lockstep.training.resolved_job import ResolvedJob

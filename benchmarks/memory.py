@@ -10,10 +10,11 @@ from torch import distributed as dist
 from lockstep.core.model import own_parts, tensors_in
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.optim import AdamW
+from lockstep.optim.optimizers import AdamW
 from lockstep.precision import FP32
-from lockstep.strategy import DDP, FSDP, ZeRO
 from lockstep.strategy.base import Distributed
+from lockstep.strategy.ddp import DDP
+from lockstep.strategy.zero import FSDP, ZeRO
 from measure import Figures, show
 
 STRATEGIES = {"ddp": DDP(), "zero": ZeRO(), "fsdp": FSDP(), "fsdp, replicas=2": FSDP(replicas=2)}

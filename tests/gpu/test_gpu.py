@@ -32,9 +32,9 @@ from lockstep.models.nets import MaxPoolTo
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
 from lockstep.precision import FP32
 from lockstep.stochastic import KeyedModel, key_draws
-from lockstep.strategy import DDP, FSDP
-from lockstep.strategy.ddp import COMM_HOOKS
+from lockstep.strategy.ddp import COMM_HOOKS, DDP
 from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
+from lockstep.strategy.zero import FSDP
 from lockstep.telemetry.hardware import Gpus, watched_gpus
 from lockstep.training.resolved_job import plan_of
 from lockstep.training.trainer import Trainer

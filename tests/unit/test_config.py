@@ -1,7 +1,9 @@
 """The configuration: how it becomes typed objects, and the message for an invalid one."""
 
 import dataclasses
+import importlib
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hydra import initialize_config_dir
 from helpers import ROOT, chosen, composed
 from lockstep.config import components, composition, messages
 from lockstep.config.composition import ConfigFiles
+from lockstep.config.options import classes_of, modules_of
 from lockstep.config.schema import GROUPS, MANY
 from lockstep.core.errors import InputError, RankFailed
 from lockstep.data.transforms.augment import CropFlip
@@ -107,6 +110,17 @@ NO_CLASS_OF_THEIRS: dict[str, tuple[Any, ...]] = {
 def test_a_node_can_name_no_code_but_the_classes_of_its_group(group: str, target: Any) -> None:
     with pytest.raises(InputError, match=rf"{group}\._target_ is .*, expected a class of {GROUPS[group]}"):
         components.build(group, {"_target_": target})
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_package_of_a_group_has_each_class_and_imports_its_module_alone(group: str) -> None:
+    package = importlib.import_module(GROUPS[group])
+    ours = {cls for cls in classes_of(group).values() if cls.__module__.startswith("lockstep.")}
+    assert {cls.__name__: cls.__module__ for cls in ours} == modules_of(group)
+    assert all(getattr(package, cls.__name__) is cls for cls in ours)
+    assert not hasattr(package, "OptimizerOption" if group == "optimizer" else "Policy")
+    targets = re.findall(r"_target_: (\S+)", "".join(path.read_text() for path in (CONF / group).glob("*.yaml")))
+    assert {*targets} == {f"{GROUPS[group]}.{name}" for name in modules_of(group)}
 
 
 def test_hydras_own_keys_mean_nothing_in_a_node() -> None:

@@ -1,7 +1,6 @@
 """Every number of a config has a range with two ends, which is checked before the number is used."""
 
 import dataclasses
-import importlib
 import math
 import re
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 from helpers import built, composed
 from lockstep.cli.data import pack
 from lockstep.config import components
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock
 from lockstep.core import fields
 from lockstep.core.errors import InputError
@@ -29,9 +28,8 @@ def keys() -> Iterator[tuple[str, type[Any], dataclasses.Field[Any]]]:
     """Every key of the schema and of every option of every group, with its class and field."""
     for prefix, cls in {"": Job, **BLOCKS}.items():
         yield from ((f"{prefix}{field.name}", cls, field) for field in dataclasses.fields(cls))
-    for group, module in GROUPS.items():
-        importlib.import_module(module)
-        for option in declared(group).values():
+    for group in GROUPS:
+        for option in classes_of(group).values():
             yield from ((f"{group}.{field.name}", option, field) for field in dataclasses.fields(option))
 
 

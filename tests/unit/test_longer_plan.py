@@ -1,6 +1,5 @@
 """What a longer plan would have decided otherwise before a resume is computed again, refused, or said."""
 
-import importlib
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors.torch import load_file
 from helpers import ROOT, created, resolved, train_here
 from lockstep.checkpoint.files import read_state
 from lockstep.checkpoint.reading import read_facts
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.config.schema import BLOCKS, GROUPS
 from lockstep.core.errors import InputError
 from lockstep.core.fields import rule_of
@@ -36,9 +35,8 @@ JOB = (*DATA, "model=linear", "precision=fp64", "optimizer=sgd", "optimizer.lr=0
 def durations() -> set[str]:
     """Each key that is a duration, of the job and of every option."""
     owners: list[tuple[str, type[Any]]] = [*BLOCKS.items()]
-    for group, module in GROUPS.items():
-        importlib.import_module(module)
-        owners += [(group, cls) for cls in declared(group).values()]
+    for group in GROUPS:
+        owners += [(group, cls) for cls in classes_of(group).values()]
     named = ((f"{group}.{field.name}", rule_of(cls, field.name)) for group, cls in owners for field in fields(cls))
     return {key for key, rule in named if rule is not None and rule.durations}
 

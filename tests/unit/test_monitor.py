@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import built, records, resolved, train_here
-from lockstep import metrics, tasks
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES
 from lockstep.core.monitor import LESS_IS_BETTER, USUAL, Direction, Monitor, chosen_monitor, figure_text, tagged
@@ -57,12 +56,11 @@ def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str
 def test_the_metrics_of_which_less_is_better_are_those_of_torchmetrics() -> None:
     import torchmetrics
 
-    assert metrics.F1  # the module declares them
-    options = declared("metric").items()
+    options = classes_of("metric").items()
     ours = {name: cls.__name__ for name, cls in options if not getattr(cls, "higher_is_better", True)}
     assert ours == LESS_IS_BETTER
     names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score"}
-    for cls in declared("metric").values():
+    for cls in classes_of("metric").values():
         name = names.get(cls.__name__, {"F1": "F1Score"}.get(cls.__name__, cls.__name__))
         theirs = getattr(torchmetrics, name, None) or getattr(torchmetrics.classification, name, None)
         if theirs is not None and theirs.__dict__.get("higher_is_better") is not None:
@@ -70,15 +68,13 @@ def test_the_metrics_of_which_less_is_better_are_those_of_torchmetrics() -> None
 
 
 def test_the_usual_monitors_are_figures_of_their_tasks() -> None:
-    assert tasks.Multiclass  # the module declares them
     for name, text in USUAL.items():
-        task = declared("task")[name]
+        task = classes_of("task")[name]
         assert Monitor.parse(text).name in (*task.counted, *task.metrics)
 
 
 def test_a_metric_that_a_task_adds_itself_is_known_by_its_option() -> None:
-    assert tasks.Multiclass  # the module declares them
-    for option in [option for option, task in declared("task").items() if task.metrics]:
+    for option in [option for option, task in classes_of("task").items() if task.metrics]:
         for name, metric in resolved(f"task={option}", "dataset=fake", "device=cpu").metric.items():
             falls = not getattr(metric, "higher_is_better", True)
             assert str(chosen_monitor(name, tasks=[option])) == "-" * falls + name

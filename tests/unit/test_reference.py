@@ -1,6 +1,5 @@
 """The lists of options and keys in the documents and in `--help` are made from the classes and the YAML files."""
 
-import importlib
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 
 import reference
 from helpers import ROOT
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.config.schema import CONF, GROUPS, Job, TrainBlock
 from lockstep.data.loading import Auto
 from lockstep.models import DigitNet
@@ -73,12 +72,11 @@ def test_an_option_or_a_key_without_its_meaning_is_refused(says: str, checkout: 
 
 
 def test_the_meaning_of_a_key_is_in_the_yaml_file_of_its_class_alone() -> None:
-    assert all(map(importlib.import_module, GROUPS.values()))
-    classes = {base for group in GROUPS for cls in declared(group).values() for base in cls.__mro__}
+    classes = {base for group in GROUPS for cls in classes_of(group).values() for base in cls.__mro__}
     assert len(classes) > 80
     assert [cls.__name__ for cls in classes if "Fields:" in str(cls.__doc__)] == []
     names = {group: {file.stem for file in (CONF / group).glob("*.yaml")} for group in GROUPS}
-    assert all(names[group] >= declared(group).keys() for group in GROUPS)
+    assert all(names[group] >= classes_of(group).keys() for group in GROUPS)
 
 
 def test_a_document_that_lost_its_markers_is_refused(checkout: Path) -> None:

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 from helpers import composed
 from lockstep.cli.compare import causes
 from lockstep.config import components, options
-from lockstep.config.options import declared, option
+from lockstep.config.options import classes_of, option
 from lockstep.config.roles import fields_with, identity_of, role_of
 from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, Job
 from lockstep.core.fields import Role, declared_role, leaves, ranged, with_role
@@ -27,8 +26,7 @@ SAME = {*Role} - ANOTHER - {Role.rounding}
 
 def option_fields(group: str) -> dict[str, list[str]]:
     """The fields of each option of a group."""
-    importlib.import_module(GROUPS[group])
-    return {name: [field.name for field in dataclasses.fields(cls)] for name, cls in declared(group).items()}
+    return {name: [field.name for field in dataclasses.fields(cls)] for name, cls in classes_of(group).items()}
 
 
 @functools.cache
@@ -42,7 +40,7 @@ def _configs() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from ((key, plain) for key, _ in leaves(plain) if key.partition(".")[0] not in GROUPS)
     for group in GROUPS:
         for name, names in option_fields(group).items():
-            node = options.default_node(declared(group)[name])
+            node = options.default_node(classes_of(group)[name])
             config = {**plain, group: {name: node} if group in MANY else node}
             prefix = f"{group}.{name}" if group in MANY else group
             yield from ((f"{prefix}.{field}", config) for field in names)
@@ -80,7 +78,7 @@ def test_every_key_of_the_schema_and_of_every_option_has_a_role() -> None:
     }
     assert not named.keys() - roles.keys(), "named in the schema, and a field of no option"
     assert all(roles[key] is role for key, role in named.items())
-    ours = {cls for group in GROUPS for cls in declared(group).values() if cls.__module__.startswith("lockstep.")}
+    ours = {cls for group in GROUPS for cls in classes_of(group).values() if cls.__module__.startswith("lockstep.")}
     own = [cls for cls in ours for field in dataclasses.fields(cls) if declared_role(cls, field.name) is not None]
     assert not own, "the role of a key of Lockstep's own option stands in the schema"
     assert {block for block in BLOCKS if role_of(block) not in (Role.identity,)} >= {"telemetry", "cost", "budget"}

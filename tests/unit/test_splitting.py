@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Monitor
 from lockstep.core.run import State
@@ -96,7 +96,7 @@ def test_folds_that_cannot_be_cut_are_one_sentence(options: dict[str, Any], expe
 
 @pytest.mark.parametrize("options", [{"fold": 1}, {"folds": 3}, {"folds": 3, "fold": 0, "val_share": 0.1}])
 def test_every_source_of_files_refuses_half_a_choice_of_folds(options: dict[str, Any]) -> None:
-    sources = {name: cls for name, cls in declared("dataset").items() if issubclass(cls, FileSource)}
+    sources = {name: cls for name, cls in classes_of("dataset").items() if issubclass(cls, FileSource)}
     for source in sources.values():
         with pytest.raises(InputError, match=r"dataset\.fold"):
             source(path="nowhere", **options)
@@ -169,7 +169,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def source(name: str, root: Path, **options: Any) -> FileSource:
     path = root / {"csv": "table.csv", "hf": "saved"}.get(name, "")
     own: dict[str, Any] = {"hf": {"val_split": "val"}, "imagenet": {"crop_from": "square"}}.get(name, {})
-    return declared("dataset")[name](path=str(path), decode_size=4, **{**own, **options})
+    return classes_of("dataset")[name](path=str(path), decode_size=4, **{**own, **options})
 
 
 def levels(source: FileSource) -> list[set[tuple[int, ...]]]:

@@ -6,7 +6,7 @@ import pytest
 
 from helpers import ROOT, resolved
 from lockstep.config import components
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.data.transforms import AugMix, CropFlip, NoAugment, RandomResizedCrop, ThreeAugment, TrivialAugment
 from lockstep.training.resolved_job import ResolvedJob
@@ -44,7 +44,7 @@ def test_the_data_set_says_how_it_is_augmented_unless_the_job_does(words: str, a
 
 
 def test_the_usual_augmentation_of_every_data_set_is_an_option() -> None:
-    for cls in declared("dataset").values():
+    for cls in classes_of("dataset").values():
         usual = cls.usual_augment
         assert isinstance(usual, property) or (ROOT / "conf" / "augment" / f"{usual}.yaml").is_file()
 

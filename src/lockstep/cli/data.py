@@ -18,7 +18,7 @@ from lockstep.core.table import digits
 from lockstep.core.world import World
 from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import crops_files
-from lockstep.data.loading import Streaming
+from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.job.create import job_here
 from lockstep.runtime.host import cores

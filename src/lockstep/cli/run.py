@@ -27,8 +27,8 @@ from lockstep.job.resolve import logged, monitor_of
 from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep
 from lockstep.job.slurm import Submission, submission
 from lockstep.job.worker import start
-from lockstep.launcher import Elastic, Slurm
 from lockstep.launcher.attach import following, leading
+from lockstep.launcher.elastic import Elastic, Slurm
 from lockstep.runtime.forking import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import Ledger, record_of, recorded

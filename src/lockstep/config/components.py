@@ -28,9 +28,9 @@ _BUILT: dict[tuple[type[Any], str], Any] = {}
 
 def locate(group: str, target: object, key: str = "") -> type[Any]:
     """The class that a node of `group` names. Raises InputError if it is not an option of the group."""
-    module = str(target).rpartition(".")[0]
+    module, _, name = str(target).rpartition(".")
     if module == GROUPS[group]:
-        importlib.import_module(module)
+        importlib.import_module(options.modules_of(group).get(name, module))
     if module == GROUPS[group] or extensions.load(module):
         for cls in options.declared(group).values():
             if options.target_of(cls) == target:

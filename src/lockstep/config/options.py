@@ -1,6 +1,7 @@
 """The options of the groups: our own, models of timm and torchvision, and classes that declare themselves."""
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import re
@@ -50,6 +51,27 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
         return option
 
     return declare
+
+
+@functools.cache
+def modules_of(group: str) -> dict[str, str]:
+    """The module of each of our classes of a group, read from the sources: importing them all takes seconds."""
+    declared_here = re.compile(rf'^@option\("{group}".*\)\nclass (\w+)', re.MULTILINE)
+    place = Path(__file__).parents[1].joinpath(*GROUPS[group].split(".")[1:])
+    files = {GROUPS[group]: place.with_suffix(".py")} if not place.is_dir() else {}
+    files |= {f"{GROUPS[group]}.{file.stem}": file for file in sorted(place.glob("*.py"))}
+    return {name: module for module, file in files.items() for name in declared_here.findall(file.read_text())}
+
+
+def lazy_classes(group: str) -> Callable[[str], type[Any]]:
+    """`__getattr__` of the group's package: it has each class of the group, and imports the module of one alone."""
+
+    def attribute(name: str) -> type[Any]:
+        if name not in modules_of(group):
+            raise AttributeError(f"module {GROUPS[group]!r} has no attribute {name!r}")
+        return vars(importlib.import_module(modules_of(group)[name]))[name]
+
+    return attribute
 
 
 def _is_ours(cls: type[Any]) -> bool:
@@ -130,6 +152,13 @@ def known(group: str, groups: Iterable[str]) -> str:
 def declared(group: str) -> dict[str, type[Any]]:
     """The classes of a group that have been imported, by the names of their options."""
     return {name: cls for (of, name), cls in _DECLARED.items() if of == group}
+
+
+def classes_of(group: str) -> dict[str, type[Any]]:
+    """All classes of a group by the names of their options: ours, and those of extensions that have been imported."""
+    for module in {*modules_of(group).values()}:
+        importlib.import_module(module)
+    return declared(group)
 
 
 def name_of(cls: type[Any]) -> str:

@@ -37,8 +37,9 @@ else:  # importing them would import torch; to OmegaConf, a group is Any
 
 # The folder with `config.yaml` and the options of each group.
 CONF = Path(__file__).parents[1].joinpath("conf").resolve()
-# The module with the classes of each config group. A node's `_target_` must be a public dataclass of that module: a
-# config can come from somebody else's run folder, so it must not name arbitrary code.
+# The module, or the package, with the classes of each config group. A node's `_target_` is this name and an option's
+# class, in whichever module of the package it is: so modules may move, and saved runs stay readable. It can name no
+# other code, because a config can come from somebody else's run folder.
 GROUPS: Mapping[str, str] = {
     "model": "lockstep.models",
     "dataset": "lockstep.data.datasets",

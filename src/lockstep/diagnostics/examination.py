@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lockstep.core.errors import reason_of
 from lockstep.core.world import World
-from lockstep.data.loading import Streaming
+from lockstep.data.loading.loaders import Streaming
 from lockstep.diagnostics.inspection import Finding, Level
 from lockstep.diagnostics.settings import other_settings
 from lockstep.job.create import check_resumable
@@ -25,7 +25,7 @@ from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch
 from lockstep.runtime.gpus import name_in_nvml, path_between
 from lockstep.runtime.host import GB, cores, format_bytes, free_memory
-from lockstep.strategy import DataParallel, Single
+from lockstep.strategy.base import DataParallel, Single
 from lockstep.telemetry.progress import format_duration
 from lockstep.training.banner import sizes_of_checkpoints
 from lockstep.training.build_data import build_data

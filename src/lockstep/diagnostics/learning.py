@@ -9,7 +9,8 @@ from lockstep.core.model_card import CLASSES, LABELS, VALUES
 from lockstep.core.monitor import TOP1, figure_text
 from lockstep.core.plan import Plan
 from lockstep.diagnostics.verdict import Advice
-from lockstep.models import Timm, Torchvision
+from lockstep.models.of_torchvision import Torchvision
+from lockstep.models.zoo import Timm
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
 
 CONFIDENCE = 0.95

@@ -7,7 +7,7 @@ import torch
 
 from lockstep.checkpoint.weights import trained_input
 from lockstep.config import components
-from lockstep.config.options import declared, options_with
+from lockstep.config.options import classes_of, options_with
 from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
@@ -16,13 +16,16 @@ from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
 from lockstep.core.protocols import Launcher, Metric, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
-from lockstep.data.transforms import Auto, Policy, RandomResizedCrop
+from lockstep.data.transforms.augment import Auto, RandomResizedCrop
+from lockstep.data.transforms.policies import Policy
 from lockstep.job.auto_training import by_images, by_weights
-from lockstep.launcher import Auto as AutoLauncher
-from lockstep.launcher import Inline, Spawn
+from lockstep.launcher.spawn import Auto as AutoLauncher
+from lockstep.launcher.spawn import Inline, Spawn
 from lockstep.runtime.host import cores
-from lockstep.strategy import DDP, Single, Strict
-from lockstep.strategy import Auto as AutoStrategy
+from lockstep.strategy.base import Auto as AutoStrategy
+from lockstep.strategy.base import Single
+from lockstep.strategy.ddp import DDP
+from lockstep.strategy.strict import Strict
 from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of `train.eval_batch=auto`: images and pixels of a block. 256 images of 336x336 usually take 10 GB.
@@ -99,7 +102,7 @@ def with_targets(dataset: Source, targets: str) -> Source:
     if own != targets:
         name = type(dataset).__name__.lower()
         with_any = ", ".join(options_with("dataset", "targets"))
-        fitting = next((name for name, cls in declared("task").items() if cls.targets == own), "NAME")
+        fitting = next((name for name, cls in classes_of("task").items() if cls.targets == own), "NAME")
         raise InputError(
             f"the targets of dataset={name} are {own}, and this task's are {targets}; use task={fitting}, or "
             f"dataset=NAME with one of {with_any}"

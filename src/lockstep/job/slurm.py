@@ -25,7 +25,7 @@ from lockstep.job.run_folder import lock_run_folder
 
 if TYPE_CHECKING:
     from lockstep.job.resume import Resume
-    from lockstep.launcher import Slurm
+    from lockstep.launcher.elastic import Slurm
 
 REASON_CHARACTERS = 300
 

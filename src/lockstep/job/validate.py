@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from lockstep.config.options import declared
+from lockstep.config.options import classes_of
 from lockstep.config.schema import TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting, reason_of
@@ -112,7 +112,7 @@ def check_task(job: ResolvedJob) -> None:
     parts: list[tuple[str, Loss | Metric]] = [("loss", job.loss), *(("metric", part) for part in job.metric.values())]
     for group, part in parts:
         if targets not in part.targets:
-            others = [name for name, cls in declared(group).items() if targets in cls.targets]
+            others = [name for name, cls in classes_of(group).items() if targets in cls.targets]
             raise InputError(
                 f"{group}: {type(part).__name__} is for {' and '.join(part.targets)}, and the targets of this task "
                 f"are {targets}; use {group}=NAME with one of {', '.join(sorted(others))}"

@@ -4,5 +4,6 @@ A launcher gets an entry point and a run folder, and does not know what the rank
 different thing: it decides how the jobs of a sweep are run.)
 """
 
-from lockstep.launcher.elastic import Elastic, Slurm
-from lockstep.launcher.spawn import Auto, Inline, Spawn
+from lockstep.config.options import lazy_classes
+
+__getattr__ = lazy_classes("launcher")

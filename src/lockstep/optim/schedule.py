@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lockstep.config import components
-from lockstep.config.options import declared, option, target_of
+from lockstep.config.options import classes_of, option, target_of
 from lockstep.core.errors import InputError, did_you_mean, shown
 from lockstep.core.fields import TEXT, choice, duration, parse_duration, ranged, ruled
 from lockstep.core.plan import Plan
@@ -186,10 +186,10 @@ def part_of(text: str) -> tuple[str, Schedule]:
     """The length of a part of a `Chain`, empty without one, and its schedule. Raises InputError."""
     name, *words = text.split(":")
     length = words.pop(0) if len(words) % 2 else ""
-    if (cls := declared("schedule").get(name)) is None:
+    if (cls := classes_of("schedule").get(name)) is None:
         raise InputError(
             f"schedule.parts has {text!r}, expected a schedule before the colon: linear:10%"
-            f"{did_you_mean(name, declared('schedule'))}"
+            f"{did_you_mean(name, classes_of('schedule'))}"
         )
     values = dict(zip(words[::2], words[1::2], strict=True))
     try:

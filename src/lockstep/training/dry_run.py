@@ -23,7 +23,7 @@ from lockstep.core.native_threads import is_own_process
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory
-from lockstep.strategy import Single
+from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob, card_of
 from lockstep.training.train_state import blank_labels, build_loss, build_state, without_start

@@ -32,7 +32,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.stochastic.convert import untouched
-from lockstep.strategy import DataParallel
+from lockstep.strategy.base import DataParallel
 from lockstep.strategy.sync_batchnorm import SyncBatchNorm
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name

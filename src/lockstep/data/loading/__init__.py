@@ -1,3 +1,5 @@
 """The loaders: how the examples of each step reach the device that trains on them."""
 
-from lockstep.data.loading.loaders import Auto, Resident, Streaming
+from lockstep.config.options import lazy_classes
+
+__getattr__ = lazy_classes("loader")
