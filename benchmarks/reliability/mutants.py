@@ -42,10 +42,10 @@ training/train_step.py: a gradient is clipped while it still has the scale of fl
 training/train_step.py: the loss scale never changes after an overflow [trainer]
 - state.scaler.update()
 + pass
-optim/optimizers.py: each parameter's gradient is clipped by its own norm [optim]
--     nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
-+     for parameter in model.parameters():
-+         nn.utils.clip_grad_norm_(parameter, largest)
+training/train_step.py: each parameter's gradient is clipped by its own norm [trainer]
+-                 nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_norm, grad_norm)
++                 for parameter in state.model.parameters():
++                     nn.utils.clip_grad_norm_(parameter, self.clip_norm)
 strategy/base.py: DDP communicates for all micro-batches but the last one [strategy]
 - NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()
 + replica.no_sync() if last and isinstance(replica, DistributedDataParallel) else NO_CONTEXT
@@ -71,8 +71,8 @@ training/trainer.py: a resume takes the last step again [trainer]
 - self.loader.train(after=self.progress.step)
 + self.loader.train(after=max(0, self.progress.step - 1))
 training/train_step.py: the schedule is a step behind [trainer]
-- self.job.schedule.factor(step, self.plan, self.scores)
-+ self.job.schedule.factor(step - 1, self.plan, self.scores)
+- self.schedule.factor(step, self.plan, self.scores)
++ self.schedule.factor(step - 1, self.plan, self.scores)
 optim/schedule.py: an evaluation changes the rate of its own step, which a resume would not [schedule]
 - warmup < item[0] < step
 + warmup < item[0] <= step

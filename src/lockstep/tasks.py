@@ -17,11 +17,12 @@ from torch.nn import functional as F
 
 from lockstep.checkpoint.files import sha256
 from lockstep.config.options import option
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.fields import pathname, ranged
 from lockstep.core.model import best_classes
 from lockstep.core.model_card import LABELS, SIGMOID, VALUES, ModelCard
-from lockstep.core.protocols import Batch, Task
+from lockstep.core.protocols import Task
 
 if TYPE_CHECKING:
     from lockstep.inference.predictor import Predictor

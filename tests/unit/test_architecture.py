@@ -5,6 +5,7 @@ If a test fails here, change the code, or change the rule here and give the reas
 
 import ast
 import functools
+import importlib
 import os
 import re
 import runpy
@@ -50,6 +51,8 @@ ASKS_FOR_MAIN: dict[str, str] = {
     "launcher.elastic": "main's machine is the one where the others meet",
 }
 
+# The lines of ours that an import of the training step may load.
+MOST_LINES_OF_STEP = 4500
 
 # Where files are written otherwise than by `core.safe_write`, and why.
 WRITES_FILES: dict[str, str] = {
@@ -216,6 +219,11 @@ def trace(source: str, root: str, *landmarks: str) -> None:
     sys.argv = ["train.py", "logger=jsonl", f"output_root={root}"]
     sys.setprofile(called)
     runpy.run_path("train.py", run_name="__main__")
+
+
+def test_the_step_is_read_without_the_rest_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    assert importlib.import_module("house").of_step()["lines"] <= MOST_LINES_OF_STEP
 
 
 LANDMARKS = (

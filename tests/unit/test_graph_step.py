@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from helpers import losses, train_here, weights
 from lockstep.core.errors import InputError
 from lockstep.models.nets import MaxPoolTo
-from lockstep.optim.optimizers import set_learning_rate
 from lockstep.training import experiment, graph_step, train_step
 from lockstep.training.graph_step import GraphStep, reading_rates
+from lockstep.training.train_step import set_learning_rate
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -116,7 +116,8 @@ def test_a_streamed_image_is_the_box_of_its_epoch(folder: Folder, workers: int) 
 def test_the_global_batch_of_a_step_is_read_again_as_it_was(folder: Folder) -> None:
     whole = loader(folder, Resident())
     for shard in shards(whole):
-        again = whole.global_batch(shard.step)
+        batch = whole.global_batch(shard.step)
+        (again,) = batch.shards(batch.images)
         assert (again.step, again.epoch, again.count) == (shard.step, shard.epoch, shard.count)
         for name in ("images", "labels", "indices"):
             assert torch.equal(getattr(again, name), getattr(shard, name))

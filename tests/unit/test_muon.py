@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lockstep.optim.muon import Muon, newton_schulz, orthogonalised
-from lockstep.optim.optimizers import set_learning_rate
+from lockstep.training.train_step import set_learning_rate
 
 pytestmark = pytest.mark.numerics
 

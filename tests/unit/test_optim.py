@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lockstep.core.errors import InputError
-from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm, clip_gradients, set_learning_rate
+from lockstep.optim.optimizers import SGD, Adam, AdamW, Timm
 from lockstep.training.averages import EMA
+from lockstep.training.train_step import set_learning_rate
 
 pytestmark = pytest.mark.numerics
 
@@ -157,21 +158,3 @@ def test_the_average_is_that_of_torch(warmup: bool) -> None:
     floats = {name: tensor for name, tensor in ours.module.state_dict().items() if tensor.is_floating_point()}
     assert all(torch.equal(tensor, reference[name]) for name, tensor in floats.items())
     assert ours.module[1].num_batches_tracked == 12
-
-
-@pytest.mark.parametrize("share", [0.01, 0.5, 0.999, 1.001, 100])
-def test_gradients_above_the_largest_norm_are_scaled_to_it_and_others_are_untouched(share: float) -> None:
-    model = network().double()
-    model(torch.ones(2, 1, 8, 8, dtype=torch.float64)).square().sum().backward()
-    model[1].bias.grad = None  # as of a frozen layer
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    before = [gradient.clone() for gradient in gradients]
-    norm = torch.cat([gradient.flatten() for gradient in before]).norm()
-    largest = share * norm.item()
-    torch.testing.assert_close(clip_gradients(model, largest), norm, rtol=1e-12, atol=0)
-    if share > 1:
-        assert all(torch.equal(*pair) for pair in zip(gradients, before, strict=True))
-        return
-    for gradient, whole in zip(gradients, before, strict=True):
-        # torch divides by the norm plus 1e-6.
-        torch.testing.assert_close(gradient, whole * (largest / (norm + 1e-6)), rtol=1e-12, atol=0)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
 from lockstep.precision import FP32
-from lockstep.strategy import Pipeline
+from lockstep.strategy import Pipeline, Single
 from lockstep.strategy.cutting import cut
 from lockstep.strategy.pipeline import become_stage
 from thread_ranks import ThreadRanks
@@ -134,15 +134,17 @@ def test_stages_have_their_own_layers_and_pass_on_activations_and_gradients(monk
     expected = whole(images)
     expected.sum().backward()
 
-    def trained(world: World) -> tuple[Tensor, dict[str, Tensor]]:
+    def trained(world: World) -> tuple[Tensor, dict[str, Tensor], float]:
         model = models[world.rank]
         become_stage(model, cut(model, images, 2, ["second"]), world)
         logits = model(images)
         logits.sum().backward()
         own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
-        return logits.detach(), {name: parameter.grad for name, parameter in own.items()}
+        gradients = {name: parameter.grad for name, parameter in own.items()}
+        return logits.detach(), gradients, Pipeline().gradient_norm(model).item()
 
-    (first, of_first), (last, of_last) = ThreadRanks(2, monkeypatch).run(trained)
+    (first, of_first, norm), (last, of_last, other) = ThreadRanks(2, monkeypatch).run(trained)
+    assert norm == other == pytest.approx(Single().gradient_norm(whole).item(), rel=1e-6)
     assert first.shape == (0, 3)
     assert torch.equal(last, expected)
     assert {*of_first} == {"first.weight", "first.bias"}

@@ -223,6 +223,13 @@ def test_in_a_world_of_one_the_replica_is_the_model(strategy: Single) -> None:
     assert model.bias.grad.tolist() == [2, 2]
 
 
+def test_the_norm_of_the_gradient_is_over_the_parameters_that_have_one() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.tensor([[3.0, 4.0]])).sum().backward()
+    model.bias.grad = None  # as of a frozen layer
+    assert Single().gradient_norm(model).item() == pytest.approx(50**0.5)
+
+
 @pytest.mark.usefixtures("_group")
 def test_ddp_communicates_for_the_last_micro_batch_only() -> None:
     replica = DDP().replicate(nn.Linear(2, 2), plan(micro_batches=3), (torch.zeros(2, 2),))

@@ -1,5 +1,6 @@
 """The tasks: their scores, distillation from a trained network, and tasks of one's own."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from helpers import FAKE, built, records, resolved, train_here, weights
 from lockstep import metrics
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.model import is_broken
 from lockstep.core.run_dir import RunDir
@@ -130,17 +132,6 @@ def test_a_broken_image_has_no_gradient_among_values(loss: Any) -> None:
     assert losses[1] == 0
 
 
-class Recorded:
-    """A micro-batch for a task, with a network and a loss of one's own."""
-
-    def __init__(self, images: Tensor, targets: Tensor, network: Any, loss: Any) -> None:
-        self.images, self.targets, self.network, self.loss = images, targets, network, loss
-        self.logged: dict[str, Tensor] = {}
-
-    def log(self, name: str, values: Tensor) -> None:
-        self.logged[name] = values
-
-
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     return train_here(tmp_path_factory.mktemp("teacher") / "run", *JOB)
@@ -154,17 +145,16 @@ def test_distillation_is_the_formula_of_its_paper_with_the_teachers_own_pixels(t
     pixels, targets = torch.rand(6, 1, 8, 8, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 2])
     outputs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     (mean,), (std,) = job.input.mean, job.input.std
-    batch = Recorded((pixels - mean) / std, targets, lambda images: outputs, F.cross_entropy)
-    batch.loss = lambda logits, labels: F.cross_entropy(logits, labels, reduction="none")
-    losses, _ = task.losses(batch)
+    loss, logged = partial(F.cross_entropy, reduction="none"), dict[str, Tensor]()
+    losses, _ = task.losses(Batch((pixels - mean) / std, targets, lambda images: outputs, loss, logged.__setitem__))
     network = built(*JOB).model.build(3, (1, 8, 8)).double()
     network.load_state_dict(load_file(teacher.weights))
     with torch.no_grad():
         taught = network((pixels - 0.1) / 0.5)
     distance = (F.softmax(taught / 3, 1) * (F.log_softmax(taught / 3, 1) - F.log_softmax(outputs / 3, 1))).sum(1)
-    expected = 0.3 * batch.loss(outputs, targets) + 0.7 * 9 * distance
+    expected = 0.3 * loss(outputs, targets) + 0.7 * 9 * distance
     torch.testing.assert_close(losses, expected)
-    torch.testing.assert_close(batch.logged["distill/kl"], distance)
+    torch.testing.assert_close(logged["distill/kl"], distance)
     losses.sum().backward()
     assert outputs.grad is not None
 

@@ -31,9 +31,10 @@ from lockstep.scores import Block, EvaluationObserver, Scores
 from lockstep.stochastic import ForwardDraws
 from lockstep.strategy import AllReduce, AllReduceHooks, Single
 from lockstep.tasks import Multiclass
+from lockstep.training.experiment import inputs_of
 from lockstep.training.network import Freezing
 from lockstep.training.train_state import EMA, Progress, TrainState
-from lockstep.training.train_step import TrainStep, inputs_of
+from lockstep.training.train_step import TrainStep
 from lockstep.training.trainer import Trainer
 from thread_ranks import ThreadRanks
 
@@ -121,19 +122,23 @@ def trainer_of(
     draws, sgd = ForwardDraws(seed=0, device=world.device), SGD(momentum=0.0, lr=0.5).build(model)
     scaler = options.pop("scaler", torch.amp.GradScaler("cpu", enabled=False))
     state = TrainState(model=model, replica=replica, draws=draws, optimizer=sgd, scaler=scaler, ema=ema)
-    defaults = {"clip_norm": None, "eval_views": 1, "ema_every": 1}
-    train_keys = SimpleNamespace(**{key: options.pop(key, value) for key, value in defaults.items()})
-    optimizer, schedule = SGD(lr=0.5), options.pop("schedule", Constant())
-    job: Any = SimpleNamespace(
-        strategy=strategy, precision=FP64(), optimizer=optimizer, schedule=schedule, train=train_keys
-    )
     place: dict[str, Any] = {"world": world, "plan": plan}
     loss = MaskedLoss(LOSS.build(3, train.labels).double(), tolerates_broken=False)
-    inputs = partial(inputs_of, transforms, state.draws)
     data: dict[str, Any] = {"train_labels": train.labels, "train_feed": Resident().feed(train, world)}
     data |= {"eval_labels": val.labels, "eval_feed": Resident().feed(val, world)}
     return Trainer(
-        step=TrainStep(job=job, state=state, task=Multiclass(), loss=loss, inputs=inputs, **place),
+        step=TrainStep(
+            state=state,
+            strategy=strategy,
+            precision=FP64(),
+            schedule=options.pop("schedule", Constant()),
+            lr=0.5,
+            clip_norm=options.pop("clip_norm", None),
+            task=Multiclass(),
+            loss=loss,
+            inputs=partial(inputs_of, transforms, state.draws),
+            **place,
+        ),
         loader=Loader(seed=0, eval_batch=2, **place, **data),
         transforms=transforms,
         scores=options.pop("scores", Scores({}, 3, (), world)),

@@ -12,9 +12,9 @@ from torch import nn
 from helpers import forks, result
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.launch_env import Place, is_launched, launched_place
-from lockstep.core.model import norm_over_stages
 from lockstep.core.world import World
 from lockstep.job.worker import allow_connections, join, own_gpu
+from lockstep.strategy import Single
 from lockstep.training.agreement import StopConsensus
 from thread_ranks import ThreadRanks
 
@@ -27,7 +27,7 @@ def test_a_world_of_one_needs_no_process_group() -> None:
     assert solo.sum(tensor) is tensor
     assert solo.broadcast("word") == "word"
     solo.barrier()
-    solo.share_buffers(nn.BatchNorm2d(2))
+    Single().share_buffers(nn.BatchNorm2d(2), solo)
     consensus = StopConsensus(World.solo())
     assert [consensus.agree(False, True), consensus.agree(True, False)] == [[False, True], [True, False]]
     consensus.close()
@@ -157,12 +157,3 @@ def test_values_are_gathered_in_the_order_of_the_ranks(monkeypatch: pytest.Monke
 
     other_ranks = ([0, 1, 2], [], 0)
     assert ThreadRanks(3, monkeypatch).run(gathered) == [([0, 1, 2], [0, 1, 2], 0), other_ranks, other_ranks]
-
-
-def test_the_norm_of_a_model_in_stages_is_that_of_all_its_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    def norm(world: World) -> float:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
-        return norm_over_stages(model, torch.tensor(3.0 if world.rank else 4.0)).item()
-
-    assert ThreadRanks(2, monkeypatch).run(norm) == [5.0, 5.0]
-    assert norm_over_stages(nn.Linear(1, 1), torch.tensor(4.0)).item() == 4.0

@@ -67,7 +67,7 @@ class Shard:
 
     Fields:
         step, epoch: of the global batch.
-        images: (b, C, H, W), as stored (uint8) or as the model takes them.
+        images: (b, C, H, W), augmented and normalised, but not mixed.
         known_labels, indices: (b,) or (b, k), as `Split.labels`; int64 (b,). If examples come several
             times in an epoch, an index also says which time it is (see `balanced_order`).
         count: the number of examples in the global batch.

@@ -179,11 +179,6 @@ def has_shards(model: nn.Module) -> bool:
     return any(is_sharded(parameter) or parameter.is_meta for parameter in model.parameters())
 
 
-def has_stages(model: nn.Module) -> bool:
-    """Whether the layers of `model` are distributed over the ranks, so that each rank has some of them."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def own_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, without a copy."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
@@ -192,16 +187,6 @@ def own_part(tensor: Tensor) -> Tensor:
 def own_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     """This rank's parts of tensors, without gradients or a copy; tensors on other ranks are skipped."""
     return [own_part(tensor.detach()) for tensor in tensors if not tensor.is_meta]
-
-
-def norm_over_stages(model: nn.Module, norm: Tensor) -> Tensor:
-    """The L2 norm over all stages of a model, from the `norm` of this rank's stage; collective if it has stages."""
-    if not has_stages(model):
-        return norm
-    example = next(parameter for parameter in model.parameters() if not parameter.is_meta)
-    squared = norm.to(example.device, torch.float64).square()
-    dist.all_reduce(squared)
-    return squared.sqrt().to(example.dtype)
 
 
 def wire(device: torch.device) -> torch.device:

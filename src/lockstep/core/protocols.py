@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lockstep.core.batch import Batch
 from lockstep.core.fields import Component
-from lockstep.core.model import UpdateScope
+from lockstep.core.model import UpdateScope, whole
 from lockstep.core.model_card import CLASSES, SOFTMAX, TARGETS, ModelCard, TrainedInput
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
@@ -34,6 +36,8 @@ class Strategy(Component, Protocol):
     """Whether the backward pass of a micro-batch follows its forward pass at once."""
     fixed_order: ClassVar[bool] = False
     """Whether gradients are added in the same order on any number of ranks, as `repro=strict` promises."""
+    same_work: ClassVar[bool] = True
+    """Whether all ranks do the same work in a step, so that a slow one can be named."""
     adapts: ClassVar[bool] = False
     """Whether the number of devices decides which strategy takes the place of this one."""
     sync_batchnorm: bool | None = None
@@ -116,6 +120,20 @@ class Strategy(Component, Protocol):
     def reduce(self, replica: nn.Module) -> None:
         """Called after the last backward. Afterwards gradients are the sum over the ranks, over `grad_divisor`."""
         return  # there is one gradient, or backward has reduced it, as under DDP and `fully_shard`
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        """The L2 norm of the reduced gradient of the whole model, a scalar on the device. Collective."""
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return whole(nn.utils.get_total_norm(gradients))
+
+    def share_buffers(self, model: nn.Module, world: World) -> None:
+        """Copy main's buffers to every rank before an evaluation. Collective.
+
+        Training does not read running statistics, so they may differ between ranks.
+        """
+        if world.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
@@ -332,28 +350,6 @@ class Loss(Component, Protocol):
         labels of the training split. An evaluation calls the module in evaluation mode, in which it omits terms
         that only regularise training.
         """
-
-
-class Batch(Protocol):
-    """What a task sees of a micro-batch of b examples.
-
-    Fields:
-        images: (b, C, H, W), as the network takes them.
-        targets: what the outputs are compared with: classes, int64 (b,), or floats (b, outputs); under Mixup and
-            CutMix always floats.
-    """
-
-    images: Tensor
-    targets: Tensor
-
-    def network(self, images: Tensor) -> Tensor:
-        """The outputs (b, outputs) of the network. In training it draws the random numbers of these examples."""
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """The loss of the job, for each example, (b,)."""
-
-    def log(self, name: str, values: Tensor) -> None:
-        """Log a figure of each example, (b,), under one of the task's `figures`; log points have its mean."""
 
 
 class Task(Component, Protocol):

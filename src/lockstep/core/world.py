@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.core.launch_env import Place
-from lockstep.core.model import has_stages
 
 T = TypeVar("T")
 
@@ -83,12 +82,3 @@ class World(Place):
     def barrier(self) -> None:
         if self.size > 1:
             dist.barrier()
-
-    def share_buffers(self, module: torch.nn.Module) -> None:
-        """Copy main's buffers to every rank, before an evaluation or a checkpoint.
-
-        Training does not read running statistics, so they may differ between ranks. Stages have different buffers.
-        """
-        if self.size > 1 and not has_stages(module):
-            for buffer in module.buffers():
-                dist.broadcast(buffer, src=0)

@@ -17,10 +17,10 @@ from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
 from lockstep.core.table import show_json
 from lockstep.job.create import job_here
-from lockstep.optim.optimizers import set_learning_rate
 from lockstep.telemetry.pictures import svg
 from lockstep.telemetry.progress import progress
 from lockstep.training.experiment import Parts, build_parts
+from lockstep.training.train_step import set_learning_rate
 
 MOST_STEPS = 100_000
 PICTURE = "lr-find.svg"

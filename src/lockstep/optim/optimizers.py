@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.config.options import option
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import TEXT, mapping, ranged, ruled
-from lockstep.core.model import UpdateScope, head_parameters, is_sharded, norm_over_stages, whole
+from lockstep.core.model import UpdateScope, head_parameters, is_sharded
 from lockstep.core.protocols import Optimizer
 from lockstep.optim.fused import fused, with_lookahead
 
@@ -253,22 +253,3 @@ class Timm(OptimizerOption):
         from timm.optim import create_optimizer_v2
 
         return create_optimizer_v2(groups, opt=self.opt, lr=self.rate, momentum=self.momentum, **self.options)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Give every parameter group `lr` times its own scale."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr * group["scale"]
-
-
-def gradient_norm(model: nn.Module) -> Tensor:
-    """The L2 norm over all gradients, as a scalar on the device."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    return norm_over_stages(model, whole(nn.utils.get_total_norm(gradients)))
-
-
-def clip_gradients(model: nn.Module, largest: float) -> Tensor:
-    """Scale all gradients together, so that their L2 norm is at most `largest`; returns the norm before scaling."""
-    norm = gradient_norm(model)
-    nn.utils.clip_grads_with_norm_(model.parameters(), largest, norm)
-    return norm

@@ -23,7 +23,7 @@ from lockstep.strategy.base import Distributed, copy_back, flattened, rehearse
 
 LARGE = 2**16  # a gradient with at least this many elements gets its own all-reduce
 COMM_HOOKS = ("none", "fp16", "bf16")
-# Do not synchronise buffers in forward (`World.share_buffers` does it). torch 2.15 renamed the argument.
+# Do not synchronise buffers in forward (`Strategy.share_buffers` does it). torch 2.15 renamed the argument.
 NO_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers"
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

@@ -44,6 +44,7 @@ class Pipeline(Single):
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False
     one_pass: ClassVar[bool] = False
+    same_work: ClassVar[bool] = False
     widest: ClassVar[UpdateScope] = UpdateScope.parameter
     no_scaler: ClassVar[str] = "and under strategy=pipeline each stage would skip other steps"
 
@@ -120,6 +121,17 @@ class Pipeline(Single):
                 backward(losses.popleft())
         while losses:
             backward(losses.popleft())
+
+    def gradient_norm(self, model: nn.Module) -> Tensor:
+        norm = super().gradient_norm(model)
+        if not isinstance(model.forward, Stage):
+            return norm
+        squared = norm.to(model.forward.anchor.device, torch.float64).square()
+        dist.all_reduce(squared)
+        return squared.sqrt().to(model.forward.storage)
+
+    def share_buffers(self, model: nn.Module, world: World) -> None:
+        """Do nothing: each stage has its own."""
 
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         notes = super().notes(model, world, plan)

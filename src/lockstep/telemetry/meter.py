@@ -20,13 +20,37 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.sinks import Samples
-from lockstep.telemetry.time_spent import Stragglers, TimeSpent
+from lockstep.telemetry.time_spent import Seconds, Stragglers, TimeSpent
 from lockstep.telemetry.window import EpochState, Span, Tally, Window, WindowState, copied
 
 G = TypeVar("G")
 
 # Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingWindow:
+    """A window that has ended at `step`, and whose figures are still to be written.
+
+    Fields:
+        now: the seconds of this process up to its end.
+        window, epoch: the steps of the window, and of the epoch so far, up to the window before.
+        tallies: what this rank has counted in the window.
+        sums: waits for the sums of all ranks, see `Telemetry._sums`.
+        scalars: waits for the values of `names`, which are of the last step.
+        checksums: waits for the checksums of the weights of each rank.
+    """
+
+    step: int
+    now: Seconds
+    window: Span
+    epoch: Span
+    tallies: list[Tally]
+    sums: Callable[[], list[list[float]]]
+    names: Sequence[str]
+    scalars: Callable[[], list[float]]
+    checksums: Callable[[], list[int]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -73,7 +97,7 @@ class Telemetry:
         self.stragglers = Stragglers(self.world, comparable=self.comparable)
         # A GPU may still be computing a window that has ended. It is read at the log point after it.
         self.late = self.world.device.type == "cuda"
-        self.ended: deque[Callable[[], Window]] = deque()
+        self.pending: deque[PendingWindow] = deque()
         self.clock = self.times.clock
         self.reduced, self.pause = self.times.reduced, self.clock.pause  # as they are: a step has no call more
         self.profile: Callable[[Iterator[Any]], Iterator[Any]] = iter  # or one that profiles some steps
@@ -195,33 +219,40 @@ class Telemetry:
         (ranks,), and are returned with the window.
         """
         self._count()
-        window, epoch, tallies, now = self.window, self.epoch, self.tallies, self.clock.so_far()
-        sums = [self.world.sum(self._sums())]
-        if scalars:
-            sums.append(torch.stack([self._on_device(value) for value in scalars.values()]))
-        numbers_of = copied(torch.cat(sums))
-        checksums_of = copied(torch.empty(0) if checksums is None else checksums)
-
-        def write() -> Window:
-            numbers, width = numbers_of(), 3 + len(self.names)
-            window.add(*numbers[:3])
-            epoch.add(*numbers[width : width + 3])
-            means = [total / (window.examples or math.nan) for total in numbers[3:width]]
-            sound = window.loss <= self.loss_limit * max(1, window.examples)  # a NaN is not
-            finished = window.window(
-                step,
-                now,
-                first_bad_step=None if sound else self._first_bad_step(tallies, otherwise=step),
-                scalars=dict(zip([*self.names, *scalars], [*means, *numbers[2 * width :]], strict=True)),
-                checksums=checksums_of(),
-            )
-            self._tell(finished, epoch.window(step, now))
-            return finished
-
-        self.ended.append(write)
-        self.window = self._span(step + 1, began=now)
-        self.tallies = [self._tally(tallies[-1].epoch)]
+        values = [self._on_device(value) for value in scalars.values()]
+        pending = PendingWindow(
+            step=step,
+            now=self.clock.so_far(),
+            window=self.window,
+            epoch=self.epoch,
+            tallies=self.tallies,
+            sums=copied(self.world.sum(self._sums())),
+            names=[*scalars],
+            scalars=copied(torch.stack(values) if values else torch.empty(0)),
+            checksums=copied(torch.empty(0) if checksums is None else checksums),
+        )
+        self.pending.append(pending)
+        self.window = self._span(step + 1, began=pending.now)
+        self.tallies = [self._tally(self.tallies[-1].epoch)]
         return self.write_windows(leave=int(self.late))
+
+    def _write(self, pending: PendingWindow) -> Window:
+        """Write the figures of a window that has ended. Waits for the device. Collective."""
+        window, epoch, step = pending.window, pending.epoch, pending.step
+        (loss, hits, examples, *logged), (epoch_loss, epoch_hits, epoch_examples, *_) = pending.sums()
+        window.add(loss, hits, examples)
+        epoch.add(epoch_loss, epoch_hits, epoch_examples)
+        means = {name: total / (window.examples or math.nan) for name, total in zip(self.names, logged, strict=True)}
+        sound = window.loss <= self.loss_limit * max(1, window.examples)  # a NaN is not
+        finished = window.window(
+            step,
+            pending.now,
+            first_bad_step=None if sound else self._first_bad_step(pending.tallies, otherwise=step),
+            scalars=means | dict(zip(pending.names, pending.scalars(), strict=True)),
+            checksums=pending.checksums(),
+        )
+        self._tell(finished, epoch.window(step, pending.now))
+        return finished
 
     def _on_device(self, value: float | Tensor) -> Tensor:
         """A figure as float64 () on the device, without waiting for it."""
@@ -231,7 +262,7 @@ class Telemetry:
 
     def write_windows(self, leave: int = 0) -> list[Window]:
         """Write the figures of the ended windows, but not of the last `leave`; returns them. Waits for the device."""
-        return [self.ended.popleft()() for _ in range(len(self.ended) - leave)]
+        return [self._write(self.pending.popleft()) for _ in range(len(self.pending) - leave)]
 
     def _tell(self, window: Window, epoch: Window) -> None:
         """Give the figures of a window, and of the epoch so far, to the observers and the display. Collective."""
@@ -251,17 +282,17 @@ class Telemetry:
         self.tallies.append(self._tally(number))
 
     def _sums(self) -> Tensor:
-        """This rank's sums since the last log point (`Tally.sums`), then its sums of the epoch: (2 * (3 + n),)."""
+        """This rank's sums since the last log point (`Tally.sums`), then its sums of the epoch: (2, 3 + n)."""
         sums = torch.stack([tally.sums() for tally in self.tallies])
         of_epoch = [tally.epoch for tally in self.tallies].count(self.tallies[-1].epoch)  # the last ones
-        return torch.cat([sums.sum(0), sums[-of_epoch:].sum(0)])
+        return torch.stack([sums.sum(0), sums[-of_epoch:].sum(0)])
 
     def _epoch_so_far(self, step: int) -> Window | None:
         """The figures of the epoch, including the open window; None without any. Collective, and a device sync."""
         self._count()
         so_far = replace(self.epoch)
-        width = 3 + len(self.names)
-        so_far.add(*self.world.sum(self._sums()).tolist()[width : width + 3])
+        loss, hits, examples, *_ = self.world.sum(self._sums())[1].tolist()
+        so_far.add(loss, hits, examples)
         return so_far.window(step, self.clock.so_far()) if so_far.examples else None
 
     def _first_bad_step(self, tallies: list[Tally], otherwise: int) -> int:

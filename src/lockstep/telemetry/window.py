@@ -172,7 +172,7 @@ class Span:
 
 
 def copied(tensor: Tensor) -> Callable[[], list[Any]]:
-    """Begin to copy a tensor of one dimension to host memory; the function waits for it, and returns its numbers."""
+    """Begin to copy a tensor to host memory; the function waits for it, and returns its numbers as (nested) lists."""
     if not tensor.is_cuda:
         return tensor.tolist
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -60,12 +60,12 @@ class EMA(AveragedModel):
 class SWA(EMA):
     """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights of `steps`.
 
-    Update n has the decay 1 - 1/n.
+    Update n has the decay 1 - 1/n. So many training `images` give the mean its statistics of batch norm.
     """
 
-    def __init__(self, model: nn.Module, copy: nn.Module | None, steps: Averaging) -> None:
+    def __init__(self, model: nn.Module, copy: nn.Module | None, steps: Averaging, images: int = 0) -> None:
         super().__init__(model, 1.0, copy)
-        self.steps, self.start = steps, steps.start
+        self.steps, self.start, self.images = steps, steps.start, images
         pairs = zip(self.module.modules(), model.modules(), strict=True)
         self.norms = [
             (norm, of_model) for norm, of_model in pairs if isinstance(norm, BatchNorm) and norm.track_running_stats
@@ -122,4 +122,4 @@ class SWA(EMA):
 def build_average(job: ResolvedJob, plan: Plan, model: nn.Module, copy: nn.Module) -> EMA:
     if job.train.ema is not None:
         return EMA(model, job.train.ema, copy, warmup=job.train.ema_warmup, every=job.train.ema_every)
-    return SWA(model, copy, averaging_of(decisions(job, plan)))
+    return SWA(model, copy, averaging_of(decisions(job, plan)), job.train.swa_images)

@@ -16,7 +16,6 @@ from lockstep.config.options import name_of
 from lockstep.core.errors import InputError, shown
 from lockstep.core.figures import check_declared, read_figures
 from lockstep.core.log import close_all
-from lockstep.core.model import has_stages
 from lockstep.core.model_card import VALUES
 from lockstep.core.monitor import LOSS, TOP1, Monitor, tagged
 from lockstep.core.observer import Observer, Outcome, RunInfo
@@ -139,7 +138,7 @@ def build_observers(
         loss_limit=loss_limit,
         hits=job.task.hits if TOP1 in job.task.counted else None,
         names=job.task.figures,
-        comparable=not has_stages(state.model),
+        comparable=job.strategy.same_work,
     )
     if not world.is_main:
         return telemetry, None
@@ -170,9 +169,9 @@ def build_observers(
 
 def _times(job: ResolvedJob, world: World, plan: Plan, state: TrainState, progress: Progress) -> TimeSpent:
     """Where the time goes, with the parts of a step where they can be distinguished."""
-    whole = job.strategy.whole_model
+    whole, one_pass = job.strategy.whole_model, job.strategy.one_pass or world.size == 1
     # The gradients of a sharded model are not computed where torch calls hooks, and several micro-batches need them.
-    divided = not (has_stages(state.model) or job.train.cuda_graph) and (whole or plan.micro_batches == 1)
+    divided = one_pass and not job.train.cuda_graph and (whole or plan.micro_batches == 1)
     reduces = whole and world.size > 1
     model = state.model if divided else None
     return TimeSpent(model, world.device, reduces=reduces, period=plan.log_every, first=progress.step)

@@ -62,10 +62,14 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
     labels = blank_labels(job, examples, world)
     indices = torch.zeros(examples, dtype=torch.int64, device=world.device)
     step = TrainStep(
-        job=job,
         world=world,
         plan=plan,
         state=state,
+        strategy=job.strategy,
+        precision=job.precision,
+        schedule=job.schedule,
+        lr=job.optimizer.lr,
+        clip_norm=job.train.clip_norm,
         task=job.task.ready(card_of(job), world.device),
         loss=build_loss(job, labels, world, skip=0),
         inputs=lambda micro: [*state.draws.inputs(images, micro), labels, labels],

@@ -1,11 +1,12 @@
 """Exact evaluation: every example of the split once, on any number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
 from lockstep.core.model import has_shards, is_broken
 from lockstep.core.model_card import VIEWS
@@ -16,6 +17,7 @@ from lockstep.data.transforms.augment import reflected
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.losses import MaskedLoss
 from lockstep.scores import Block, EvaluationObserver
+from lockstep.training.train_step import ignore
 
 
 @torch.no_grad()
@@ -39,7 +41,6 @@ def evaluate(
     gets the numbers of finished blocks and of all, after each block and equally often on every rank: it may contain a
     collective, and may raise. Raises InputError: more images are broken than `dataset.skip` allows, or all of them.
     """
-    world.share_buffers(model)
     training = model.training
     model.eval()
     loss.loss.eval()
@@ -49,10 +50,9 @@ def evaluate(
     counts = torch.zeros(2 + len(task.counted), dtype=torch.int64, device=world.device)
     rounds = loader.eval_rounds
     done = 0
-    batch = EvaluationBatch(model, loss, precision, transforms.memory_format, views)
+    network = partial(outputs_of, model, precision=precision, memory_format=transforms.memory_format, views=views)
     for done, (images, labels) in enumerate(loader.eval(), start=1):
-        batch.images, batch.targets = transforms.eval(images), labels
-        losses, logits = task.evaluate(batch)
+        losses, logits = task.evaluate(Batch(transforms.eval(images), labels, network, loss, ignore))
         labels = labels[: len(logits)]  # in a pipeline only the last stage has logits
         broken, predicted = is_broken(labels), task.predict(logits)
         losses = losses.masked_fill(broken, 0)
@@ -85,25 +85,6 @@ def _figures(
         raise InputError("dataset: no image of the split can be decoded; see the warnings")
     scores = {name: 100 * share / count for name, share in zip(task.counted, shares, strict=True)}
     return {"loss": summed / count, **scores}
-
-
-@dataclass
-class EvaluationBatch:
-    """What a task sees of a block of an evaluation, see `protocols.Batch`."""
-
-    model: nn.Module
-    loss: MaskedLoss
-    precision: Precision
-    memory_format: torch.memory_format
-    views: int
-    images: Tensor = field(init=False)
-    targets: Tensor = field(init=False)
-
-    def network(self, images: Tensor) -> Tensor:
-        return outputs_of(self.model, images, self.precision, self.memory_format, self.views)
-
-    def log(self, name: str, values: Tensor) -> None:
-        """Ignore the figures of a task: it logs figures of training only."""
 
 
 def logits_of(

@@ -22,6 +22,7 @@ from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
+from lockstep.stochastic.convert import ForwardDraws
 from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training import train_state
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
@@ -32,7 +33,7 @@ from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of, named
 from lockstep.training.run_record import RunRecord
-from lockstep.training.train_step import TrainStep, inputs_of
+from lockstep.training.train_step import StepListener, TrainStep
 from lockstep.training.trainer import Trainer
 
 
@@ -69,9 +70,18 @@ def run(
     record.write_start(job, data.plan, progress)
     telemetry, watch = build_observers(job, run_dir, world, data, state, progress, stop)
     checkpointer.on_saved = telemetry.observer.saved
-    inputs = partial(inputs_of, data.transforms, state.draws)
     step = step_class(job, world)(
-        job=job, world=world, plan=data.plan, state=state, task=task, loss=loss, inputs=inputs
+        world=world,
+        plan=data.plan,
+        state=state,
+        strategy=job.strategy,
+        precision=job.precision,
+        schedule=job.schedule,
+        lr=job.optimizer.lr,
+        clip_norm=job.train.clip_norm,
+        task=task,
+        loss=loss,
+        inputs=partial(inputs_of, data.transforms, state.draws),
     )
     trainer = Trainer(
         step=step,
@@ -88,6 +98,7 @@ def run(
         progress=progress,
         monitor=Monitor.parse(job.monitor),
         patience=Patience(limit=job.train.patience, min_delta=job.train.min_delta),
+        eval_views=job.train.eval_views,
     )
     hardware = train(trainer, watch, explaining(job, run_dir, world, trainer, record))
     record.complete(job, trainer, hardware, skipped=trainer.count_skipped())
@@ -107,6 +118,12 @@ def build_checkpointer(
         card=card,
         needed=(run_dir.config, run_dir.overrides, *([run_dir.metrics] if "jsonl" in job.logger else [])),
     )
+
+
+def inputs_of(transforms: DeviceTransforms, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
+    """The `inputs` of a step in training: with mixed images, and with the keys of the model's random numbers."""
+    images, targets = transforms.mixed(micro)
+    return [*draws.inputs(images, micro), targets, micro.labels]
 
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
@@ -183,6 +200,7 @@ class Parts(TrainStep):
         transforms: from stored uint8 images to the input of the model.
     """
 
+    job: ResolvedJob
     loader: Loader
     transforms: DeviceTransforms
 
@@ -213,7 +231,7 @@ class Parts(TrainStep):
     def loss_of_step(self, shard: Shard) -> float:
         """Update the weights on a global batch; returns the mean loss of its unbroken images."""
         losses: list[Tensor] = []
-        self.record = lambda loss, *_: losses.append(loss)
+        self.listener = StepListener(record=lambda loss, *_: losses.append(loss))
         self.update(shard)
         return float(torch.stack(losses).sum()) / max(1, int((~is_broken(shard.labels)).sum()))
 
@@ -235,6 +253,11 @@ def build_parts(job: ResolvedJob) -> Parts:
         world=world,
         plan=data.plan,
         state=state,
+        strategy=job.strategy,
+        precision=job.precision,
+        schedule=job.schedule,
+        lr=job.optimizer.lr,
+        clip_norm=job.train.clip_norm,
         task=job.task.ready(card_of(job), world.device),
         loss=train_state.build_loss(job, data.train.labels, world, skip=data.skip),
         inputs=partial(inputs_of, data.transforms, state.draws),

@@ -8,7 +8,7 @@ rates are tensors.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError
 from lockstep.training.dry_run import is_out_of_memory
 from lockstep.training.train_state import TrainState
-from lockstep.training.train_step import TrainStep
+from lockstep.training.train_step import StepListener, TrainStep
 
 # Passes before a recording, as torch's notes on CUDA graphs advise: libraries allocate and choose kernels in them.
 WARM_UP = 3
@@ -98,7 +98,7 @@ class GraphStep(TrainStep):
             rate.fill_(group["lr"])
         recording.graph.replay()
         for micro, values, (loss, logits) in zip(micro_batches, inputs, recording.outputs, strict=True):
-            self.record(loss.clone(), logits.clone(), micro, values[0])
+            self.listener.record(loss.clone(), logits.clone(), micro, values[0])
         return recording.grad_norm
 
     def recorded(self, shard: Shard, inputs: list[Inputs]) -> Recording:
@@ -115,20 +115,15 @@ class GraphStep(TrainStep):
             ],
             graph=CudaGraph(),
         )
-        step = TrainStep(
-            job=self.job,
-            world=self.world,
-            plan=self.plan,
-            state=self.state,
-            task=self.task,
-            loss=self.loss,
+        step = replace(
+            self,
             inputs=lambda micro: recording.inputs[micro.number % self.plan.micro_batches],
-            record=lambda loss, logits, *_: recording.outputs.append((loss, logits)),
+            listener=StepListener(record=lambda loss, logits, *_: recording.outputs.append((loss, logits))),
         )
 
         def update() -> None:
             recording.outputs.clear()
-            recording.grad_norm = step.update(shard, measures_norm=True)
+            recording.grad_norm = TrainStep.update(step, shard, measures_norm=True)
 
         try:
             with reading_rates(self.state.optimizer, recording.rates), unchanged(self.state):

@@ -174,11 +174,11 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
     `incident.json` names the step, its samples and the last checkpoint before it: a run resumed there comes to the
     step with the same batch.
     """
-    step, job = error.step or trainer.progress.step, trainer.step.job
+    step, taken = error.step or trainer.progress.step, trainer.step
     batch = trainer.loader.global_batch(step)
     folder = run_dir.incident
     make_folder(folder)
-    tensors = {"images": batch.images.cpu(), "labels": batch.labels.cpu(), "indices": batch.indices.cpu()}
+    tensors = {"images": batch.images.cpu(), "labels": batch.known_labels.cpu(), "indices": batch.indices.cpu()}
     with replacing(folder / "batch.pt") as temporary:
         torch.save(tensors, temporary)
     on_host = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -190,7 +190,7 @@ def write_incident(error: NumericalError, trainer: Trainer, weights: dict[str, T
         "step": step,
         "epoch": batch.epoch,
         "seen_at_step": trainer.progress.step,
-        "learning_rate": job.optimizer.lr * job.schedule.factor(step, trainer.plan, trainer.step.scores),
+        "learning_rate": taken.lr * taken.schedule.factor(step, taken.plan, taken.scores),
         "samples": (batch.indices % trainer.plan.examples).tolist(),
         "checkpoint": earlier[0] if earlier else None,
     }

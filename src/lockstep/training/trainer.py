@@ -26,7 +26,7 @@ from lockstep.training.averages import SWA
 from lockstep.training.evaluate import evaluate, outputs_of
 from lockstep.training.patience import Patience
 from lockstep.training.train_state import Progress
-from lockstep.training.train_step import TrainStep
+from lockstep.training.train_step import StepListener, TrainStep
 
 
 @dataclass(kw_only=True)
@@ -47,6 +47,7 @@ class Trainer:
     stop: StopRequest
     heartbeat: Callable[[], None]
     cuts_steps: bool = False
+    eval_views: int = 1
     predictions: EvaluationObserver = field(default_factory=EvaluationObserver)
     progress: Progress = field(default_factory=Progress)
     monitor: Monitor = field(default_factory=Monitor)
@@ -56,9 +57,10 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.world, self.plan, self.state = self.step.world, self.step.plan, self.step.state
-        self.step.record, self.step.reduced = self.telemetry.record, self.telemetry.reduced
-        self.step.logged = self.telemetry.log
-        self.step.between = self.between_micro_batches
+        telemetry, between = self.telemetry, self.between_micro_batches
+        self.step.listener = StepListener(
+            record=telemetry.record, reduced=telemetry.reduced, between=between, log=telemetry.log
+        )
         self.consensus = agreement.StopConsensus(self.world)
         gains = ((step, self.monitor.gain(score)) for step, score in self.progress.scores)
         self.step.scores[:] = [(step, gain) for step, gain in gains if gain is not None]
@@ -171,6 +173,7 @@ class Trainer:
     def _evaluate(
         self, model: nn.Module, loader: EvalLoader, observers: Sequence[EvaluationObserver]
     ) -> Mapping[str, float]:
+        self.step.strategy.share_buffers(model, self.world)
         # An evaluation changes no state, so a lone rank may stop anywhere in it.
         with self.stop.interrupting(self.world.size == 1):
             return evaluate(
@@ -179,20 +182,20 @@ class Trainer:
                 loss=self.step.loss,
                 loader=loader,
                 transforms=self.transforms,
-                precision=self.step.job.precision,
+                precision=self.step.precision,
                 world=self.world,
-                views=self.step.job.train.eval_views,
+                views=self.eval_views,
                 observers=observers,
                 between=self.between_blocks,
             )
 
     def _renew_statistics(self, step: int) -> None:
         """Compute the statistics of a mean of weights over images of the epoch, augmented as in it, but not mixed."""
-        average, job, transforms = self.state.ema, self.step.job, self.transforms
+        average, transforms = self.state.ema, self.transforms
         if not isinstance(average, SWA):
             return
         # Whole blocks, which count alike.
-        number = max(1, min(job.train.swa_images, self.plan.examples) // self.loader.eval_batch)
+        number = max(1, min(average.images, self.plan.examples) // self.loader.eval_batch)
         rounds = math.ceil(number / self.loader.world.size)
 
         def blocks() -> Iterator[Tensor]:
@@ -201,7 +204,7 @@ class Trainer:
                 yield transforms.augmented(group.images, group.epoch, group.indices, group.steps[0].step)
                 self.between_blocks(done, rounds)
 
-        forward = partial(outputs_of, precision=job.precision, memory_format=transforms.memory_format, views=1)
+        forward = partial(outputs_of, precision=self.step.precision, memory_format=transforms.memory_format, views=1)
         freezing = self.state.freezing
         frozen = freezing.norms if freezing.frozen(step) else ()
         with self.stop.interrupting(self.world.size == 1):

@@ -24,7 +24,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class BatchGroup:
-    """A rank's shards of consecutive steps of one epoch, read together.
+    """A rank's shards of consecutive steps of one epoch, read together, as they are stored.
 
     For small batches a call costs more than the work on the pixels. `images` are uint8 (n, C, H, W), `known_labels`
     as `Split.labels` and `indices` int64 (n,), on the device, in the order of the steps.
@@ -167,11 +167,11 @@ class Loader(EvalLoader):
     def _feeds(self) -> dict[int, ImageReader]:
         return {0: self.train_feed, **self.later_feeds}
 
-    def global_batch(self, step: int) -> Shard:
+    def global_batch(self, step: int) -> BatchGroup:
         """All examples of a step, of all ranks. Reads them again: for looking at them, not for training."""
         whole = next(self._steps(step - 1, World.solo()))
         images, _ = next(iter(at_step(self._feeds, step)([self._request([whole])])))
-        return next(self._group([whole], images, rank=0, ranks=1, mix_partners=False).shards(images))
+        return self._group([whole], images, rank=0, ranks=1, mix_partners=False)
 
     def one_by_one(self, examples: Tensor, epoch: int) -> Iterator[tuple[int, BatchGroup]]:
         """Some examples as an epoch has them, each alone with its mix partner, in the order of the epoch."""
