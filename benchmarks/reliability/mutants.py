@@ -43,8 +43,8 @@ training/train_step.py: the loss scale never changes after an overflow [trainer]
 - state.scaler.update()
 + pass
 training/train_step.py: each parameter's gradient is clipped by its own norm [trainer]
--                 nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_norm, grad_norm)
-+                 for parameter in state.model.parameters():
+-                 nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, grad_norm)
++                 for parameter in self.parameters:
 +                     nn.utils.clip_grad_norm_(parameter, self.clip_norm)
 strategy/base.py: DDP communicates for all micro-batches but the last one [strategy]
 - NO_CONTEXT if last or not isinstance(replica, DistributedDataParallel) else replica.no_sync()

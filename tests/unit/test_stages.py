@@ -141,10 +141,10 @@ def test_stages_have_their_own_layers_and_pass_on_activations_and_gradients(monk
         logits.sum().backward()
         own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
         gradients = {name: parameter.grad for name, parameter in own.items()}
-        return logits.detach(), gradients, Pipeline().gradient_norm(model).item()
+        return logits.detach(), gradients, Pipeline().gradient_norm([*model.parameters()]).item()
 
     (first, of_first, norm), (last, of_last, other) = ThreadRanks(2, monkeypatch).run(trained)
-    assert norm == other == pytest.approx(Single().gradient_norm(whole).item(), rel=1e-6)
+    assert norm == other == pytest.approx(Single().gradient_norm([*whole.parameters()]).item(), rel=1e-6)
     assert first.shape == (0, 3)
     assert torch.equal(last, expected)
     assert {*of_first} == {"first.weight", "first.bias"}

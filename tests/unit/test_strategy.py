@@ -227,7 +227,7 @@ def test_the_norm_of_the_gradient_is_over_the_parameters_that_have_one() -> None
     model = nn.Linear(2, 2)
     model(torch.tensor([[3.0, 4.0]])).sum().backward()
     model.bias.grad = None  # as of a frozen layer
-    assert Single().gradient_norm(model).item() == pytest.approx(50**0.5)
+    assert Single().gradient_norm([*model.parameters()]).item() == pytest.approx(50**0.5)
 
 
 @pytest.mark.usefixtures("_group")

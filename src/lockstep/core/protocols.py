@@ -121,9 +121,9 @@ class Strategy(Component, Protocol):
         """Called after the last backward. Afterwards gradients are the sum over the ranks, over `grad_divisor`."""
         return  # there is one gradient, or backward has reduced it, as under DDP and `fully_shard`
 
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        """The L2 norm of the reduced gradient of the whole model, a scalar on the device. Collective."""
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The L2 norm of the reduced gradient of a model with these parameters, a scalar. Collective."""
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return whole(nn.utils.get_total_norm(gradients))
 
     def share_buffers(self, model: nn.Module, world: World) -> None:

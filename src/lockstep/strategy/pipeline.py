@@ -7,7 +7,7 @@ the next stage, to whose rank it sends them. Gradients go back the same way.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -122,13 +122,14 @@ class Pipeline(Single):
         while losses:
             backward(losses.popleft())
 
-    def gradient_norm(self, model: nn.Module) -> Tensor:
-        norm = super().gradient_norm(model)
-        if not isinstance(model.forward, Stage):
+    def gradient_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        norm = super().gradient_norm(parameters)
+        own = [parameter for parameter in parameters if not parameter.is_meta]
+        if len(own) == len(parameters):
             return norm
-        squared = norm.to(model.forward.anchor.device, torch.float64).square()
+        squared = norm.to(own[0].device, torch.float64).square()
         dist.all_reduce(squared)
-        return squared.sqrt().to(model.forward.storage)
+        return squared.sqrt().to(own[0].dtype)
 
     def share_buffers(self, model: nn.Module, world: World) -> None:
         """Do nothing: each stage has its own."""

@@ -107,7 +107,8 @@ class TimeSpent:
     def __init__(
         self, model: nn.Module | None, device: torch.device, *, reduces: bool, period: int, first: int = 0
     ) -> None:
-        self.model, self.on_gpu, self.reduces = model, device.type == "cuda", reduces
+        self.parameters = [] if model is None else [*model.parameters()]
+        self.on_gpu, self.reduces = device.type == "cuda", reduces
         self.period = max(LEAST_PERIOD, period)
         self.next_step = None if model is None else self._following(first + WARM_UP)
         self.clock = TrainingClock()
@@ -132,12 +133,8 @@ class TimeSpent:
 
     def start(self) -> None:
         """Start to time a step, just after its shard has arrived."""
-        assert self.model is not None
-        self.hooks = [
-            parameter.register_post_accumulate_grad_hook(self._gradient_done)
-            for parameter in self.model.parameters()
-            if parameter.requires_grad
-        ]
+        trained = (parameter for parameter in self.parameters if parameter.requires_grad)
+        self.hooks = [parameter.register_post_accumulate_grad_hook(self._gradient_done) for parameter in trained]
         self.timing, self.marks, self.gradient = True, [("", self._stamp())], None
 
     def forward_done(self) -> None:

@@ -81,6 +81,7 @@ class TrainStep:
     def __post_init__(self) -> None:
         self.autocast = self.precision.autocast(self.world.device)
         self.grad_divisor = self.strategy.grad_divisor(self.world)
+        self.parameters = [*self.state.model.parameters()]
 
     def __call__(self, shard: Shard) -> dict[str, Any]:
         """One optimizer update on this rank's shard of a global batch; returns the figures of a log point."""
@@ -119,9 +120,9 @@ class TrainStep:
         state.scaler.unscale_(state.optimizer)
         grad_norm = None
         if measures_norm or self.clip_norm is not None:
-            grad_norm = self.strategy.gradient_norm(state.model)
+            grad_norm = self.strategy.gradient_norm(self.parameters)
             if self.clip_norm is not None:
-                nn.utils.clip_grads_with_norm_(state.model.parameters(), self.clip_norm, grad_norm)
+                nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, grad_norm)
         state.scaler.step(state.optimizer)
         state.scaler.update()
         state.optimizer.zero_grad(set_to_none=True)
