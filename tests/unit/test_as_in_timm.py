@@ -138,6 +138,32 @@ def test_the_code_of_the_document_prepares_photos_like_predict(
         assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
 
 
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_code_of_the_document_prepares_photos_of_every_mode_like_predict(
+    card: ModelCard, tmp_path: Path, channels: int
+) -> None:
+    photo = Image.effect_mandelbrot((80, 60), (-2, -1, 1, 1), 50)
+    rgb = Image.merge("RGB", [photo, photo.rotate(90), photo.rotate(180)])
+    rgba = Image.merge("RGBA", [*rgb.split(), photo.rotate(30)])
+    for mode in ("1", "L", "LA", "P", "RGB", "RGBA"):
+        rgba.convert(mode).save(tmp_path / f"{mode}.png")
+    rgb.quantize(16).save(tmp_path / "clear_colour.png", transparency=3)
+    rgb.quantize(16).save(tmp_path / "colours.png", transparency=bytes(range(0, 160, 10)))
+    rgb.save(tmp_path / "clear_rgb.png", transparency=rgb.getpixel((0, 0)))
+    photo.save(tmp_path / "clear_grey.png", transparency=photo.getpixel((9, 9)))
+    rgba.save(tmp_path / "frames.gif", save_all=True, append_images=[rgb])
+    rgba.save(tmp_path / "frames.webp", save_all=True, append_images=[rgb], lossless=True)
+    rgb.convert("CMYK").save(tmp_path / "cmyk.tif")
+    colour = {"image_shape": (channels, 54, 36), "input_shape": (channels, 48, 32)}
+    chosen = replace(card, **colour, mean=card.mean[:channels], std=card.std[:channels])
+    predictor = predictor_of(chosen)
+    for path in sorted(tmp_path.iterdir()):
+        expected = predictor.cropped(predictor.stored(path))
+        with Image.open(path) as photo:
+            pixels = documented("prepared")(photo, vars(chosen), (48, 32))
+        assert np.abs(pixels.astype(int) - expected.int().numpy()).max() <= 2, path
+
+
 def test_a_run_of_before_resumes_and_evaluates_with_the_size_that_it_stored(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
