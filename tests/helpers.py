@@ -43,7 +43,7 @@ from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.job import resolve, worker
-from lockstep.job.create import create_run
+from lockstep.job.prepare import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.launcher.spawn import Spawn
 from lockstep.runtime.commands import Command, running
@@ -255,7 +255,7 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 @functools.cache
 def forks() -> Forks:
     """The interpreter from which commands and gangs are forked. The first use starts it."""
-    commands = ("lockstep.job.worker", "lockstep.job.create", "lockstep.sweep.pool", "lockstep.cli.main")
+    commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.pool", "lockstep.cli.main")
     commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")

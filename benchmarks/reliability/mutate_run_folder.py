@@ -41,7 +41,7 @@ from lockstep.core.errors import Stopped
 from lockstep.core.locks import Lock
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
-from lockstep.job.create import create_run
+from lockstep.job.prepare import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.job.worker import start
 from lockstep.runtime import program

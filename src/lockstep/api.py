@@ -96,7 +96,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
     from lockstep.core.locks import Lock
     from lockstep.core.run import Run
     from lockstep.core.safe_write import absent, remove_empty, storing
-    from lockstep.job.create import create_run
+    from lockstep.job.prepare import create_run
     from lockstep.job.resume import decide_resume
     from lockstep.job.worker import start
     from lockstep.runtime.guest import guest
@@ -135,7 +135,7 @@ def compose(overrides: Sequence[str] = (), *, extensions: Sequence[str] = ()) ->
         InputError: the config, the data or the machine does not fit the job, or the job has several ranks.
     """
     from lockstep.config import extensions as known
-    from lockstep.job.create import job_of
+    from lockstep.job.prepare import job_of
     from lockstep.runtime.guest import guest
     from lockstep.training.experiment import build_parts
 

@@ -72,7 +72,7 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
         import sys
         import lockstep
         import lockstep.job.worker, lockstep.runtime.guest  # of the call, before the fork
-        from lockstep.job.create import job_of
+        from lockstep.job.prepare import job_of
         from lockstep.runtime.forking import import_for_ranks
         words = sys.argv[1:]
         import_for_ranks(job_of(words))

@@ -227,7 +227,7 @@ def test_the_step_is_read_without_the_rest_of_the_source(monkeypatch: pytest.Mon
 
 
 LANDMARKS = (
-    *("job/create.py:create_run", "config/components.py:build_job", "job/resolve.py:resolve"),
+    *("job/prepare.py:create_run", "config/components.py:build_job", "job/resolve.py:resolve"),
     *("job/validate.py:check_job", "training/build_data.py:build_data", "training/train_state.py:build_state"),
     "training/train_step.py:__call__",
 )
@@ -240,6 +240,21 @@ def test_the_tour_of_the_source_is_the_way_of_the_default_job(tmp_path: Path) ->
     assert len(tour) <= 16
     way = [line for line in done.out.splitlines() if line.startswith(str(PACKAGE))]
     assert way == [str(ROOT / file) for file in tour], done.err
+
+
+@pytest.mark.parametrize(
+    "title", ["A resume, from the command to the state", "A swept key, from the line to the job"]
+)
+def test_the_functions_of_a_walk_are_where_it_says(title: str) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    walk = re.findall(r"^\d+\. `([\w/]+\.py)`:((?:.|\n   )*)", text, re.MULTILINE)
+    assert 9 <= len(walk) <= 10
+    for file, words in walk:
+        tree = parsed(next(path for root in (PACKAGE, PLUGINS.parent) if (path := root / file).is_file()))
+        functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        first = re.search(r"`(\w+)`", words)
+        assert first is not None, file
+        assert first[1] in functions, f"{file}:{first[1]}"
 
 
 def test_only_modules_that_write_or_show_ask_who_is_main() -> None:

@@ -16,7 +16,7 @@ from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.run import read_overrides
 from lockstep.core.run_dir import RunDir
-from lockstep.job.create import check_resumable
+from lockstep.job.prepare import check_resumable
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.training.resolved_job import load_job, plan_of
 

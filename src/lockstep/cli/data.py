@@ -20,7 +20,7 @@ from lockstep.data.datasets import packed
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.loading.loaders import Streaming
 from lockstep.data.transforms.device import DeviceTransforms
-from lockstep.job.create import job_here
+from lockstep.job.prepare import job_here
 from lockstep.runtime.host import cores
 from lockstep.telemetry.pictures import channels_shown, sheet
 from lockstep.telemetry.progress import progress

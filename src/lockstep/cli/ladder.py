@@ -31,7 +31,7 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.core.table import show_rows
-from lockstep.job.create import job_of
+from lockstep.job.prepare import job_of
 from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch

@@ -22,7 +22,7 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import remove_empty
 from lockstep.core.terminal import forgive_output
-from lockstep.job.create import create_run, prepare
+from lockstep.job.prepare import create_run, prepare
 from lockstep.job.resolve import logged, monitor_of
 from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep
 from lockstep.job.slurm import Submission, submission

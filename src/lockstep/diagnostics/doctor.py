@@ -17,7 +17,7 @@ from lockstep.core.errors import InputError, as_known
 from lockstep.core.table import show_json
 from lockstep.diagnostics import examination
 from lockstep.diagnostics.inspection import Finding, Level, inspect
-from lockstep.job.create import checked_job, fitted_to_images
+from lockstep.job.prepare import checked_job, fitted_to_images
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.telemetry.progress import format_duration, progress
 from lockstep.training.resolved_job import ResolvedJob

@@ -19,7 +19,7 @@ from lockstep.core.world import World
 from lockstep.data.loading.loaders import Streaming
 from lockstep.diagnostics.inspection import Finding, Level
 from lockstep.diagnostics.settings import other_settings
-from lockstep.job.create import check_resumable
+from lockstep.job.prepare import check_resumable
 from lockstep.job.resume import Resume
 from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch

@@ -16,7 +16,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import check_out, storing, write_atomic
 from lockstep.core.table import show_json
-from lockstep.job.create import job_here
+from lockstep.job.prepare import job_here
 from lockstep.telemetry.pictures import svg
 from lockstep.telemetry.progress import progress
 from lockstep.training.experiment import Parts, build_parts
