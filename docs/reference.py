@@ -25,8 +25,9 @@ from typing import Any
 import yaml
 
 from lockstep.config.components import locate
+from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core.fields import Number, Rule, rule_of
+from lockstep.core.fields import Number, Role, Rule, rule_of
 
 ROOT = Path(__file__).parents[1]
 HELP_COLUMNS = 100
@@ -36,11 +37,12 @@ DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
 
 @dataclass(frozen=True)
 class Key:
-    """A row of a table of keys: dotted name, type in words, default as written in the YAML, meaning."""
+    """A row of a table of keys: dotted name, type in words, default as written in the YAML, role, meaning."""
 
     name: str
     type: str
     default: str
+    role: str
     meaning: str
 
 
@@ -114,7 +116,8 @@ def read_keys(path: Path, prefix: str, cls: type[Any], block: str = "") -> Itera
             raise SystemExit(f"{path}: {name} is not a field of {cls.__name__}")
         if not meaning:
             raise SystemExit(f"{path}: {name} has no comment that says what it is")
-        yield Key(f"{prefix}{dotted}", type_of(*fields.pop(name)), default, meaning)
+        key = f"{prefix}{dotted}"
+        yield Key(key, type_of(*fields.pop(name)), default, role_text(key), meaning)
     if fields:
         raise SystemExit(f"{path}: there is no {', '.join(fields)}, which {cls.__name__} has")
 
@@ -163,6 +166,12 @@ def type_of(cls: type[Any], name: str) -> str:
     return "list of " * listed + kind_of(rule) + " or null" * null
 
 
+def role_text(key: str) -> str:
+    """Whether another value of a key makes another run, and in which way: `yes`, `yes: sample` or `no: display`."""
+    role = role_of(key)
+    return "yes" if role is Role.identity else f"{'yes' if role.makes_another_run else 'no'}: {role}"
+
+
 def kind_of(rule: Rule | None) -> str:
     """The allowed values, as `int ≥ 1` or `float in [0, 1)`. Larger ends only catch typing errors."""
     if not isinstance(rule, Number):
@@ -177,8 +186,8 @@ def kind_of(rule: Rule | None) -> str:
 
 def job_table(keys: Iterable[Key]) -> str:
     """The keys of the job, as Markdown."""
-    rows = ([f"`{key.name}`", key.type, f"`{key.default}`", key.meaning] for key in keys)
-    return table(["key", "type", "default", "meaning"], rows)
+    rows = ([f"`{key.name}`", key.type, f"`{key.default}`", key.role, key.meaning] for key in keys)
+    return table(["key", "type", "default", "another run", "meaning"], rows)
 
 
 def group_tables(options: list[Option]) -> str:
@@ -189,13 +198,14 @@ def group_tables(options: list[Option]) -> str:
         for key in option.keys:
             options_with.setdefault(key, []).append(option)
     order = list(dict.fromkeys([text for key in options_with for text in (key.name, key.meaning)]))
-    rows, previous = [], Key("", "", "", "")
+    rows, previous = [], Key("", "", "", "", "")
     for key in sorted(options_with, key=lambda key: (order.index(key.name), order.index(key.meaning))):
         meaning = "the same" if (key.name, key.meaning) == (previous.name, previous.meaning) else key.meaning
         default = "required" if key.default == "???" else f"`{key.default}`"
-        rows.append([f"`{key.name}`", names(options_with[key]), key.type, default, meaning])
+        rows.append([f"`{key.name}`", names(options_with[key]), key.type, default, key.role, meaning])
         previous = key
-    return f"{text}\n\n{table(['key', 'options', 'type', 'default', 'meaning'], rows)}" if rows else text
+    headings = ["key", "options", "type", "default", "another run", "meaning"]
+    return f"{text}\n\n{table(headings, rows)}" if rows else text
 
 
 def help_of_groups(groups: Mapping[str, list[Option]]) -> str:

@@ -4,6 +4,7 @@ If a test fails here, change the code, or change the rule here and give the reas
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
 import os
@@ -18,6 +19,8 @@ from types import FrameType
 import pytest
 
 from helpers import ROOT, command, forked
+from lockstep.config.options import classes_of
+from lockstep.config.schema import BLOCKS, GROUPS, Job
 
 PACKAGE = ROOT / "src" / "lockstep"
 PLUGINS = ROOT / "src" / "hydra_plugins"
@@ -372,6 +375,49 @@ READS: dict[str, str] = {
     "cli.new": "the template, which is part of the program",
     "diagnostics.prove": "the files that `lockstep prove` has just had written",
 }
+
+
+# Where keys are listed outside the schema, and why: none is about what makes another run, which roles say.
+LISTS_KEYS: dict[str, str] = {
+    "cli.ladder.OF_RUNGS": "what a rung sets itself",
+    "diagnostics.lr_find.OF_TEST": "what the test sets itself",
+    "diagnostics.prove.OF_RUNS": "what the runs of the proof set themselves",
+    "config.commands.RUNS": "the keys with paths of runs, quoted for Hydra before any class of an option is imported",
+    "config.commands.STARTS": "of these, the keys that say where a run starts",
+    "config.commands.FOLDERS": "the keys with other paths",
+    "data.datasets.files.SIZES": "what `auto` chooses by the weights",
+    "cli.compare.DATA": "facts of checkpoints, not keys",
+    "cli.export.INPUT, OUTPUT, BATCH": "names in exported files",
+    "core.model_card.FITS": "values of a key",
+    "core.run.SEED, FOLD": "two keys by name, for those who ask for their values",
+}
+
+
+def listed_keys(node: ast.expr, keys: set[str]) -> bool:
+    """Whether an expression has a list, tuple or set of two texts or more of which at least half are keys."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.Tuple | ast.List | ast.Set):
+            texts = [str(item.value) for item in part.elts if isinstance(item, ast.Constant)]
+            listed = sum(text.rstrip(".") in keys for text in texts)
+            if listed >= 2 and 2 * listed >= len(texts):
+                return True
+    return False
+
+
+def test_keys_are_listed_in_the_schema_alone() -> None:
+    keys, found_in = {field.name for field in dataclasses.fields(Job)}, set()
+    for block, cls in BLOCKS.items():
+        keys |= {name for field in dataclasses.fields(cls) for name in (field.name, f"{block}.{field.name}")}
+    for group in GROUPS:
+        names = {field.name for cls in classes_of(group).values() for field in dataclasses.fields(cls)}
+        keys |= {*names, *(f"{group}.{name}" for name in names)}
+    for name, path in MODULES.items():
+        for node in parsed(path).body if name != "config.schema" else ():
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+                target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+                found_in |= {f"{name}.{ast.unparse(target).strip('()')}"} if listed_keys(node.value, keys) else set()
+    assert found_in == LISTS_KEYS.keys()
+    assert listed_keys(ast.parse('{"seed", "train.ema."}', mode="eval").body, keys)
 
 
 def reads(tree: ast.AST) -> bool:

@@ -102,6 +102,14 @@ def test_a_line_that_the_overrides_of_a_run_have_lost_is_noticed(tmp_path: Path)
     assert decided(f"resume={run.path}", "seed=6").values["seed"] == 6
 
 
+def test_a_line_that_makes_no_other_run_may_be_lost_or_changed_in_a_recipe(tmp_path: Path) -> None:
+    lines = ("cost.usd_per_gpu_hour=2", "telemetry.report=never", "budget.hours=1", "data_root=elsewhere")
+    run = run_dir(tmp_path / "run", "seed=5", *lines)
+    words = [word for word in read_overrides(run.overrides) if word not in lines]
+    run.overrides.write_text(components.dump(words))
+    assert decided(f"resume={run.path}").values["seed"] == 5
+
+
 def test_a_resume_may_set_the_keys_of_the_options_that_only_its_run_names(tmp_path: Path) -> None:
     run = run_dir(tmp_path / "run", "schedule=plateau", "schedule.gamma=0.2")
     for word, patience in (("schedule.patience=1", 1), ("schedule.patiens=1", None)):

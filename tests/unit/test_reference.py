@@ -47,8 +47,8 @@ def test_a_new_yaml_is_put_into_the_reference_the_readme_and_the_help(checkout: 
     reference.main(["--check"], checkout)
     text = (checkout / "docs" / "configuration.md").read_text()
     assert "| `ramp` | A line that ends at a tenth. |" in text
-    assert "| `schedule.warmup` | `cosine` `linear` `polynomial` `ramp` | duration | `5%` |" in text
-    row = "| `schedule.final` | `ramp` | float ≥ 0 | `0.1` | share of the rate that stays |"
+    assert "| `schedule.warmup` | `cosine` `linear` `polynomial` `ramp` | duration | `5%` | yes: schedule |" in text
+    row = "| `schedule.final` | `ramp` | float ≥ 0 | `0.1` | yes: schedule | share of the rate that stays |"
     assert row in text
     assert "`plateau` `polynomial` `ramp` `step`" in (checkout / "README.md").read_text()
     assert " linear plateau polynomial ramp step\n" in (checkout / "conf" / "config.yaml").read_text()

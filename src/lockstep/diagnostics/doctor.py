@@ -12,8 +12,10 @@ from lockstep.config.commands import jobs_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import is_of_hydra
 from lockstep.config.messages import translate
+from lockstep.config.roles import values_with
 from lockstep.core import log
 from lockstep.core.errors import InputError, as_known
+from lockstep.core.fields import Role
 from lockstep.core.table import show_json
 from lockstep.diagnostics import examination
 from lockstep.diagnostics.inspection import Finding, Level, inspect
@@ -24,8 +26,6 @@ from lockstep.training.resolved_job import ResolvedJob
 
 LOOK_S = 30.0  # the most seconds for the images of a data set
 STYLES = {Level.ok: "green", Level.warning: "yellow", Level.error: "red"}
-# Keys on which neither the time nor the memory of a step depends. Of the optimizer, only the kind counts.
-UNTIMED = {"name", "seed", "schedule", "output_root", "metric", "logger", "resume", "init_from", "optimizer"}
 ON_OTHER_MACHINES = "the job runs on other machines: check one of them with srun lockstep doctor launcher=auto"
 Findings = Iterable[Finding]
 
@@ -122,8 +122,9 @@ class Checkup:
         job = fitted_to_images(job, resume)
         plan = self.check([number], "plan", lambda: examination.batches(job, resume))
         if not elsewhere and not any(finding.level is Level.error for finding in (*data, *plan)):
-            timed = {key: value for key, value in vars(job).items() if key not in UNTIMED}
-            key = f"{type(job.optimizer)} {timed}"
+            # What the time, the memory and the price of the steps depend on.
+            timed = values_with(components.plain(job), Role.identity, Role.pixels, Role.rounding, Role.limit)
+            key = f"{timed} {job.epochs} {job.steps}"
             findings += self.check([number], "step", lambda: examination.step(job), key)
         return root, findings + plan
 

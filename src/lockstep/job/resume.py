@@ -11,18 +11,17 @@ from typing import Any
 from lockstep.config import components, composition, extensions
 from lockstep.config.commands import key_of, latest_starts, override, parsed, refusal, shell_command, with_starts
 from lockstep.config.composition import ConfigFiles, Invocation
+from lockstep.config.roles import role_of
 from lockstep.config.schema import Job, SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.fields import FOLDER, SHELL, is_inside, leaves, personal_values, problems
+from lockstep.core.fields import FOLDER, SHELL, Role, is_inside, leaves, personal_values, problems
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import Run, read_overrides
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import read_if_exists
 
 SHOWN = 4
-# Keys that are not compared: the run keeps its name, and the present command sets the output folder.
-NOT_KEPT = ("name", "output_root")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +220,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
     """Check that the config `own`, of the run's overrides alone, is the one that the run's folder keeps.
 
     They differ if a line of the overrides was lost, or a recipe has changed. What the command changes in `values`, by
-    the keys `overridden`, is not compared.
+    the keys `overridden`, is not compared, and no key that makes the same run.
     """
     try:
         stored_values = dict(leaves(components.load(run_dir.composed)))
@@ -235,7 +234,7 @@ def _check_kept_config(run_dir: RunDir, own: dict[str, Any], values: dict[str, A
         for key in stored_values  # without the keys that are newer than the run, which have their defaults
         if stored_values[key] != composed_values.get(key)
         and current_values.get(key) == composed_values.get(key)
-        and key not in NOT_KEPT
+        and (role_of(key, own).makes_another_run or role_of(key, own) is Role.rounding)
         and not any(f"{key}.".startswith(f"{override_key}.") for override_key in overridden)
     ]
     if different:

@@ -16,20 +16,16 @@ from typing import Any
 import lockstep
 from lockstep.checkpoint.reading import difference
 from lockstep.config import components
+from lockstep.config.roles import fields_with
 from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
-from lockstep.core.fields import LONGEST, PATH, Component, default_of, is_timed, rule_of
+from lockstep.core.fields import LONGEST, PATH, Component, Role, default_of, is_timed, rule_of
 from lockstep.core.model_card import CROP, ModelCard
 from lockstep.core.plan import Averaging, Plan, make_plan
 from lockstep.core.world import World
 from lockstep.data.datasets.files import crops_files
 from lockstep.losses import probabilities_of
-
-# Fields of a model that are not in its card: how training computes it, and how it was initialised.
-OF_TRAINING = frozenset({"compile", "compile_mode", "grad_checkpointing", "pretrained"})
-# Fields of a model that change how it is computed, not what it is. A resume may change them.
-COMPUTE_FIELDS = OF_TRAINING | {"channels_last"}
 
 Decisions = Mapping[str, Sequence[int]]  # what a plan decides, in steps by key
 
@@ -147,11 +143,16 @@ def larger_batch(batch: int, examples: int) -> str | None:
     return f"batch={2 * batch}" if 2 * batch <= examples else None
 
 
+def of_training(job: ResolvedJob) -> frozenset[str]:
+    """The fields of the model that say how it is computed and how it was initialised, not what it is."""
+    return fields_with("model", job.model, Role.rounding, Role.start)
+
+
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
     """The facts of a job that no resume may change."""
     fit = job.dataset.fit
     return {
-        "model": describe(job.model, COMPUTE_FIELDS),
+        "model": describe(job.model, of_training(job)),
         "dataset": type(job.dataset).__name__,
         "classes": job.dataset.classes,
         "class_names": list(job.dataset.class_names),
@@ -192,7 +193,7 @@ def check_same_data(facts: dict[str, Any], world: World) -> None:
 def card_of(job: ResolvedJob) -> ModelCard:
     data = job.dataset
     return ModelCard(
-        model=_node(job.model, OF_TRAINING),
+        model=_node(job.model, of_training(job) - {"channels_last"}),  # which is faster in use, too
         precision=_node(job.precision),
         loss=_node(job.loss),
         classes=data.classes,

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.config.roles import fields_with
 from lockstep.core.centre import Size, evaluated_size, stored_side
 from lockstep.core.data_protocols import SPLIT_NAMES, Source, Split
 from lockstep.core.errors import BrokenImage, InputError, StorageError, out_of_memory, reason_of
-from lockstep.core.fields import PATTERN, as_pixels, choice, pixels, ranged, ruled, sides
+from lockstep.core.fields import PATTERN, Role, as_pixels, choice, pixels, ranged, ruled, sides
 from lockstep.core.model_card import CROP, FITS, INTERPOLATION, MOST_CHANNELS, PAD, SQUASH, TrainedInput, per_channel
 from lockstep.core.rng import SampleRNG
 from lockstep.core.safe_read import UnreadableStorage
@@ -28,8 +29,6 @@ SIZES = ("fit", "decode_size", "input_size", "crop")
 USUAL_STORED, USUAL_SEEN = 256, 224
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 SMALL_SIDE = 64  # in pixels: photographs up to here are augmented like CIFAR's, larger ones like ImageNet's
-# The fields that say how files are read, not which.
-DECODING = frozenset({*SIZES, "crop_from", "skip"})
 # The files of each split by `FileSource.place`, listed once in a process; a forked rank inherits the command's.
 LISTINGS: dict[Hashable, dict[str, Files]] = {}
 ResultT = TypeVar("ResultT")
@@ -212,7 +211,9 @@ class FileSource(PhotoSource, CutSource):
     @property
     def place(self) -> Hashable:
         """A key that identifies the files of this data set in this process."""
-        return type(self), *(repr(getattr(self, field.name)) for field in fields(self) if field.name not in DECODING)
+        of_reading = fields_with("dataset", self, Role.pixels, Role.limit)  # they say how files are read, not which
+        names = (field.name for field in fields(self) if field.name not in of_reading)
+        return type(self), *(repr(getattr(self, name)) for name in names)
 
     @abstractmethod
     def list_files(self) -> dict[str, Files]:
