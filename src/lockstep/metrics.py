@@ -87,6 +87,7 @@ class Accuracy(Metric):
     top_k: int = ranged(1, least=1, most=1_000_000)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+    higher_is_better: ClassVar[bool] = True
 
     def build(self, classes: int) -> Score:
         def score(labels: NDArray[Any], best: NDArray[Any]) -> float | NDArray[Any]:
@@ -106,6 +107,7 @@ class _Averaged(Metric):
     average: str = choice("macro", *AVERAGES)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
+    higher_is_better: ClassVar[bool] = True
     function: ClassVar[str]
     of_ranks: ClassVar[bool] = False
     """Whether the score is of the order of the probabilities, and not of what is predicted."""
@@ -191,6 +193,7 @@ class SubsetAccuracy(Metric):
     """The share of images with all their labels predicted, and no others."""
 
     targets: ClassVar[tuple[str, ...]] = (LABELS,)
+    higher_is_better: ClassVar[bool] = True
 
     def build(self, classes: int) -> Score:
         return Collected(lambda targets, odds: ((targets > 0.5) == (odds > 0)).all(1).mean())
@@ -203,6 +206,7 @@ class _OfValues(Metric):
     average: str = choice("macro", "macro", "none")
 
     targets: ClassVar[tuple[str, ...]] = (VALUES,)
+    higher_is_better: ClassVar[bool] = True
     function: ClassVar[str]
 
     def build(self, classes: int) -> Score:
@@ -273,6 +277,7 @@ class Kappa(Metric):
     order: list[str] = ruled([], TEXT)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+    higher_is_better: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.order and self.weights == "none":
@@ -303,6 +308,7 @@ class Matthews(Metric):
     """The correlation coefficient of Matthews, between predictions and labels."""
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
+    higher_is_better: ClassVar[bool] = True
 
     def build(self, classes: int) -> Score:
         from sklearn.metrics import matthews_corrcoef  # takes a second to import

@@ -33,6 +33,7 @@ class Multiclass(Task):
     """Each image is of one class. With fewer than five classes, `top5` counts all of them."""
 
     counted: ClassVar[tuple[str, ...]] = ("top1", "top5")
+    monitor: ClassVar[str] = "top1"
 
     def predict(self, outputs: Tensor) -> Tensor:
         return best_classes(outputs)
@@ -49,6 +50,7 @@ class Multilabel(Task):
     targets: ClassVar[str] = LABELS
     probabilities: ClassVar[str | None] = SIGMOID
     metrics: ClassVar[tuple[str, ...]] = ("map", "f1", "subset_accuracy")
+    monitor: ClassVar[str] = "map"
 
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs > 0  # as the metrics decide: a probability above a half
@@ -61,6 +63,7 @@ class Regression(Task):
     targets: ClassVar[str] = VALUES
     probabilities: ClassVar[str | None] = VALUES
     metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse", "r2")
+    monitor: ClassVar[str] = "mae"
 
     def predict(self, outputs: Tensor) -> Tensor:
         return outputs
@@ -78,7 +81,7 @@ class Distill(Multiclass):
     temperature: float = ranged(4.0, above=0.0, most=1000)
     share: float = ranged(0.9, least=0, most=1)
 
-    figures: ClassVar[tuple[str, ...]] = ("distill/kl",)
+    figures: ClassVar[tuple[str, ...]] = ("-distill/kl",)
 
     def absolute(self) -> Self:
         from lockstep.inference.predictor import find_weights  # the other tasks need no predictor

@@ -24,7 +24,8 @@ import pytest
 from forks import Fork
 from helpers import ROOT, Done, built, command, forked, forks
 from lockstep.core.errors import BY_EXIT_CODE, LockstepError
-from lockstep.telemetry.tensorboard import LAYOUT
+from lockstep.core.tags import FIGURES
+from lockstep.telemetry.tensorboard import curve_of
 
 DOCUMENTS = (
     "README.md",
@@ -310,16 +311,11 @@ def test_the_exit_codes_are_those_of_the_exceptions() -> None:
     assert codes == {0, LockstepError.exit_code, *BY_EXIT_CODE}
 
 
-def test_every_tag_that_tensorboard_charts_is_documented() -> None:
+def test_the_documented_tags_are_the_table_of_figures() -> None:
     documented = {tag for row in rows("docs/configuration.md", "tag") for tag in re.findall(r"`([^`]+)`", row[0])}
-    charted = {tag for page in LAYOUT.values() for tags in page.values() for tag in tags}
-    assert {
-        tag.removeprefix("system/")
-        .replace("metric/.*", "metric/NAME")
-        .replace("time/.*", "time/PART")
-        .replace(".*", "N")
-        for tag in charted
-    } <= documented
+    of_tensorboard = {curve_of(figure.tag, "")[1] for figure in FIGURES}
+    assert not [figure.tag for figure in FIGURES if not any(map(figure.covers, documented))]
+    assert not [tag for tag in documented - of_tensorboard if not any(figure.covers(tag) for figure in FIGURES)]
 
 
 def test_the_map_of_the_tree_is_the_tree() -> None:

@@ -21,6 +21,7 @@ import pytest
 from helpers import ROOT, command, forked
 from lockstep.config.options import classes_of
 from lockstep.config.schema import BLOCKS, GROUPS, Job
+from lockstep.core.tags import PAGES
 
 PACKAGE = ROOT / "src" / "lockstep"
 PLUGINS = ROOT / "src" / "hydra_plugins"
@@ -178,7 +179,7 @@ def test_modules_are_named_in_strings_where_a_config_chooses_among_them_only() -
 
 
 # Attributes of torch, timm, Pillow, datasets and Python that only some versions or objects have.
-OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "__mro__", "_local_tensor", "act", "buffer"}
+OF_OTHERS = {"CSafeDumper", "CSafeLoader", "SIGRTMAX", "SIGRTMIN", "_local_tensor", "act", "buffer"}
 OF_OTHERS |= {"all_gather_single", "drop", "feature", "int2str", "iowait", "length", "names", "no_weight_decay"}
 OF_OTHERS |= {"pretrained_cfg", "raw", "reason", "tag_v2", "tile"}
 # Of what an option of the user may build without a class of ours: a split, and a score as torchmetrics has them.
@@ -445,3 +446,26 @@ def test_files_are_written_and_locks_taken_in_one_way() -> None:
             found_in.add(".".join(path.relative_to(ROOT / "src").with_suffix("").parts))
     assert found_in == WRITES_FILES.keys()
     assert [name for name, path in MODULES.items() if "fcntl" in imports(path)] == ["core.safe_write"]
+
+
+# Modules that name figures of a run otherwise than by `core.tags`, and why.
+NAMES_FIGURES: dict[str, str] = {
+    "core.tags": "is the table",
+    "cli.arguments": "an example in the help",
+}
+
+
+def test_figures_are_named_in_one_table() -> None:
+    """A figure's tag, words, chart and column are a row of `core.tags`; other modules use its constants."""
+    heads = "|".join(PAGES)
+    tag = re.compile(rf"(?<![\w.])({heads})/([a-z]|$)")
+    naming = set()
+    for name, path in MODULES.items():
+        tree = parsed(path)
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docstrings
+        ]
+        if any(isinstance(text, str) and tag.search(text) for text in texts):
+            naming.add(name)
+    assert naming == NAMES_FIGURES.keys()

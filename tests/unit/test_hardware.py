@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from fake_nvml import FakeNvml
+from lockstep.core import tags
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
 from lockstep.telemetry import hardware, hardware_watch
 from lockstep.telemetry.hardware import ACTIVE, Gpus, Processes, parts_of, watched_gpus
 from lockstep.telemetry.hardware_watch import HardwareWatch
-from lockstep.telemetry.report import HARDWARE
 from processes import wait_for
 
 # The figures that come from each query of NVML.
@@ -294,12 +294,13 @@ def test_of_memory_the_largest_sample_counts(tmp_path: Path, nvml: FakeNvml) -> 
     assert watch(tmp_path, ["GPU-aa"], Recorder())["gpu_mem_gb"] == 3.0
 
 
-def test_the_page_of_a_run_has_a_name_for_each_figure(tmp_path: Path) -> None:
+def test_the_table_of_figures_has_each_measurement_of_the_hardware(tmp_path: Path) -> None:
     joules = tmp_path / "energy_uj"
     joules.write_text("0")
     of_cpu = Processes([os.getpid()], counters=[joules]).sample(0)
     of_gpu = set().union(*FIGURES.values())
-    assert {tag.removeprefix("cpu/") for tag in of_cpu} | of_gpu == {*HARDWARE}
+    rows = {figure.tag for figure in tags.FIGURES if figure.tag.startswith((tags.CPU, tags.GPU))}
+    assert rows == {*of_cpu, *(f"{tags.GPU}{name}/" for name in of_gpu)}
 
 
 def test_the_processor_time_of_all_ranks_is_added(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,25 +3,30 @@
 from typing import Any
 
 import pytest
+import torchmetrics
 from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers import built, records, resolved, train_here
+from lockstep import metrics
+from lockstep.config import components
 from lockstep.config.options import classes_of
 from lockstep.core.errors import InputError
 from lockstep.core.model_card import CLASSES
-from lockstep.core.monitor import LESS_IS_BETTER, USUAL, Direction, Monitor, chosen_monitor, figure_text, tagged
+from lockstep.core.monitor import (
+    Direction,
+    Monitor,
+    direction_in,
+    direction_of,
+    directions_of,
+    figure_text,
+    monitor_of,
+    tagged,
+)
 from lockstep.core.plan import Plan, make_plan
 from lockstep.core.run import Run
 from lockstep.inference.predictor import load
 from lockstep.training.patience import Patience
-
-
-class Mine:
-    """A metric of a user."""
-
-    higher_is_better = False
-
 
 SHORT = ("steps=8", "batch=256", "train.eval_every=1", "device=cpu", "model=linear")
 
@@ -37,49 +42,86 @@ def plan(steps: int = 100, every: int = 10) -> Plan:
     return make_plan(**size, log_every=steps, eval_every=every, save_every=steps)
 
 
+class Falls:
+    """A metric of a user that says its direction."""
+
+    higher_is_better = False
+
+    def build(self, classes: int) -> Any:
+        raise AssertionError("nobody has to build what says its direction")
+
+
+class Builds:
+    """A metric of a user that builds a metric of torchmetrics, from a number of classes on."""
+
+    higher_is_better = None
+
+    def __init__(self, name: str, least: int = 2) -> None:
+        self.name, self.least = name, least
+
+    def build(self, classes: int) -> Any:
+        assert classes >= self.least
+        return getattr(torchmetrics, self.name)()
+
+
+class Derived(metrics.MAE):
+    """A metric of a user that derives from one of ours."""
+
+
+METRICS: dict[str, Any] = {
+    "error": metrics.Calibration(),
+    "f1": metrics.F1(),
+    "falls": Falls(),
+    "derived": Derived(),
+    "theirs": Builds("MeanAbsoluteError"),
+    "rises": Builds("R2Score"),
+    "many": Builds("MeanAbsoluteError", 1000),
+}
+
+
 @pytest.mark.parametrize(
-    ("text", "task", "chosen"),
+    ("text", "chosen"),
     [
-        *(("auto", task, monitor) for task, monitor in USUAL.items()),
-        ("auto", "one_of_the_user", "-loss"),
-        *((name, "multiclass", f"-{name}") for name in ("loss", "error", "error/cat", "own")),
-        *((name, "multiclass", name) for name in ("-loss", "top5", "-top1", "f1")),
+        *((name, f"-{name}") for name in ("loss", "error", "error/cat", "falls", "derived", "derived/x", "theirs")),
+        *((name, name) for name in ("-loss", "top5", "-top1", "f1", "-f1", "rises", "many", "unknown", "-unknown")),
+        ("auto", "-falls"),
     ],
 )
-def test_a_monitor_knows_which_value_is_better(text: str, task: str, chosen: str) -> None:
-    classes = {"error": "Calibration", "own": "Mine", "f1": "F1", "mae": "MAE"}
-    monitor = chosen_monitor(text, tasks=[task], metrics=classes, classes={"mine": Mine})
+def test_a_monitor_knows_which_value_is_better(text: str, chosen: str) -> None:
+    monitor = monitor_of(text, "falls", METRICS)
     assert str(monitor) == chosen
     assert Monitor.parse(chosen) == monitor
 
 
-def test_the_metrics_of_which_less_is_better_are_those_of_torchmetrics() -> None:
-    import torchmetrics
-
-    options = classes_of("metric").items()
-    ours = {name: cls.__name__ for name, cls in options if not getattr(cls, "higher_is_better", True)}
-    assert ours == LESS_IS_BETTER
-    names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score"}
-    for cls in classes_of("metric").values():
-        name = names.get(cls.__name__, {"F1": "F1Score"}.get(cls.__name__, cls.__name__))
+def test_our_metrics_say_their_direction_and_it_is_the_direction_of_torchmetrics() -> None:
+    names = {"MAE": "MeanAbsoluteError", "RMSE": "MeanSquaredError", "R2": "R2Score", "F1": "F1Score"}
+    ours = [*classes_of("metric").values()]
+    assert len(ours) > 10
+    for cls in ours:
+        assert isinstance(cls.higher_is_better, bool)
+        name = names.get(cls.__name__, cls.__name__)
         theirs = getattr(torchmetrics, name, None) or getattr(torchmetrics.classification, name, None)
         if theirs is not None and theirs.__dict__.get("higher_is_better") is not None:
-            assert theirs.higher_is_better is (cls.__name__ not in LESS_IS_BETTER.values()), name
+            assert theirs.higher_is_better is cls.higher_is_better, name
 
 
-def test_the_usual_monitors_are_figures_of_their_tasks() -> None:
-    for name, text in USUAL.items():
-        task = classes_of("task")[name]
-        assert Monitor.parse(text).name in (*task.counted, *task.metrics)
+def test_the_usual_monitor_of_each_task_is_a_figure_of_it() -> None:
+    usual = {"Multiclass": "top1", "Distill": "top1", "Multilabel": "map", "Regression": "-mae"}
+    for cls in classes_of("task").values():
+        own = components.metrics_of(cls, {})
+        assert str(monitor_of("auto", cls.monitor, own)) == usual[cls.__name__]
+        assert Monitor.parse(cls.monitor).name in (*cls.counted, *own)
 
 
-def test_a_metric_that_a_task_adds_itself_is_known_by_its_option() -> None:
-    for option in [option for option, task in classes_of("task").items() if task.metrics]:
-        for name, metric in resolved(f"task={option}", "dataset=fake", "device=cpu").metric.items():
-            falls = not getattr(metric, "higher_is_better", True)
-            assert str(chosen_monitor(name, tasks=[option])) == "-" * falls + name
-            assert str(chosen_monitor(name, tasks=[option], metrics={name: "F1"})) == name, "the config's own metric"
-    assert str(chosen_monitor("mine", classes={"mine": Mine})) == "-mine"
+def test_the_direction_of_a_figure_is_known_by_any_of_its_names() -> None:
+    known = directions_of(Monitor("f1"), ("top1", "top5"), METRICS, {"my/gap": Direction.minimize})
+    falling = ("loss", "loss/val", "loss/val_ema", "test/loss", "error", "metric/error", "error/cat", "test/error")
+    assert {direction_in(known, name) for name in (*falling, "my/gap", "-f1")} == {Direction.minimize}
+    rising = ("top1", "acc/val_top1", "acc/val_ema_top5", "test/top1", "f1", "metric/f1/cat", "metric/f1")
+    assert {direction_in(known, name) for name in rising} == {Direction.maximize}
+    assert {direction_in(known, name) for name in ("seconds", "perf/step_ms", "best_step", "g1")} == {None}
+    assert direction_in(directions_of(Monitor("f1", Direction.minimize), (), METRICS, {}), "f1") is Direction.minimize
+    assert direction_of(METRICS["theirs"]) is Direction.minimize
 
 
 def test_every_figure_has_its_tag() -> None:

@@ -35,7 +35,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.telemetry import pictures
 from lockstep.telemetry.sinks import COLUMNS, CsvTable, JsonLines, fingerprints
-from lockstep.telemetry.tensorboard import LAYOUT, TensorBoard, curve_of
+from lockstep.telemetry.tensorboard import TensorBoard, curve_of, layout
 from lockstep.training.build_observers import hyperparameters
 
 PLAN = Plan(examples=95, batch=10, total_steps=40, micro_batches=1, log_every=1, eval_every=1, save_every=1)
@@ -238,9 +238,9 @@ def test_captions_are_cut_where_they_would_overlap() -> None:
 def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     tensorboard(tmp_path).end("completed")
     stored = events(tmp_path).Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    layout = layout_pb2.Layout.FromString(stored)
-    assert [category.title for category in layout.category] == list(LAYOUT)
-    assert [chart.title for chart in layout.category[0].chart] == ["loss", "accuracy", "metrics"]
+    shown = layout_pb2.Layout.FromString(stored)
+    assert [category.title for category in shown.category] == [*layout([])]
+    assert [chart.title for chart in shown.category[0].chart] == ["Loss", "Accuracy, %", "Metrics"]
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,8 @@ from lockstep.core.monitor import figure_text, telling
 from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, shortened, show_rows, show_table
+from lockstep.core.tags import part_words
+from lockstep.sweep.record import directions_of
 from lockstep.sweep.runs import (
     Row,
     check_columns,
@@ -60,7 +62,7 @@ def show_run(run: Run) -> None:
         "best": f"{figure_text(monitor.name, facts['best'])}{best_step}" if facts.get("best") is not None else "",
         "scores": scores,
         "test": tests,
-        "time": ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in largest if (share or 0) >= 0.01),
+        "time": ", ".join(f"{part_words(name)} {share:.0%}" for name, share in largest if (share or 0) >= 0.01),
         **{name: str((facts.get(key) or {}).get("sentence") or "") for name, key in FINDINGS.items()},
     }
     for label, text in rows.items():
@@ -102,7 +104,7 @@ def compare(
     two = len(runs) == len(paths) == 2 and not (by or columns or damaged)
     rows = causes(runs) if two else groups(runs, by, [*columns, *([sort] if sort else [])])
     check_columns("--columns", columns, rows)
-    rows = rows if sort is None else ordered(rows, sort)
+    rows = rows if sort is None else ordered(rows, sort, directions_of(runs))
     if form in ("csv", "json"):
         show_rows(rows, form)
     elif two:

@@ -26,11 +26,11 @@ from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
 from lockstep.core.model import has_batchnorm
-from lockstep.core.monitor import TOP1
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing, write_atomic
 from lockstep.core.table import show_rows
+from lockstep.core.tags import TOP1
 from lockstep.job.prepare import job_of
 from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan

@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.core import log
 from lockstep.core.run import Run
 from lockstep.core.table import Column, show_table
+from lockstep.core.tags import TRAIN_LOSS
 from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import COLOURS, cut, svg
 
@@ -27,7 +28,7 @@ def row_of(rung: str, runs: Sequence[Run], first: Row | None, *, devices: int | 
     `devices` is the number of its GPUs; None if it has one device, or its ranks share the cores of a CPU.
     """
     summaries = [run.summary for run in runs]
-    losses = dict(runs[0].series("loss/train")) if runs else {}
+    losses = dict(runs[0].series(TRAIN_LOSS)) if runs else {}
     rates = [summary["img_per_s"] for summary in summaries]
     rate = statistics.median(rates) if rates else None
     # One turn has no spread, which may be as large as the ratio.

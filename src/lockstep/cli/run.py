@@ -18,12 +18,13 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, leaves
 from lockstep.core.launch_env import RUN_FOLDER, is_submitted
 from lockstep.core.locks import Lock
+from lockstep.core.monitor import monitor_of
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import remove_empty
+from lockstep.core.tags import LOSS
 from lockstep.core.terminal import forgive_output
 from lockstep.job.prepare import create_run, prepare
-from lockstep.job.resolve import logged, monitor_of
 from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep
 from lockstep.job.slurm import Submission, submission
 from lockstep.job.worker import start
@@ -127,7 +128,9 @@ def needs_of(composed: Any, machine: Needs) -> Needs:
     identity = frozenset(
         (key, str(value) if isinstance(value, list | dict) else value) for key, value in deciding.items()
     )
-    needs = Needs(identity=identity, monitor=str(monitor_of(job)), figures=logged(job))
+    metrics = components.metrics_of(job.task, job.metric)
+    monitor, figures = monitor_of(job.monitor, job.task.monitor, metrics), [LOSS, *job.task.counted, *metrics]
+    needs = Needs(identity=identity, monitor=str(monitor), figures=figures)
     if launcher.submits:
         return replace(needs, cores=0, submits=True)
     import_for_ranks(job)

@@ -16,14 +16,14 @@ from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
-from lockstep.core.monitor import Monitor
+from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, columns_of, figure_of
+from lockstep.sweep.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
 from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.runs import (
     JobRun,
@@ -48,11 +48,12 @@ from lockstep.telemetry.report import write_report
 
 @dataclass(frozen=True)
 class Shown:
-    """What a listing shows: the runs of a folder or the jobs of a sweep, and the keys and figures with columns."""
+    """What a listing shows: the runs of a folder or the jobs of a sweep, with columns of these keys and figures."""
 
     is_sweep: bool
     keys: Sequence[str]
     figures: Sequence[str]
+    directions: Directions
 
 
 def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: Sequence[str] = ()) -> None:
@@ -70,7 +71,7 @@ def runs(folder: str, *, sort: str, filters: Sequence[str], form: str, columns: 
     check_columns("--columns", columns, rows)
     known = {name for row in rows for name in row}
     rows = [row for row in rows if all(_fits(row, condition, known) for condition in filters)]
-    rows = ordered(rows, sort)
+    rows = ordered(rows, sort, shown.directions)
     if form in ("csv", "json"):
         show_rows([{key: row[key] for key in row if key != "status"} for row in rows], form)
     else:
@@ -95,7 +96,7 @@ def _show(rows: Sequence[Row], monitor: Monitor, shown: Shown, chosen: Sequence[
             *([Column("job", [_number(row) for row in rows])] if shown.is_sweep else []),
             Column("when", [row["when"][5:] for row in rows]),  # without the year
             *columns_of_keys(rows, shown.keys, chosen),
-            *(column_of_figure(rows, name, monitor) for name in names if name not in shown.keys),
+            *(column_of_figure(rows, name, monitor, shown.directions) for name in names if name not in shown.keys),
             Column("size", [format_bytes(row["size"]) for row in rows]),
             Column("state", [row["status"] for row in rows]),
             *([] if shown.is_sweep else [Column("name", [row["name"] for row in rows])]),
@@ -141,7 +142,8 @@ def _rows(root: Path, names: Sequence[str]) -> tuple[list[Row], Shown, list[str]
         figures = {name: value for name, value in values.items() if value is not None}
         monitor = {"monitor": run.monitor.name, "direction": run.monitor.direction}
         described.append({**run.columns, **figures, **row, **monitor})
-    return described, Shown(Ledger(root).exists, [*keys], columns_of(run for run, _ in rows)), damaged
+    all_runs = [run for run, _ in rows]
+    return described, Shown(Ledger(root).exists, [*keys], columns_of(all_runs), directions_of(all_runs)), damaged
 
 
 def _sweep(ledger: Ledger, root: Path) -> tuple[Run, Row]:

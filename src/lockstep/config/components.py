@@ -1,5 +1,7 @@
 """Builds a `Job` with its components from the plain values of a config, which files keep as YAML."""
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import functools
@@ -7,7 +9,7 @@ import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -20,6 +22,9 @@ from lockstep.core import fields
 from lockstep.core.errors import InputError, collecting, did_you_mean, shown
 from lockstep.core.fields import TEXT, Component
 from lockstep.core.safe_read import read_yaml
+
+if TYPE_CHECKING:  # importing them would import torch
+    from lockstep.core.protocols import Metric, Task
 
 _DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 # The components and blocks that have been built. They are frozen values, and the jobs of a sweep share most of them.
@@ -72,6 +77,15 @@ def build(group: str, node: Any, key: str = "") -> Any:
 def build_option(group: str, name: str) -> Any:
     """The component of one of our own options, with its defaults."""
     return build(group, load(CONF / group / f"{name}.yaml"))
+
+
+def metrics_of(task: Task | type[Task], chosen: Mapping[str, Metric]) -> dict[str, Metric]:
+    """The metrics of a job of this task, by name: the task's own ones, and the `chosen` ones of its config."""
+    declared, own = options.declared("metric"), dict[str, Any]()
+    for name in task.metrics:
+        node = {name: options.default_node(declared[name])} if name in declared else None
+        own |= build_many("metric", node or load(CONF / "metric" / f"{name}.yaml"))
+    return {**own, **chosen}
 
 
 def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:

@@ -13,20 +13,19 @@ from typing import Any
 
 from lockstep.core.errors import InputError, shown
 from lockstep.core.model_card import CLASSES, LABELS
-from lockstep.core.monitor import TEST
+from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.safe_read import MB, UnreadableFile, is_number, read_json, read_lines
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.table import digits
+from lockstep.core.tags import FIGURES, GPU, PAGES
 
 Figures = Sequence[tuple[int, Mapping[str, float]]]
 
 STAMP = "time"  # of a line of `metrics.jsonl`, besides its step and scalars
-# How the tags begin of what an evaluation and, after it, a test writes: how far it is behind the figures of its step.
-BEHIND = {"loss/val": 0.5, "loss/train_epoch": 0.5, "perf/time/": 0.5, TEST: 0.75}
-STARTS = tuple(BEHIND)
+DELAYS = {figure.tag: figure.delay for figure in FIGURES if figure.delay}
+STARTS = tuple(DELAYS)
 # The tags of options: not those that begin like ours.
-OURS = ("acc", "cpu", "gpu", "loss", "metric", "optim", "perf", "test")
-TAG = re.compile(rf"(?!({'|'.join(OURS)})/)[\w-]+(/[\w.-]+)+", re.ASCII)
+TAG = re.compile(rf"(?!({'|'.join(PAGES)})/)\w[\w-]*(/[\w.-]+)+", re.ASCII)
 PREDICTIONS_LIMIT = 64 * MB  # the file of 100 classes has 0.3 MB
 BINS = 127  # of a curve of precision and recall: the most that TensorBoard reads
 
@@ -34,19 +33,31 @@ BINS = 127  # of a curve of precision and recall: the most that TensorBoard read
 def place_of(step: int, tags: Iterable[str]) -> float:
     """Where figures are in the order of a run: an evaluation is half a step behind its step, and a test is later."""
     later = [tag for tag in tags if tag.startswith(STARTS)]
-    return step + max((part for tag in later for start, part in BEHIND.items() if tag.startswith(start)), default=0.0)
+    delays = (delay for tag in later for start, delay in DELAYS.items() if tag.startswith(start))
+    return step + max(delays, default=0.0)
+
+
+def is_own(tag: str) -> bool:
+    """Whether a figure is one that an option logs."""
+    return tag.partition("/")[0] not in PAGES
+
+
+def figures_of(*options: Any) -> dict[str, Direction]:
+    """The figures that options log, with their directions: `figures` are written as monitors are."""
+    monitors = (Monitor.parse(text) for option in options for text in option.figures)
+    return {figure.name: figure.direction for figure in monitors}
 
 
 def check_figures(figures: Iterable[tuple[str, Iterable[str]]]) -> None:
     """Refuse `figures` of options, those of an option with its group, that are no tags, or that two options have."""
     named = [(group, name) for group, names in figures for name in names]
     for number, (group, name) in enumerate(named):
-        if not isinstance(name, str) or not TAG.fullmatch(name):
+        if not isinstance(name, str) or not TAG.fullmatch(name.removeprefix("-")):
             raise InputError(
                 f"{group}: the class has the figure {shown(name)}, expected names such as my/scalar, which do not "
-                f"begin with {'/, '.join(OURS)}/; correct its `figures`"
+                f"begin with {'/, '.join(PAGES)}/; correct its `figures`"
             )
-        if name in [other for _, other in named[:number]]:
+        if name.removeprefix("-") in [str(other).removeprefix("-") for _, other in named[:number]]:
             raise InputError(f"{group}: another option has the figure {shown(name)}, too; rename it in `figures`")
 
 
@@ -95,7 +106,7 @@ def parsed_samples(line: str) -> tuple[int, dict[str, Any]]:
     """The step and the figures by tag of a line of `gpu.jsonl`. Raises ValueError or RecursionError."""
     match json.loads(line):
         case {"time": _, "step": int(step), "local_rank": rank, "uuid": _, **figures}:
-            return step, {f"gpu/{name}/{rank}": value for name, value in figures.items() if is_number(value)}
+            return step, {f"{GPU}{name}/{rank}": value for name, value in figures.items() if is_number(value)}
     raise ValueError("not a line of GPU figures")
 
 

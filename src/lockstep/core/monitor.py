@@ -8,24 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lockstep.core.errors import as_unicode
+from lockstep.core.tags import AVERAGED, LOSS, METRIC, PERCENT, TAGS, TEST, TOP1, TOP5, VAL_LOSS
+
+if TYPE_CHECKING:  # the protocols import torch
+    pass
 
 T = TypeVar("T")
 
-TAGS = {"loss": "loss/val", "top1": "acc/val_top1", "top5": "acc/val_top5"}
-AVERAGED = {name: tag.replace("val", "val_ema") for name, tag in TAGS.items()}  # of the averaged weights
-METRIC, TEST = "metric/", "test/"
-LOSS, TOP1 = "loss", "top1"
-CALIBRATION_ERROR = "calibration_error"
-PERCENT = {"top1": "top-1", "top5": "top-5", CALIBRATION_ERROR: "calibration error"}  # in words, by name
-# Our metrics of which less is better, by option. A user's metric says so with `higher_is_better = False`.
-LESS_IS_BETTER = {"calibration": "Calibration", "mae": "MAE", "rmse": "RMSE"}
-# What `monitor=auto` is for a task, by the name of its option; the loss for a task of the user that does not say it.
-USUAL = {"multiclass": TOP1, "distill": TOP1, "multilabel": "map", "regression": "-mae"}
+SEVERAL = 10  # classes, for a metric that is built only to see which score is better
 
 
 class Direction(StrEnum):
@@ -37,6 +33,9 @@ class Direction(StrEnum):
     def gain(self, score: float) -> float:
         """A score as a number that is larger for a better one."""
         return score if self is Direction.maximize else -score
+
+
+Directions = Mapping[str, Direction]  # by the tag of a figure; `metric/recall` also stands for its classes
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,50 @@ class Monitor:
         return None if value is None or math.isnan(value) else self.direction.gain(value)
 
 
-def chosen_monitor(
-    text: str, *, tasks: Iterable[str] = (), metrics: Mapping[str, str] = {}, classes: Mapping[str, type] = {}
-) -> Monitor:
-    """The monitor that the key `monitor` of a config names.
-
-    `tasks` are the option of the group `task` and those from which its class derives. `metrics` has the name of the
-    class of each metric of the config, by its name; any other is an option that the task adds. `classes` are the
-    classes of metrics by option.
-    """
-    usual = next((USUAL[name] for name in tasks if name in USUAL), LOSS)
+def monitor_of(text: str, usual: str, metrics: Mapping[str, Any]) -> Monitor:
+    """The monitor that the key `monitor` names; `usual` is `Task.monitor`, `metrics` are a job's metrics by name."""
     monitor = Monitor.parse(usual if text == "auto" else text)
-    less_is_better = {key: cls.__name__ for key, cls in classes.items() if not getattr(cls, "higher_is_better", True)}
-    falling = {**LESS_IS_BETTER, **less_is_better}
-    metric = monitor.name.partition("/")[0]
-    falls = monitor.name == LOSS or metrics.get(metric, falling.get(metric)) in falling.values()
+    metric = metrics.get(monitor.name.partition("/")[0])
+    falls = monitor.name == LOSS if metric is None else direction_of(metric) is Direction.minimize
     return Monitor(monitor.name, Direction.minimize) if falls else monitor
+
+
+def direction_of(metric: Any) -> Direction:
+    """Which score of a metric is better, as its option says, or else what it builds: torchmetrics' metrics do."""
+    higher_is_better: bool | None = metric.higher_is_better
+    if higher_is_better is None:
+        with suppress(Exception):  # it may be for other numbers of classes; if it is wrong, its job will say so
+            higher_is_better = getattr(metric.build(SEVERAL), "higher_is_better", None)
+    return Direction.minimize if higher_is_better is False else Direction.maximize
+
+
+def directions_of(
+    monitor: Monitor, counted: Iterable[str], metrics: Mapping[str, Any], figures: Directions
+) -> dict[str, Direction]:
+    """The directions of the figures of a job: of its task's `counted` scores, its metrics, and options' `figures`."""
+    return {
+        VAL_LOSS: Direction.minimize,
+        **dict.fromkeys(tagged(dict.fromkeys(counted, 0.0)), Direction.maximize),
+        **{as_unicode(METRIC + name): direction_of(metric) for name, metric in metrics.items()},
+        **figures,
+        monitor.tags[-1]: monitor.direction,
+    }
+
+
+def direction_in(directions: Directions, name: str) -> Direction | None:
+    """The direction of a figure by its name, its tag or a monitor, also on the test split; None for anything else."""
+    if name.startswith("-"):
+        return Direction.minimize
+    name = name.removeprefix(TEST).replace("val_ema", "val")
+    tags = TAGS.get(name, name), METRIC + name
+    keys = (key for tag in tags for key in (tag, "/".join(tag.split("/")[:2])))
+    return next((directions[key] for key in keys if key in directions), None)
+
+
+def name_of(tag: str) -> str:
+    """The name of a figure of an evaluation, by its tag or a monitor; anything else is its own name."""
+    tag = tag.removeprefix("-")
+    return next((name for name, other in TAGS.items() if other == tag), tag.removeprefix(METRIC))
 
 
 def tagged(figures: Mapping[str, float], *, averaged: bool = False) -> dict[str, float]:
@@ -101,7 +128,7 @@ def chosen_on_itself(keys: Container[str]) -> str:
 def telling(figures: Mapping[str, T], classes: int | None) -> dict[str, T]:
     """Figures by name, or tag, without the top-5 of a few classes, which is always 100 %. None: it is not known."""
     says_nothing = classes is not None and classes <= 5
-    return {name: value for name, value in figures.items() if not (says_nothing and name in ("top5", TAGS["top5"]))}
+    return {name: value for name, value in figures.items() if not (says_nothing and name_of(name) == TOP5)}
 
 
 def figure_name(name: str) -> str:

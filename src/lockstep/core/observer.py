@@ -115,7 +115,7 @@ class Logger(Component, Protocol):
     """A place for the figures of a run. Any number of them may be chosen."""
 
     figures: ClassVar[tuple[str, ...]] = ()
-    """The names of the figures that its observer logs; such an observer is called before others."""
+    """The figures that its observer logs, as `Task.figures`; such an observer is called before others."""
     package: ClassVar[str | None] = None
     """The package that it needs."""
 

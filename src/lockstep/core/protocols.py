@@ -18,6 +18,7 @@ from lockstep.core.model import UpdateScope, whole
 from lockstep.core.model_card import CLASSES, SOFTMAX, TARGETS, ModelCard, TrainedInput
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import LOSS
 from lockstep.core.world import World
 
 Entry = Callable[[Path], None]
@@ -365,9 +366,11 @@ class Task(Component, Protocol):
     metrics: ClassVar[tuple[str, ...]] = ()
     """The options of `metric` that every job of this task has."""
     figures: ClassVar[tuple[str, ...]] = ()
-    """The names of the figures that `losses` logs."""
+    """The figures that `losses` logs, as monitors are written: a minus in front says that less is better."""
     counted: ClassVar[tuple[str, ...]] = ()
     """The scores of an evaluation that are shares of its examples, in percent."""
+    monitor: ClassVar[str] = LOSS
+    """The figure of an evaluation that `monitor=auto` is."""
 
     def absolute(self) -> Self:
         """This task with absolute paths, for processes with another current folder."""
@@ -407,7 +410,8 @@ class Task(Component, Protocol):
 class Metric(Component, Protocol):
     """A score of an evaluation besides accuracy. Any number of them may be chosen."""
 
-    higher_is_better: ClassVar[bool] = True
+    higher_is_better: ClassVar[bool | None] = None
+    """Whether the larger score is better. None: as what `build` returns says (torchmetrics' do), or else yes."""
     targets: ClassVar[tuple[str, ...]] = TARGETS
     """The kinds of targets that it is for."""
     average: str = ""

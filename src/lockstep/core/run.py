@@ -20,9 +20,10 @@ import psutil
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Figures, Predictions, read_figures, read_samples
-from lockstep.core.monitor import Monitor, figure_parts
+from lockstep.core.monitor import Direction, Directions, Monitor, figure_parts, tagged
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import MB, UnreadableFile
+from lockstep.core.tags import VAL_LOSS
 
 Content = TypeVar("Content")
 
@@ -136,6 +137,13 @@ class Run:
     @property
     def monitor(self) -> Monitor:
         return Monitor.parse(named) if (named := self.summary.get("monitor")) else self.unnamed
+
+    @property
+    def directions(self) -> Directions:
+        """The directions of the figures that it logs; an earlier version has written its scores alone."""
+        scores = {tag: Monitor().direction for tag in tagged(self.summary.get("scores") or {})}
+        named = {tag: Direction(text) for tag, text in (self.summary.get("directions") or {}).items()}
+        return scores | {VAL_LOSS: Direction.minimize, self.monitor.tags[-1]: self.monitor.direction} | named
 
     @property
     def columns(self) -> dict[str, float]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from lockstep.core import safe_read, safe_write
 from lockstep.core.errors import InputError, Stopped, StorageError, as_known
+from lockstep.core.monitor import Direction
 from lockstep.core.safe_read import UnreadableFile, is_number
 from lockstep.core.safe_write import write_atomic
 
@@ -216,8 +217,9 @@ def _is_summary(facts: Mapping[str, Any]) -> bool:
     numbers += [number for table in tables if isinstance(table, Mapping) for number in table.values()]
     return (
         all(isinstance(facts.get(key, ""), str) for key in TEXTS)
-        and all(isinstance(table, Mapping) for table in (*tables, *findings))
+        and all(isinstance(table, Mapping) for table in (*tables, *findings, facts.get("directions") or {}))
         and all(number is None or is_number(number) for number in numbers)
+        and all(direction in [*Direction] for direction in (facts.get("directions") or {}).values())
     )
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from lockstep.core.model_card import CLASSES, LABELS, VALUES
-from lockstep.core.monitor import TOP1, figure_text
+from lockstep.core.monitor import figure_text
 from lockstep.core.plan import Plan
+from lockstep.core.tags import TOP1
 from lockstep.diagnostics.verdict import Advice
 from lockstep.models.of_torchvision import Torchvision
 from lockstep.models.zoo import Timm

@@ -8,6 +8,7 @@ from typing import Any
 from lockstep.core.model import is_broken
 from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
+from lockstep.core.tags import EPOCH_TOP1, TRAIN_TOP1, VAL_LOSS
 from lockstep.diagnostics.learning import SCORES, Scores, learning
 from lockstep.diagnostics.verdict import Advice, checklist, verdict
 from lockstep.training.evidence import Evidence
@@ -35,13 +36,13 @@ class Listener(Observer):
         labels = evidence.labels[~is_broken(evidence.labels)]
         images = labels.bincount() if labels.ndim == 1 else (labels > 0.5).sum(0)
         run = Run(self.folder)
-        trained = run.series("acc/train_epoch_top1", "acc/train_top1")
+        trained = run.series(EPOCH_TOP1, TRAIN_TOP1)
         scores = Scores(
             score=score,
             total=len(labels),
             images=images.tolist(),
             trained=trained[-1][1] if trained else None,
-            losses=run.series("loss/val"),
+            losses=run.series(VAL_LOSS),
         )
         return learning(evidence.job, evidence.plan, scores)
 

@@ -32,6 +32,7 @@ from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Numeri
 from lockstep.core.model import has_batchnorm
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import show_json
+from lockstep.core.tags import TRAIN_LOSS
 from lockstep.job.resolve import with_targets
 from lockstep.job.resume import refuse_resume
 from lockstep.models.nets import sketch
@@ -285,9 +286,7 @@ def run_case(case: Case, folder: Path, overrides: list[str], steps: int) -> RunR
         for path in run_dir.logs.glob("rank*.samples.jsonl")
         for record in map(json.loads, path.read_text().splitlines())
     ]
-    return RunResult(
-        [line["loss/train"] for line in lines if "loss/train" in line], load_file(newest / MODEL), samples
-    )
+    return RunResult([line[TRAIN_LOSS] for line in lines if TRAIN_LOSS in line], load_file(newest / MODEL), samples)
 
 
 def _kill_halfway(command: list[str], run_dir: RunDir, steps: int) -> None:

@@ -8,13 +8,13 @@ import torch
 from lockstep.checkpoint.weights import trained_input
 from lockstep.config import components
 from lockstep.config.options import classes_of, options_with
-from lockstep.config.schema import CONF, InputBlock, Job, TrainBlock
+from lockstep.config.schema import InputBlock, Job, TrainBlock
 from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
-from lockstep.core.monitor import LOSS, Monitor, chosen_monitor
-from lockstep.core.protocols import Launcher, Metric, Strategy
+from lockstep.core.monitor import monitor_of
+from lockstep.core.protocols import Launcher, Strategy
 from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
 from lockstep.data.transforms.augment import Auto, RandomResizedCrop
 from lockstep.data.transforms.policies import Policy
@@ -53,7 +53,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     trained = _trained_input(job, resumed)
     dataset = with_targets(with_sizes(_with_absolute_paths(job.dataset).located(), trained), job.task.targets)
     job = replace(job, dataset=dataset)
-    strategy, metrics = _strategy(job), _metrics(job)
+    strategy, metrics = _strategy(job), components.metrics_of(job.task, job.metric)
     ranks = _ranks(job.launcher, strategy, gpus, device)
     world_size = ranks * job.launcher.node_range[1]
     if type(strategy) is AutoStrategy:
@@ -75,7 +75,7 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         input=_input(job.input, dataset, trained),
         task=job.task.absolute(),
         metric=metrics,
-        monitor=str(monitor_of(job)),
+        monitor=str(monitor_of(job.monitor, job.task.monitor, metrics)),
         data_root=_absolute(job.data_root),
         output_root=_absolute(job.output_root),
         init_from=_absolute(job.init_from) if job.init_from is not None else None,
@@ -108,30 +108,6 @@ def with_targets(dataset: Source, targets: str) -> Source:
             f"dataset=NAME with one of {with_any}"
         )
     return dataset
-
-
-def _metrics(job: Job) -> dict[str, Metric]:
-    usual = {
-        name: components.build_many("metric", components.load(CONF / "metric" / f"{name}.yaml"))[name]
-        for name in job.task.metrics
-    }
-    return {**usual, **job.metric}
-
-
-def logged(job: Job) -> list[str]:
-    """The figures of an evaluation of a job; a metric also stands for the figures of its classes."""
-    return [LOSS, *job.task.counted, *_metrics(job)]
-
-
-def monitor_of(job: Job) -> Monitor:
-    """The figure that decides in a job."""
-    classes = {name: type(metric) for name, metric in _metrics(job).items()}
-    return chosen_monitor(
-        job.monitor,
-        tasks=[cls.__name__.lower() for cls in type(job.task).__mro__],
-        metrics={name: cls.__name__ for name, cls in classes.items()},
-        classes=classes,
-    )
 
 
 def _launcher(launcher: Launcher, strategy: Strategy, ranks: int, device: str, *, sweep: bool) -> Launcher:

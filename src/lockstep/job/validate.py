@@ -14,7 +14,7 @@ from lockstep.config.schema import TrainBlock
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, check_installed, collecting, reason_of
 from lockstep.core.fields import as_pixels
-from lockstep.core.figures import check_figures
+from lockstep.core.figures import check_figures, figures_of
 from lockstep.core.launch_env import is_launched, local_size
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import CLASSES
@@ -228,7 +228,7 @@ def _check_graph(job: ResolvedJob) -> None:
         ),
         python_rate: not job.optimizer.recordable,
         "optimizer.lookahead adds to some steps alone, and a replay is the same in each; remove one": looks_ahead,
-        f"this task logs {', '.join(job.task.figures)}, which no replay does; use another task": job.task.figures,
+        f"this task logs {', '.join(figures_of(job.task))}, which no replay does; use another task": job.task.figures,
         "the recorded step takes images of one size; remove train.sizes": job.train.sizes is not None,
         f"model.compile_mode={mode} records its own graphs; use model.compile_mode=default": mode != "default",
     }

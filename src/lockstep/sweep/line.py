@@ -10,17 +10,16 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from lockstep.config import commands
+from lockstep.config import commands, components
 from lockstep.config.commands import STARTS, key_of, shell_command
 from lockstep.config.composition import check_hydra_overrides
 from lockstep.config.hydra_policy import as_typed
-from lockstep.config.options import declared
 from lockstep.config.roles import role_of
 from lockstep.config.schema import SweepBlock
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Role, problems
-from lockstep.core.monitor import Monitor, chosen_monitor
+from lockstep.core.monitor import Monitor, monitor_of
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import State
 from lockstep.core.run_dir import LATEST, relative
@@ -110,14 +109,10 @@ def _objectives(config: DictConfig) -> list[str]:
 
 def _monitor(config: DictConfig, text: str = "") -> Monitor:
     """The figure by which the jobs of a sweep are compared, as `text`, or else the config, gives it."""
-    name = str(config.hydra.runtime.choices.get("task", "multiclass"))
-    bases = getattr(declared("task").get(name), "__mro__", ())
-    return chosen_monitor(
-        text or str(config.monitor),
-        tasks=[name, *(cls.__name__.lower() for cls in bases)],
-        metrics={key: str(node["_target_"]).rpartition(".")[2] for key, node in (config.metric or {}).items()},
-        classes=declared("metric"),
-    )
+    metrics: Any = OmegaConf.to_container(config.metric, resolve=True) if config.metric else {}
+    task = components.locate("task", config.task["_target_"])
+    chosen = components.build_many("metric", metrics)
+    return monitor_of(text or str(config.monitor), task.monitor, components.metrics_of(task, chosen))
 
 
 def _check_needs_no_figures(config: DictConfig) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lockstep.config.commands import key_of
-from lockstep.config.options import options_of
 from lockstep.config.roles import is_sample
 from lockstep.core.errors import InputError
-from lockstep.core.monitor import METRIC, TAGS, Direction, Monitor, figure_name, figure_parts
+from lockstep.core.monitor import Direction, Directions, Monitor, direction_in, figure_name, figure_parts, name_of
 from lockstep.core.run import TEST, Run, State, born
 from lockstep.core.safe_read import UnreadableFile, is_number, opened
+from lockstep.core.tags import METRIC, STEP_MS, TAGS
 
 SCORE = "score"
 Job = TypeVar("Job")  # the number of a job, or a name for the jobs of a setting
@@ -106,15 +106,16 @@ def score_text(score: float | None, figure: str) -> str:
         return ""
     if figure == SCORE:
         return f"{score:.2f}" if score == 0 or abs(score) >= 1 else f"{score:.4g}"
-    return f"{score:.3g}" if figure in COSTS else figure_parts(evaluation_figure(figure) or figure, score)[0]
+    return f"{score:.3g}" if figure in COSTS else figure_parts(name_of(figure), score)[0]
 
 
-def head(name: str, score: str) -> str:
+def head(name: str, score: str, directions: Directions) -> str:
     """The head of a column, `val top-1`, `val f1`, `test` or `seconds`, where the score is the figure `score`."""
-    if name == SCORE != score:
-        return figure_name(score)
-    figure = evaluation_figure(name)
-    return name if figure is None else figure_name(figure)
+    if name == SCORE:
+        return SCORE if score == SCORE else figure_name(score)
+    figure = name_of(name)
+    is_scored = figure in TAGS or direction_in(directions, METRIC + figure) is not None
+    return figure_name(figure) if is_scored else name
 
 
 def columns_of(runs: Iterable[Run]) -> list[str]:
@@ -156,7 +157,7 @@ def parsed_record(number: int, facts: Any) -> Record:
 
 def _seconds(run: Run) -> float | None:
     """The time of all training steps as `metrics.jsonl` has it, without start-up, evaluations and saves."""
-    steps = [(0, 0.0), *run.series("perf/step_ms")]
+    steps = [(0, 0.0), *run.series(STEP_MS)]
     total = sum(ms / 1000 * (step - before) for (before, _), (step, ms) in pairwise(steps))
     return total or None  # None for a job of an app that writes no such file
 
@@ -182,19 +183,16 @@ def figure_of(run: Run, name: str) -> float | None:
     if name in (SCORE, *COSTS):
         return run.score if name == SCORE else COSTS[name](run)
     facts: Mapping[str, Any] = {**run.summary, **run.spent, **(run.summary.get("scores") or {}), **run.columns}
-    value = facts.get(evaluation_figure(name) or name)
+    value = facts.get(name_of(name))
     if value is not None and is_number(value):
         return float(value)
     values = dict(run.series(name))
     return values.get(run.summary.get("best_step") or 0, next(reversed(values.values()), None))
 
 
-def evaluation_figure(name: str) -> str | None:
-    """The name of a figure of an evaluation from this name, or its tag, or a monitor; None for anything else."""
-    tags, bare = {tag: figure for figure, tag in TAGS.items()}, name.removeprefix("-")
-    figure = tags.get(bare, bare.removeprefix(METRIC))
-    is_figure = figure in TAGS or bare.startswith(METRIC) or figure.partition("/")[0] in options_of("metric")
-    return figure if is_figure else None
+def directions_of(runs: Iterable[Run]) -> Directions:
+    """The directions of the figures of these runs."""
+    return {tag: direction for run in runs for tag, direction in run.directions.items()}
 
 
 def check_figures(logged: Sequence[str], monitor: str, objectives: Sequence[str]) -> None:

@@ -16,7 +16,7 @@ from lockstep.core.run import SEED, Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, head, swept_keys, varied
+from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
 from lockstep.sweep.runs import JobRun, groups
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, Curve, line_chart
@@ -45,7 +45,7 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
     costs = {number: costs_of(job) for number, job in jobs.items()}
     notes = [sentence for job in jobs.values() for sentence in job.damage]
     shown = [name for name in SPENDING if any(name in cost for cost in costs.values())]
-    columns = columns_of(jobs.values())
+    columns, directions = columns_of(jobs.values()), directions_of(jobs.values())
     count, best_text = Counter(record.present_state for record in records), ""
     if best := best_of(records, monitor.direction):
         words = " ".join(varied(best.overrides, swept))
@@ -70,7 +70,13 @@ def _facts(ledger: Ledger) -> dict[str, Any]:
             *_curves(scored, jobs, monitor),
         ],
         "importance": [*_importance(scored, swept)],
-        "columns": ["job", "state", *swept, *(head(name, figure) for name in columns), *shown],
+        "columns": [
+            "job",
+            "state",
+            *swept,
+            *(head(name, figure, directions) for name in columns),
+            *shown,
+        ],
         "numbers": 2 + len(swept),  # the first column of figures
         "jobs": [
             (
@@ -111,7 +117,7 @@ def costs_of(job: Run) -> dict[str, float]:
 def _charts(
     records: Sequence[Record], swept: Sequence[str], costs: Mapping[int, Mapping[str, float]], monitor: Monitor
 ) -> Iterator[tuple[str, str]]:
-    scores, name = [record.score or 0.0 for record in records], head(SCORE, monitor.name)
+    scores, name = [record.score or 0.0 for record in records], head(SCORE, monitor.name, {})
     if swept and len(records) > 1:
         rows = [
             [*(number_or_text(record.values.get(key, "")) for key in swept), value]
@@ -144,7 +150,7 @@ def _curves(
             label, colour = (f"job {record.number}", next(colours)) if place else ("best", pictures.BEST)
             lines.append((label, colour, steps, values))
     if chart := line_chart(lines):
-        yield f"{head(SCORE, monitor.name)} of each job" + f" (the best {SHOWN})" * (len(records) > SHOWN), chart
+        yield f"{head(SCORE, monitor.name, {})} of each job" + f" (the best {SHOWN})" * (len(records) > SHOWN), chart
 
 
 def _importance(records: Sequence[Record], swept: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -17,13 +17,13 @@ from lockstep.config.roles import TARGET, is_sample, role_of
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean
 from lockstep.core.fields import Role, leaves
-from lockstep.core.monitor import Direction, Monitor, chosen_monitor
+from lockstep.core.monitor import Direction, Directions, Monitor, direction_in
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
 from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SCORE, Record, columns_of, evaluation_figure, figure_of
+from lockstep.sweep.record import SCORE, Record, columns_of, figure_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
@@ -158,7 +158,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
     monitors = {monitor: [run for run in runs if run.monitor == monitor] for monitor in (run.monitor for run in runs)}
-    return ordered([row for monitor, of in monitors.items() for row in _groups(of, by, monitor, names)], SCORE)
+    return ordered([row for monitor, of in monitors.items() for row in _groups(of, by, monitor, names)], SCORE, {})
 
 
 def _groups(runs: Sequence[Run], by: Sequence[str], monitor: Monitor, names: Sequence[str]) -> list[Row]:
@@ -267,13 +267,13 @@ def tables(rows: Sequence[Row]) -> dict[Monitor, list[Row]]:
     return members
 
 
-def ordered(rows: Sequence[Row], key: str) -> list[Row]:
+def ordered(rows: Sequence[Row], key: str, directions: Directions) -> list[Row]:
     """Each table by a column: numbers by size, figures of an evaluation best first; then texts, then others."""
     check_columns("--sort", [key], rows)
 
     def place(row: Row) -> tuple[int, float, str]:
         try:
-            return 0, -direction_of(key, row["direction"]).gain(float(row[key])), ""
+            return 0, -column_direction(key, row["direction"], directions).gain(float(row[key])), ""
         except (KeyError, TypeError, ValueError):
             return (1, 0.0, str(row[key])) if row.get(key) else (2, 0.0, "")
 
@@ -289,12 +289,9 @@ def check_columns(flag: str, columns: Sequence[str], rows: Sequence[Row]) -> Non
             raise InputError(f"{flag} {key}: there is no such column.{hint}")
 
 
-def direction_of(name: str, score: Direction) -> Direction:
-    """Which values of a column come first: better figures of an evaluation, smaller values of anything else."""
-    if name in (SCORE, TEST):
-        return score
-    figure = evaluation_figure(name)
-    return Direction.minimize if figure is None else chosen_monitor(figure).direction
+def column_direction(name: str, score: Direction, directions: Directions) -> Direction:
+    """Which values of a column come first: better figures, smaller values of anything else."""
+    return score if name in (SCORE, TEST) else direction_in(directions, name) or Direction.minimize
 
 
 def is_below(key: str, heads: Sequence[str]) -> bool:

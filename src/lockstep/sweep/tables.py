@@ -4,12 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import takewhile
 
 from lockstep.core import log
-from lockstep.core.monitor import Monitor, figure_text
+from lockstep.core.monitor import Directions, Monitor, figure_text
 from lockstep.core.run import TEST, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
-from lockstep.sweep.record import SCORE, columns_of, head, score_text
-from lockstep.sweep.runs import JobRun, Row, direction_of, spread_of, tables
+from lockstep.sweep.record import SCORE, columns_of, directions_of, head, score_text
+from lockstep.sweep.runs import JobRun, Row, column_direction, spread_of, tables
 
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it contains 0, "
@@ -24,17 +24,17 @@ def columns_of_keys(rows: Sequence[Row], keys: Iterable[str], names: Sequence[st
     return [column_of_settings(key, [row.get(key, "") for row in rows]) for key in chosen]
 
 
-def column_of_figure(rows: Sequence[Row], name: str, monitor: Monitor) -> Column:
+def column_of_figure(rows: Sequence[Row], name: str, monitor: Monitor, directions: Directions) -> Column:
     """The column of a figure: the mean and the spread of each row; the best as shown are bold, unless all are."""
     figure = monitor.name if name in (SCORE, TEST) else name
     texts = [[score_text(row.get(key), figure) for key in (name, spread_of(name))] for row in rows]
-    direction = direction_of(name, monitor.direction)
+    direction = column_direction(name, monitor.direction, directions)
     gains = {number: direction.gain(row[name]) for number, row in enumerate(rows) if row.get(name) is not None}
     shown_best = texts[max(gains, key=gains.__getitem__)][0] if gains else ""
     best = [number for number in gains if texts[number][0] == shown_best]
     cells = [" ± ".join(filter(None, text)) for text in texts]
     best = best if len(best) < len(gains) else []
-    return Column(head(name, monitor.name), cells, may_move=name != SCORE, best=best)
+    return Column(head(name, monitor.name, directions), cells, may_move=name != SCORE, best=best)
 
 
 def show_groups(
@@ -50,7 +50,8 @@ def show_groups(
         if number:
             log.show("")
         members = [run for run in runs if run.monitor == monitor]
-        show_table([*_columns(of, monitor, names or columns_of(members), names, differences=differences)], form)
+        shown, directions = names or columns_of(members), directions_of(members)
+        show_table([*_columns(of, monitor, shown, names, directions, differences=differences)], form)
         if form != "table":
             continue
         if differences and any(row["low"] is not None for row in of):
@@ -62,13 +63,19 @@ def show_groups(
 
 
 def _columns(
-    rows: Sequence[Row], monitor: Monitor, names: Sequence[str], chosen: Sequence[str], *, differences: bool
+    rows: Sequence[Row],
+    monitor: Monitor,
+    names: Sequence[str],
+    chosen: Sequence[str],
+    directions: Directions,
+    *,
+    differences: bool,
 ) -> Iterator[Column]:
     keys = dict.fromkeys(key for row in rows for key in takewhile(lambda key: key != SCORE, row))
     if "jobs" in rows[0]:
         yield Column("job", [job_numbers(row["jobs"]) for row in rows])
     yield from columns_of_keys(rows, keys, chosen)
-    yield from (column_of_figure(rows, name, monitor) for name in names if name not in keys)
+    yield from (column_of_figure(rows, name, monitor, directions) for name in names if name not in keys)
     yield Column("state", [row["state"] for row in rows])
     if differences and any(row["difference"] for row in rows):
         yield Column("to the best", [_difference(row, monitor.name) for row in rows], may_move=True)

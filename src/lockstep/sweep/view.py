@@ -21,6 +21,7 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.table import Column, column_of_settings, lines_of, shortened
+from lockstep.core.tags import RATE
 from lockstep.runtime.program import say
 from lockstep.sweep.ledger import Ledger, output_of
 from lockstep.sweep.record import (
@@ -28,6 +29,7 @@ from lockstep.sweep.record import (
     Record,
     best_of,
     columns_of,
+    directions_of,
     head,
     score_text,
     swept_keys,
@@ -78,7 +80,7 @@ class JobProgress:
             with suppress(ValueError, RecursionError):
                 self.step, figures = parsed_figures(line)
                 self.logged_at = figures.get(STAMP) or time.time()
-                self.rate = figures.get("perf/img_per_s") or self.rate
+                self.rate = figures.get(RATE) or self.rate
                 known = [score for score in (self.best, self.job.monitor.value_in(figures)) if score is not None]
                 self.best = max(known, key=self.job.monitor.direction.gain, default=None)
 
@@ -184,7 +186,7 @@ class SweepView:
         yield from (column_of_settings(key, [record.values.get(key, "") for record in records]) for key in self.swept)
         yield Column("epoch", [progress.epoch for progress in self.running.values()])
         scores = [score_text(progress.best, self.monitor.name) for progress in self.running.values()]
-        yield Column(head(SCORE, self.monitor.name), scores)
+        yield Column(head(SCORE, self.monitor.name, {}), scores)
         yield Column("img/s", [f"{job.rate:,.0f}" if job.rate else "" for job in self.running.values()])
         left = [job.left() for job in self.running.values()]
         yield Column("left", ["starting" if seconds is None else format_duration(seconds) for seconds in left])
@@ -233,7 +235,7 @@ class SweepView:
         # Not as the table's title, which would be wrapped: a path on two lines cannot be copied.
         log.show(f"sweep in {relative(folder)}")
         show_groups(runs, rows := groups(runs, names=columns), columns)
-        for line in self._conclusions(rows, records, names):
+        for line in self._conclusions(rows, runs, names):
             log.show(line)
         self.ledger.mark_best()  # two jobs that ended at once may have named the worse one
         for record in records:
@@ -244,11 +246,11 @@ class SweepView:
                     output = relative(output_of(self.ledger, record))
                     log.show(f"    what it printed: {output}")
 
-    def _conclusions(self, rows: Sequence[Row], records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
+    def _conclusions(self, rows: Sequence[Row], runs: Sequence[JobRun], names: Sequence[str]) -> Iterator[str]:
         """The lines about several objectives: the trade-offs, and what was not measured."""
         complete = (row for row in rows if all(row.get(name) is not None for name in names))
         known = {job_numbers(row["jobs"]): [row[name] for name in names] for row in complete}
         if len(names) > 1 and (best_ones := ", ".join(trade_offs(known, names, self.monitor.direction))):
-            compared = " and ".join(head(name, self.monitor.name) for name in names)
+            compared = " and ".join(head(name, self.monitor.name, directions_of(runs)) for name in names)
             yield f"no other job is better in {compared} than job{'s' * (not best_ones.isdecimal())} {best_ones}"
-        yield from unmeasured(self.ledger.folder, records, names)
+        yield from unmeasured(self.ledger.folder, [run.record for run in runs], names)

@@ -3,77 +3,70 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from lockstep.core.figures import Figures, Predictions, finite
+from lockstep.core.figures import Figures, Predictions, finite, is_own
 from lockstep.core.model_card import LABELS
-from lockstep.core.monitor import METRIC, telling
+from lockstep.core.monitor import name_of, telling
 from lockstep.core.run import Run
+from lockstep.core.tags import BLUE, FIGURES, METRIC, Figure
 from lockstep.telemetry import pictures
 from lockstep.telemetry.pictures import COLOURS
 
 SHOWN = 20  # curves of a chart, and charts of single figures
-OWN = "(?!acc/|cpu/|gpu/|loss/|metric/|optim/|perf/|test/)"  # the beginning of the tags that a task has named
 POINTS = 400  # of a curve: more are averaged
 LEFT, RIGHT, TOP, BOTTOM = 54, 432, 8, 226  # edges of a chart's plot, in units of its 440x250 view box
 Curve = tuple[str, str, Sequence[float], Sequence[float]]  # its label and colour, x and y
-Curves = Mapping[str, tuple[str, str]]  # for each tag, or beginning of tags, the label and the colour of its curve
-VAL, TRAIN, OTHER = COLOURS[0], COLOURS[1], COLOURS[-1]
-CURVES: dict[str, Curves] = {
-    "Loss": {
-        "loss/train$": ("training", "#f3b98c"),
-        "loss/train_epoch": ("training, epoch so far", TRAIN),
-        "loss/val$": ("validation", VAL),
-        "loss/val_ema": ("validation, averaged weights", COLOURS[2]),
-    },
-    "Accuracy, %": {
-        "acc/train_epoch_top1": ("training, epoch so far", TRAIN),
-        "acc/val_top1": ("validation", VAL),
-        "acc/val_top5": ("validation, top-5", "#9ab8dd"),
-        "acc/val_ema_top1": ("validation, averaged weights", COLOURS[2]),
-    },
-}
-USAGE: dict[str, Curves] = {
-    "Model FLOPs utilisation, %": {"perf/mfu_pct": ("", OTHER)},
-    "GPU utilisation, %": {"gpu/util/": ("", "")},
-    "GPU memory, GB": {"gpu/mem_gb/": ("", "")},
-    "GPU power, W": {"gpu/power_w/": ("", "")},
-}
+Charts = dict[str, list[Figure]]  # the figures of each chart, by its title
 
 
-def learning_titles(run: Run) -> dict[str, Curves]:
-    """The charts of a run, as `CURVES`: a monitored metric comes first, and the learning rate last.
+def charts_of(*pages: str) -> Charts:
+    """The charts of our figures in these categories."""
+    titles: Charts = {}
+    for figure in FIGURES:
+        if figure.colour is not None and figure.page in pages:
+            titles.setdefault(figure.title, []).append(figure)
+    return titles
 
-    Each metric has its own chart, and so has each figure of a task.
+
+USAGE: Charts = charts_of("Throughput", "CPU", "GPU")
+
+
+def learning_titles(run: Run) -> Charts:
+    """The charts of a run: the monitored metric comes first, and the learning rate last.
+
+    Each metric has its own chart, and so has each figure of an option.
     """
     tags = dict.fromkeys(tag for _, scalars in run.figures for tag in finite(scalars))
-    metrics = [tag for tag in tags if re.fullmatch(METRIC + "[^/]*", tag)]
-    first = [tag for tag in run.monitor.tags if tag in metrics]
-    others = [tag for tag in metrics if tag not in first] + [tag for tag in tags if re.match(OWN, tag)]
+    monitored = [tag for tag in run.monitor.tags if tag in tags and tag.startswith(METRIC)]
+    metrics = [tag for tag in tags if re.fullmatch(METRIC + "[^/]*", tag) and tag not in monitored]
+    others = [*metrics, *filter(is_own, tags)]
 
-    def each(tags: Sequence[str]) -> dict[str, Curves]:
-        names = {tag: f"{tag.removeprefix(METRIC)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
-        return {names[tag]: {re.escape(tag) + "$": ("", VAL)} for tag in tags}
+    def single(tags: Sequence[str]) -> Charts:
+        titles = {tag: f"{name_of(tag)}, validation" if tag.startswith(METRIC) else tag for tag in tags}
+        return {titles[tag]: [Figure(tag, "", colour=BLUE)] for tag in tags}
 
-    curves = {title: telling(tags, run.classes) for title, tags in CURVES.items()}
-    return each(first) | curves | each(others[:SHOWN]) | {"Learning rate": {"optim/lr": ("", OTHER)}}
+    curves = {
+        title: [*telling({row.tag: row for row in rows}, run.classes).values()]
+        for title, rows in charts_of("Learning").items()
+    }
+    return single(monitored) | curves | single(others[:SHOWN]) | charts_of("Optimisation")
 
 
-def charts(figures: Figures, titles: Mapping[str, Curves]) -> Iterator[tuple[str, dict[str, Any]]]:
+def charts(figures: Figures, titles: Charts) -> Iterator[tuple[str, dict[str, Any]]]:
     """The titles and charts that have a figure at two steps or more."""
     figures = [(step, finite(scalars)) for step, scalars in figures]
     tags = dict.fromkeys(tag for _, scalars in figures for tag in scalars)
-    for title, patterns in titles.items():
-        pairs = itertools.product(tags, patterns.items())
-        matches = [(tag, *style) for tag, (pattern, style) in pairs if re.match(pattern, tag)]
+    for title, rows in titles.items():
+        matches = [(tag, row) for tag, row in itertools.product(tags, rows) if row.covers(tag)]
         lines: list[Curve] = []
-        for tag, label, colour in matches[:SHOWN]:
+        for tag, row in matches[:SHOWN]:
             points = [(float(step), scalars[tag]) for step, scalars in figures if tag in scalars]
-            colour = colour or COLOURS[len(lines) % len(COLOURS)]
-            lines.append((label or tag.partition("/")[2], colour, *zip(*points, strict=True)))
+            colour = row.colour or COLOURS[len(lines) % len(COLOURS)]
+            lines.append((row.curve or tag.partition("/")[2], colour, *zip(*points, strict=True)))
         if drawn := line_chart(lines):
             more = f" (the first {SHOWN} of {len(matches):,})" if len(matches) > SHOWN else ""
             yield title + more, drawn

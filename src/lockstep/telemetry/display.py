@@ -9,8 +9,9 @@ from rich.live import Live
 from rich.text import Text
 
 from lockstep.core import log
-from lockstep.core.monitor import AVERAGED, LOSS, Monitor, figure_name, figure_parts
+from lockstep.core.monitor import Monitor, figure_name, figure_parts
 from lockstep.core.plan import Plan
+from lockstep.core.tags import AVERAGED, LOSS, VAL_LOSS
 from lockstep.telemetry.progress import (
     ALWAYS,
     SHORTEST_BAR,
@@ -101,7 +102,7 @@ class Screen(Display):
         name, style = self.monitor.name, BEST if best else ""
         averaged = scores.get(AVERAGED.get(name, ""))
         own = "" if averaged is not None else style
-        columns = [FigureColumn("val loss", f"{scores['loss/val']:.4f}", "", 2, own if name == LOSS else "")]
+        columns = [FigureColumn("val loss", f"{scores[VAL_LOSS]:.4f}", "", 2, own if name == LOSS else "")]
         if name != LOSS and (value := scores.get(self.monitor.tags[-1])) is not None:
             columns.append(FigureColumn(figure_name(name), *figure_parts(name, value), 5, own))
         if averaged is not None:

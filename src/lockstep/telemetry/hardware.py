@@ -20,6 +20,7 @@ from torch import nn
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.figures import parsed_samples
+from lockstep.core.tags import CPU, GPU
 from lockstep.core.world import World
 from lockstep.runtime.gpus import name_in_nvml
 from lockstep.telemetry.sinks import truncate_after
@@ -125,7 +126,7 @@ class Gpus:
             line = {"time": now, "step": step, "local_rank": rank, "uuid": gpu.uuid, **figures}
             self.file.write(json.dumps(line) + "\n")
         return {
-            f"gpu/{name}/{rank}": value for rank, figures in enumerate(samples) for name, value in figures.items()
+            f"{GPU}{name}/{rank}": value for rank, figures in enumerate(samples) for name, value in figures.items()
         }
 
     def _joules(self) -> float | None:
@@ -161,17 +162,17 @@ class Processes:
         usage, self.usage = self.usage, self._usage()
         seconds, read, written = ((now - last) / passed for now, last in zip(self.usage, usage, strict=True))
         figures = {
-            "cpu/cores": seconds,
-            "cpu/mem_gb": sum(process.memory_info().rss for process in self.processes) / 1e9,
-            "cpu/read_mb_s": read / 1e6,
-            "cpu/write_mb_s": written / 1e6,
+            "cores": seconds,
+            "mem_gb": sum(process.memory_info().rss for process in self.processes) / 1e9,
+            "read_mb_s": read / 1e6,
+            "write_mb_s": written / 1e6,
         }
         if self.joules is not None:
             counted, self.counted = self.counted, self._counted()
             spent = max(0.0, self.counted - counted)  # a counter that starts again at zero loses one sample
             self.joules += spent
-            figures["cpu/power_w"] = spent / passed
-        return figures
+            figures["power_w"] = spent / passed
+        return {CPU + name: value for name, value in figures.items()}
 
     def _counted(self) -> float:
         return sum(int(counter.read_text()) for counter in self.counters) / 1e6

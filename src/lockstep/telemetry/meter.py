@@ -17,6 +17,7 @@ from lockstep.core.log import close_all
 from lockstep.core.model import is_broken
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
+from lockstep.core.tags import EPOCH_LOSS, EPOCH_TOP1, MFU, TIME
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.sinks import Samples
@@ -269,7 +270,7 @@ class Telemetry:
         self.examples += window.examples
         figures = window.figures(window.last - max(window.first - 1, self.resumed))
         if self.peak_rate:
-            figures["perf/mfu_pct"] = self.mfu(window.rate)
+            figures[MFU] = self.mfu(window.rate)
         self.observer.write(window.last, figures)
         self.display.window(window, epoch)
         if sentence := self.stragglers.find():
@@ -311,9 +312,9 @@ class Telemetry:
         """Write the scores of an evaluation at `step`, with the means over the epoch so far. Collective."""
         epoch = self._epoch_so_far(step)
         if epoch is not None:
-            accuracy = {} if epoch.top1 is None else {"acc/train_epoch_top1": epoch.top1}
-            scalars = {"loss/train_epoch": epoch.loss, **accuracy, **scalars}
-        spent = {f"perf/time/{part}": 100 * share for part, share in self.time_shares().items()}
+            accuracy = {} if epoch.top1 is None else {EPOCH_TOP1: epoch.top1}
+            scalars = {EPOCH_LOSS: epoch.loss, **accuracy, **scalars}
+        spent = {TIME + part: 100 * share for part, share in self.time_shares().items()}
         self.observer.evaluated(step, scalars, best)
         self.observer.write(step, {**scalars, **spent})
         self.display.evaluated(step, scalars, epoch, best=best)

@@ -18,11 +18,12 @@ from PIL import Image, ImageDraw
 from lockstep.core.errors import escaped
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import VALUES
+from lockstep.core.tags import BLUE, GREEN, GREY, ORANGE
 
 LINE_HEIGHT = 0.05  # of a label, as a share of an axis
 LABELLED = 10  # points
-COLOURS = ("#1f5fb4", "#d95f02", "#1b9e77", "#7570b3", "#e7298a", "#66a61e", "#e6ab02", "#666666")
-BEST = "#d95f02"  # marks the best job of a sweep
+COLOURS = (BLUE, ORANGE, GREEN, "#7570b3", "#e7298a", "#66a61e", "#e6ab02", GREY)
+BEST = ORANGE  # marks the best job of a sweep
 STYLE: Any = {
     # A class may be called `$x$`. The browser draws the letters, so it needs no outlines of them.
     "text.parse_math": False,

@@ -15,6 +15,7 @@ from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.model import forward_on_meta
 from lockstep.core.safe_write import make_folder, storing, write_atomic
+from lockstep.core.tags import MFU
 
 AFTER, STEPS = 50, 3  # the profile begins after so many steps, when the first ones' warm-up is over
 OPERATORS = 30  # rows of the table
@@ -97,7 +98,7 @@ def training_flops(model: nn.Module, input_shape: tuple[int, int, int]) -> float
         with counter:
             forward_on_meta(model, input_shape)
     except Exception as error:  # a forward pass can raise anything, and this figure must not end a run
-        log.logger.info("the operations of the model cannot be counted, so there is no perf/mfu_pct: %s", error)
+        log.logger.info("the operations of the model cannot be counted, so there is no %s: %s", MFU, error)
         return 0.0
     return 3.0 * counter.get_total_flops()
 
@@ -110,6 +111,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype, *, tf32: bool) -> float
     short = NOT_IN_KEYS.sub("", name)
     rates = next((rates for names, rates in PEAK_TFLOPS.items() if short in names), None)
     if rates is None:
-        log.logger.info("the peak rate of %s is not known, so there is no perf/mfu_pct", name)
+        log.logger.info("the peak rate of %s is not known, so there is no %s", name, MFU)
         return 0.0
     return 1e12 * rates[2 if dtype is not torch.float32 else 1 if tf32 else 0]

@@ -22,13 +22,12 @@ from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
 from lockstep.core.model_card import CLASSES
 from lockstep.core.monitor import (
-    LOSS,
-    TOP1,
     Monitor,
     chosen_on_itself,
     figure_parts,
     figure_text,
     figure_word,
+    name_of,
     telling,
 )
 from lockstep.core.observer import Observer, RunInfo
@@ -36,6 +35,7 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
+from lockstep.core.tags import CPU, EPOCH_LOSS, FIGURES, GPU, LOSS, METRIC, TOP1, TRAIN_LOSS, part_words
 from lockstep.telemetry import pictures
 from lockstep.telemetry.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry.progress import format_duration, format_timestamp
@@ -45,21 +45,6 @@ CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklis
 LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
 CONFUSED = 10  # confusions in the list
-# What the page calls the hardware figures of `summary.json`: the GPU's and the CPU's.
-HARDWARE = {
-    "util": "utilisation, %",
-    "sm_active": "multiprocessors at work, %",
-    "tensor_active": "tensor cores at work, %",
-    "memory_active": "memory at work, %",
-    "mem_gb": "memory, GB",
-    "power_w": "power, W",
-    "temp_c": "temperature, °C",
-    "sm": "clock, MHz",
-    "slowed": "slowed by heat or the power limit, share of the time",
-    "cores": "cores in use",
-    "read_mb_s": "read, MB/s",
-    "write_mb_s": "written, MB/s",
-}
 
 
 class Listener(Observer):
@@ -128,9 +113,9 @@ def facts_of(run: Run) -> dict[str, Any]:
     sections: dict[str, Callable[[], Any]] = {
         "summary": lambda: [*_summary(run)],
         "findings": lambda: [*_findings(facts)],
-        "time": lambda: [(name.replace("_", " "), share) for name, share in times.items() if share],
+        "time": lambda: [(part_words(name), share) for name, share in times.items() if share],
         "checklist": lambda: [[item[key] for key in CHECKED] for item in facts.get("checklist", ())],
-        "hardware": lambda: [*_hardware(facts, environment)],
+        "hardware": lambda: [row for row in _hardware(facts, environment) if row[1]],
         "scores": lambda: _scores(run),
         "headline": lambda: _headline(run),
         "curves": lambda: [*charts(figures, learning_titles(run))],
@@ -214,7 +199,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
     config: dict[str, Any] = run.read(run.run_dir.config, safe_read.read_yaml, {})
     last = {tag: value for _, scalars in figures for tag, value in scalars.items()}
     monitor = run.monitor
-    metrics = [tag for tag in last if re.fullmatch("metric/[^/]*", tag) and tag not in monitor.tags]
+    metrics = [tag for tag in last if re.fullmatch(METRIC + "[^/]*", tag) and tag not in monitor.tags]
     words = {name: figure_word(name) for name in (monitor.name, TOP1)}
     words[LOSS] = "validation loss"
     final = {name: [last[tag] for tag in Monitor(name).tags if tag in last] for name in words}
@@ -230,8 +215,8 @@ def _summary(run: Run) -> Iterator[tuple[str, str]]:
         f"best {words[monitor.name]}": figure(monitor.name, facts.get("best"))
         + number(facts.get("best_step"), ",", before=" at step "),
         **{f"last {words[name]}": figure(name, values[0]) for name, values in final.items() if values},
-        "last training loss": number(last.get("loss/train_epoch", last.get("loss/train")), ".4f"),
-        **{f"last {tag[7:]}": number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
+        "last training loss": number(last.get(EPOCH_LOSS, last.get(TRAIN_LOSS)), ".4f"),
+        **{f"last {name_of(tag)}": number(last[tag], ".4g") or "–" for tag in metrics[:SHOWN]},
         "steps": number(step, ",") + number(facts.get("steps"), ",", before=" of "),
         "started": format_timestamp(started or 0),
         "duration": format_duration(seconds) if seconds else "",
@@ -249,8 +234,9 @@ def _hardware(facts: Mapping[str, Any], environment: Mapping[str, Any]) -> Itera
     yield "processes", str(environment.get("world_size", "not known"))
     yield "threads of each", str(environment.get("threads", "not known"))
     yield from (("GPU", str(gpu)) for gpu in environment.get("gpus", ()))
-    names = {f"{part.lower()}_{key}": f"{part} {name}" for part in ("GPU", "CPU") for key, name in HARDWARE.items()}
-    yield from ((name, number(facts[key], ",.4g")) for key, name in names.items() if is_number(facts.get(key)))
+    for figure in FIGURES:
+        if figure.tag.startswith((CPU, GPU)):
+            yield figure.title, number(facts.get("_".join(figure.tag.split("/")[:2])), ",.4g")
 
 
 def _predictions(run: Run, predictions: Predictions) -> dict[str, Any]:

@@ -18,12 +18,13 @@ from torch import Tensor
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.figures import Predictions, finite, parsed_figures, place_of
-from lockstep.core.monitor import METRIC, TAGS, TOP1
+from lockstep.core.monitor import name_of
 from lockstep.core.observer import Observer, Outcome
 from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
 from lockstep.core.table import csv_row, digits
+from lockstep.core.tags import ACCURACY, FIGURES, VAL_LOSS, VAL_TOP1
 
 
 class TextFile(Observer):
@@ -95,20 +96,7 @@ def truncate_after(
     return file
 
 
-COLUMNS = {
-    "loss/train_epoch": "train_loss",
-    "acc/train_epoch_top1": "train_top1",
-    "loss/val": "val_loss",
-    "acc/val_top1": "val_top1",
-    "acc/val_top5": "val_top5",
-    "acc/val_ema_top1": "val_ema_top1",
-    "optim/lr": "lr",
-    "perf/img_per_s": "img_per_s",
-    "perf/data_wait_pct": "data_wait_pct",
-}
-
-
-EVALUATION = {"loss/val", "acc/val_top1"}  # the tags of an evaluation
+COLUMNS = {figure.tag: figure.column for figure in FIGURES if figure.column}
 
 
 class CsvTable(TextFile):
@@ -124,12 +112,12 @@ class CsvTable(TextFile):
         plan: Plan,
         after: float,
         latest: Mapping[str, float] | None = None,
-        tags: Sequence[str] = (TAGS[TOP1],),
+        tags: Sequence[str] = (VAL_TOP1,),
     ) -> None:
         self.path, self.plan = path, plan
         self.latest = dict(latest or {})
-        usual = {tag: name for tag, name in COLUMNS.items() if TAGS[TOP1] in tags or not tag.startswith("acc/")}
-        self.columns = {**usual, **{tag: tag.removeprefix(METRIC) for tag in tags if tag not in COLUMNS}}
+        usual = {tag: name for tag, name in COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
+        self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in COLUMNS}}
         before = _cells(next(iter(read_lines(path)), None) or "") if path.exists() else []
         before = before if before[:2] == ["step", "epoch"] else []
         self.columns |= {
@@ -149,7 +137,7 @@ class CsvTable(TextFile):
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.latest.update(scalars)
-        if scalars.keys() & EVALUATION:
+        if {VAL_LOSS, VAL_TOP1} & scalars.keys():
             epoch = step / self.plan.steps_per_epoch
             known = finite(self.latest)
             figures = [digits(known[key]) if key in known else "" for key in self.columns]

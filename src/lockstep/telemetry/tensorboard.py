@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,55 +23,25 @@ from lockstep.config.commands import shell_command
 from lockstep.core import log
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import StorageError, escaped
-from lockstep.core.figures import BINS, Predictions, finite, number_or_text, place_of
+from lockstep.core.figures import BINS, Predictions, finite, is_own, number_or_text, place_of
 from lockstep.core.monitor import Monitor
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.run import Run
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import UnreadableFile, read_text
 from lockstep.core.safe_write import make_folder
+from lockstep.core.tags import CPU, FIGURES, GPU
 from lockstep.telemetry import pictures
 
 if TYPE_CHECKING:  # a job without TensorBoard does not import it
     from torch.utils.tensorboard import SummaryWriter
-
-# The charts of each category of the page of custom scalars, with the tags of their curves.
-LAYOUT: dict[str, dict[str, list[str]]] = {
-    "Learning": {
-        "loss": ["loss"],
-        "accuracy": ["acc/top1", "acc/top5"],
-        "metrics": ["metric/.*"],
-    },
-    "Throughput": {
-        "images per second": ["perf/img_per_s"],
-        "waiting for data, %": ["perf/data_wait_pct"],
-        "step, ms": ["perf/step_ms"],
-        "where the time goes, %": ["perf/time/.*"],
-        "model FLOPs utilisation, %": ["perf/mfu_pct"],
-    },
-    "CPU": {
-        "cores in use": ["system/cpu/cores"],
-        "memory, GB": ["system/cpu/mem_gb"],
-        "disk, MB/s": ["system/cpu/read_mb_s", "system/cpu/write_mb_s"],
-    },
-    "GPU": {
-        "utilisation, %": ["system/gpu/util/.*"],
-        "memory, GB": ["system/gpu/mem_gb/.*"],
-        "power, W": ["system/gpu/power_w/.*"],
-        "temperature, °C": ["system/gpu/temp_c/.*"],
-    },
-    "Optimisation": {
-        "learning rate": ["optim/lr"],
-        "gradient norm": ["optim/grad_norm"],
-        "loss scale": ["optim/scale"],
-    },
-}
 
 FLUSH_S = 10
 PICTURES_S = 10  # between two evaluations with pictures, which take 20 ms to write
 TRAINING_IMAGES = 16
 BUCKETS = 64  # of a histogram
 VAL, VAL_EMA = "val", "val_ema"  # folders
+OWN = "Options"  # the category of the charts of figures that options log
 TRAINED = re.compile(r"(loss|acc)/(train_epoch|train|val_ema|val)_?(.*)")
 
 
@@ -85,7 +55,21 @@ def curve_of(tag: str, folder: str) -> tuple[str, str]:
         kind, of, name = match.groups()
         own = "epoch" * (of == "train_epoch")
         return VAL_EMA if of == VAL_EMA else folder, "/".join(filter(None, (kind, own, name)))
-    return folder, f"system/{tag}" if tag.startswith(("cpu/", "gpu/")) else tag
+    return folder, f"system/{tag}" if tag.startswith((CPU, GPU)) else tag
+
+
+def layout(tags: Iterable[str]) -> dict[str, dict[str, list[str]]]:
+    """The charts of each category of the page of custom scalars, with the tags of their curves as patterns.
+
+    Each figure of `tags` that an option logs has a chart.
+    """
+    pages: dict[str, dict[str, list[str]]] = {}
+    for figure in FIGURES:
+        tag = curve_of(figure.tag, "")[1] + ".*" * figure.tag.endswith("/")
+        charts = pages.setdefault(figure.page, {}).setdefault(figure.title, [])
+        charts += [tag] * (tag not in charts)
+    pages[OWN] = {tag: [re.escape(tag)] for tag in tags if is_own(tag)}
+    return {page: charts for page, charts in pages.items() if page and charts}
 
 
 class TensorBoard(Observer):
@@ -122,7 +106,7 @@ class TensorBoard(Observer):
             self._writer(VAL)
             multiline = {
                 page: {chart: ["Multiline", tags] for chart, tags in charts.items()}
-                for page, charts in LAYOUT.items()
+                for page, charts in layout(run.tags).items()
                 if on_gpu or page != "GPU"
             }
             training.add_custom_scalars(multiline)

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from lockstep.core.tags import RATE, STEP_MS, TRAIN_LOSS, TRAIN_TOP1, WAIT
 from lockstep.telemetry.time_spent import NO_TIME, Seconds
 
 
@@ -124,12 +125,12 @@ class Window:
     def figures(self, steps: int) -> dict[str, float]:
         """The figures by tag; `steps` is the number of steps in `seconds`."""
         return {
-            "loss/train": self.loss,
-            **({} if self.top1 is None else {"acc/train_top1": self.top1}),
+            TRAIN_LOSS: self.loss,
+            **({} if self.top1 is None else {TRAIN_TOP1: self.top1}),
             **self.scalars,
-            "perf/img_per_s": self.rate,
-            "perf/data_wait_pct": self.wait_share,
-            "perf/step_ms": 1000 * self.seconds / steps,
+            RATE: self.rate,
+            WAIT: self.wait_share,
+            STEP_MS: 1000 * self.seconds / steps,
         }
 
 

@@ -16,6 +16,7 @@ from lockstep.core.monitor import figure_text, telling
 from lockstep.core.protocols import Optimizer
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir, relative
+from lockstep.core.tags import part_words
 from lockstep.core.world import World
 from lockstep.data.datasets.files import AUTO, SIZES, FileSource
 from lockstep.runtime.host import format_bytes
@@ -29,7 +30,6 @@ from lockstep.training.trainer import Trainer
 # factor, because `amount` may round down.
 HEADERS, HEADERS_EACH, ROUNDING = 20_000, 500, 1.05
 SIDE = 8  # of the small parameters over which an optimizer is tried
-PARTS = {"data": "waiting for data", "slowest_rank": "slowest rank"}  # names of parts of the time
 NAMED = 5  # the most classes that are shown by name
 SHOWN = 0.01  # the smallest share of the time that is shown
 
@@ -236,7 +236,7 @@ def say_ending(
     tested_figures = telling(trainer.tested, job.dataset.classes).items()
     shown = (figure for figure in tested_figures if "/" not in figure[0] or figure[0] == name)
     largest = sorted(shares.items(), key=lambda part: part[1], reverse=True)
-    parts = (f"{PARTS.get(name, name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
+    parts = (f"{part_words(name)} {100 * share:.0f} %" for name, share in largest if share >= SHOWN)
     rows = {
         "scores": ", ".join(figure_text(figure, value) for figure, value in chosen.items() if value is not None),
         "test": ", ".join(figure_text(*figure) for figure in shown),

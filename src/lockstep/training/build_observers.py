@@ -14,13 +14,14 @@ from typing import Any
 from lockstep.config import components
 from lockstep.config.options import name_of
 from lockstep.core.errors import InputError, shown
-from lockstep.core.figures import check_declared, read_figures
+from lockstep.core.figures import check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model_card import VALUES
-from lockstep.core.monitor import LOSS, TOP1, Monitor, tagged
+from lockstep.core.monitor import Monitor, tagged
 from lockstep.core.observer import Observer, Outcome, RunInfo
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
+from lockstep.core.tags import LOSS, TOP1
 from lockstep.core.world import World
 from lockstep.data.datasets.files import SIZES
 from lockstep.runtime.signals import StopRequest
@@ -137,7 +138,7 @@ def build_observers(
         peak_rate=state.peak_rate,
         loss_limit=loss_limit,
         hits=job.task.hits if TOP1 in job.task.counted else None,
-        names=job.task.figures,
+        names=[*figures_of(job.task)],
         comparable=job.strategy.same_work,
     )
     if not world.is_main:
@@ -182,9 +183,9 @@ def _observer(
 ) -> Observers:
     """The observer of main: the loggers, the table of evaluations, and the file of predictions."""
     loggers = sorted(job.logger.values(), key=lambda logger: not logger.figures)
-    observers = Observers(names=[name for logger in loggers for name in logger.figures])
+    observers = Observers(names=[*figures_of(*loggers)])
     evaluated = tagged(dict.fromkeys([LOSS, *job.task.counted, *job.metric], 0.0))
-    tags = [*evaluated, *job.task.figures, *observers.names]
+    tags = [*evaluated, *figures_of(job.task), *observers.names]
     run = RunInfo(
         run_dir=run_dir,
         plan=plan,

@@ -18,6 +18,8 @@ from lockstep.checkpoint.state import gathered
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import BrokenImage, NumericalError, StorageError
+from lockstep.core.figures import figures_of
+from lockstep.core.monitor import Monitor, directions_of
 from lockstep.core.plan import Plan
 from lockstep.core.run import Run, candidates
 from lockstep.core.run_dir import RunDir
@@ -87,6 +89,9 @@ class RunRecord:
         self.run_dir.start_summary(
             run=earlier.id or secrets.token_hex(8),
             monitor=job.monitor,
+            directions=directions_of(
+                Monitor.parse(job.monitor), job.task.counted, job.metric, figures_of(job.task, *job.logger.values())
+            ),
             started=self.started,
             step=progress.step,
             steps=plan.total_steps,

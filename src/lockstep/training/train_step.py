@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.batch import Batch
 from lockstep.core.errors import InputError
+from lockstep.core.tags import GRAD_NORM, LEARNING_RATE
 
 if TYPE_CHECKING:
     from lockstep.core.data_protocols import Shard
@@ -90,7 +91,7 @@ class TrainStep:
         grad_norm = self.update(shard, measures_norm=logs)
         if state.ema is not None and state.ema.due(shard.step):
             state.ema.update_parameters(state.model)
-        return {"optim/lr": state.optimizer.param_groups[0]["lr"], "optim/grad_norm": grad_norm} if logs else {}
+        return {LEARNING_RATE: state.optimizer.param_groups[0]["lr"], GRAD_NORM: grad_norm} if logs else {}
 
     def set_learning_rate(self, step: int) -> None:
         """Give the optimizer its learning rates for a step, counted from 1, and freeze what `train.freeze` says."""

@@ -14,7 +14,8 @@ from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped, as_unicode
 from lockstep.core.figures import finite
-from lockstep.core.monitor import TEST, Monitor, tagged
+from lockstep.core.monitor import Monitor, tagged
+from lockstep.core.tags import SCALE, TEST
 from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.runtime.signals import StopNow, StopRequest
@@ -108,7 +109,7 @@ class Trainer:
         """End the window of a log point. A GPU is not waited for: its figures are read at the next log point."""
         scaler = self.state.scaler
         if scaler.is_enabled():
-            scalars["optim/scale"] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
+            scalars[SCALE] = scaler.scale(torch.ones((), device=self.world.device))  # get_scale() would wait
         self.check(self.telemetry.end_window(step, scalars, agreement.checksums(self.state.model, self.world)))
 
     def check(self, windows: list[Window]) -> None:
@@ -118,7 +119,7 @@ class Trainer:
         """
         for window in windows:
             # A loss that overflows is normal under a loss scaler: it halves the scale and skips the step.
-            tolerated = window.scalars.get("optim/scale", 0) >= 1
+            tolerated = window.scalars.get(SCALE, 0) >= 1
             if window.first_bad_step is not None and not tolerated:
                 limit = f"above {self.telemetry.loss_limit:,.0f}, 1,000 times the loss of a guess, it has diverged"
                 raise NumericalError(
