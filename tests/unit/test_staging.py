@@ -1,5 +1,6 @@
 """Copies of a state in host memory."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.state import gathered, host_copies, map_tensors
 from lockstep.core.world import World
+from lockstep.strategy import Pipeline
 from thread_ranks import ThreadRanks
 
 
@@ -51,7 +53,7 @@ def test_main_saves_the_tensors_of_every_stage(monkeypatch: pytest.MonkeyPatch) 
 
     def saved(world: World) -> list[Tensor]:
         own = {str(n): tensor.to("cpu" if n % 2 == world.rank else "meta") for n, tensor in enumerate(numbers)}
-        return leaves(gathered(own, keep=world.is_main))
+        return leaves(gathered(own, partial(Pipeline().whole_tensors, keep=world.is_main)))
 
     main, other = ThreadRanks(2, monkeypatch).run(saved)
     assert [tensor.tolist() for tensor in main] == [tensor.tolist() for tensor in numbers]

@@ -4,17 +4,17 @@ Numbers would not do, because a resumed run may group the parameters differently
 expected one, because a fused kernel would read beyond the end of a smaller tensor.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core import log
-from lockstep.core.model import ShardedOptimizer, is_sharded, part_like, tensors_in, whole, wire
+from lockstep.core.model import ShardedOptimizer, part_like, tensors_in
 
+Whole = Callable[[Sequence[Tensor]], Iterable[Tensor]]
 STATE_AND_GROUPS = frozenset({"state", "param_groups"})
 
 
@@ -33,44 +33,10 @@ def host_copies(tree: Any) -> Any:
     return copies
 
 
-def gathered(tree: Any, *, keep: bool) -> Any:
-    """`tree` (dicts and lists) with each tensor that is cut over the ranks made whole, in host memory. Collective.
-
-    A device holds one whole tensor at a time, and only ranks with `keep` hold the results. Main is the rank with
-    `keep`. Tensors of stages on other ranks are sent to main; the trees then have the same structure on all ranks.
-    """
-    own = list(tensors_in(tree))
-    if any(tensor.is_meta for tensor in own):
-        whole_tensors = iter(_from_stages(own, keep=keep))
-        return map_tensors(tree, lambda tensor: next(whole_tensors))
-
-    def gather(tensor: Tensor) -> Tensor:
-        if not is_sharded(tensor):
-            return tensor
-        full = whole(tensor)
-        return full.cpu() if keep else tensor
-
-    return map_tensors(tree, gather)
-
-
-def _from_stages(tensors: list[Tensor], *, keep: bool) -> list[Tensor]:
-    """The tensors of all stages, in host memory if they were received; unchanged without `keep`. Collective."""
-    example = next(tensor for tensor in tensors if not tensor.is_meta)
-    lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
-    lacking_by_rank = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
-    dist.all_gather(lacking_by_rank, lacking)
-    owners = torch.stack(lacking_by_rank).argmin(0).tolist()
-    whole_tensors = []
-    for own, owner in zip(tensors, owners, strict=True):
-        tensor = own
-        if keep and owner != dist.get_rank():
-            message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
-            dist.recv(message, owner)
-            tensor = message.cpu()
-        elif not keep and owner == dist.get_rank():
-            dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
-        whole_tensors.append(tensor)
-    return whole_tensors
+def gathered(tree: Any, whole: Whole) -> Any:
+    """`tree` (dicts and lists) with its tensors made whole (see `Strategy.whole_tensors`). Collective."""
+    tensors = iter(whole([*tensors_in(tree)]))
+    return map_tensors(tree, lambda _: next(tensors))
 
 
 def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
 from lockstep.checkpoint.files import Facts
-from lockstep.checkpoint.state import gathered, host_copies, optimizer_state
+from lockstep.checkpoint.state import Whole, gathered, host_copies, optimizer_state
 from lockstep.core import log
 from lockstep.core.errors import StorageError
 from lockstep.core.model_card import ModelCard
@@ -55,8 +55,8 @@ class Checkpointer:
     """Writes a run's checkpoints in a thread of main's process; other ranks only take part in collectives.
 
     The newest `keep` stay, and the best `keep_best`. One is overdue after `every_s` seconds; None if steps decide.
-    `on_saved` is called with the step and the folder of one on the disk. `card` is the description in the weights
-    files. `needed` are other files of the run, without which nobody can resume it.
+    `whole` is `Strategy.whole_tensors`. `on_saved` is called with the step and the folder of one on the disk. `card`
+    is the description in the weights files. `needed` are other files of the run, without which nobody can resume it.
     """
 
     run_dir: RunDir
@@ -64,6 +64,7 @@ class Checkpointer:
     keep: int
     keep_best: int
     writes: bool
+    whole: Whole = list
     every_s: float | None = None
     on_saved: Callable[[int, Path], None] = lambda step, folder: None
     card: ModelCard | None = None
@@ -118,7 +119,7 @@ class Checkpointer:
             state["ema_updates"] = int(ema.n_averaged)
             if ema.n_averaged:
                 tensors[files.EMA] = ema.module.state_dict()
-        tensors, state = gathered(tensors, keep=self.writes), gathered(state, keep=self.writes)
+        tensors, state = gathered(tensors, self.whole), gathered(state, self.whole)
         if not self.writes:
             return
         self.wait()

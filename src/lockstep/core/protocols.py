@@ -136,6 +136,16 @@ class Strategy(Component, Protocol):
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
+    def whole_tensors(self, tensors: Sequence[Tensor], *, keep: bool) -> Iterable[Tensor]:
+        """The tensors of a wrapped model or of its state, whole, for a checkpoint. Collective.
+
+        Only main has `keep`, and needs them; other ranks may return their parts. Those that were cut are in host
+        memory, so that a device holds one whole tensor at a time.
+        """
+        for tensor in tensors:
+            full = whole(tensor)
+            yield tensor if full is tensor or not keep else full.cpu()
+
     def notes(self, model: nn.Module, world: World, plan: Plan) -> list[str]:
         """Sentences that the user should read before the run: limits of reproducibility, reasons for a low speed."""
         return []

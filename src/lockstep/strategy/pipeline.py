@@ -131,6 +131,26 @@ class Pipeline(Single):
         dist.all_reduce(squared)
         return squared.sqrt().to(own[0].dtype)
 
+    def whole_tensors(self, tensors: Sequence[Tensor], *, keep: bool) -> Iterable[Tensor]:
+        if not any(tensor.is_meta for tensor in tensors):
+            return tensors
+        example = next(tensor for tensor in tensors if not tensor.is_meta)
+        lacking = torch.tensor([tensor.is_meta for tensor in tensors], dtype=torch.int32, device=example.device)
+        lacking_by_rank = [torch.empty_like(lacking) for _ in range(dist.get_world_size())]
+        dist.all_gather(lacking_by_rank, lacking)
+        owners = torch.stack(lacking_by_rank).argmin(0).tolist()
+        whole_tensors = []
+        for own, owner in zip(tensors, owners, strict=True):
+            tensor = own
+            if keep and owner != dist.get_rank():
+                message = torch.empty(own.shape, dtype=own.dtype, device=wire(example.device))
+                dist.recv(message, owner)
+                tensor = message.cpu()
+            elif not keep and owner == dist.get_rank():
+                dist.send(own.detach().to(wire(example.device)).contiguous(), 0)
+            whole_tensors.append(tensor)
+        return whole_tensors
+
     def share_buffers(self, model: nn.Module, world: World) -> None:
         """Do nothing: each stage has its own."""
 

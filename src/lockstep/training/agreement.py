@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.core.errors import LockstepError, NumericalError
-from lockstep.core.model import has_shards, is_sound, own_part, own_parts
+from lockstep.core.model import has_shards, is_sound, own_parts
 from lockstep.core.world import World
 
 # A message to all ranks takes less than a millisecond, which is at most 1 % of a step of this many seconds.
@@ -114,9 +114,10 @@ def check_finite(model: nn.Module, world: World, step: int, infinite: Set[str] =
     """
     named = chain(model.named_parameters(), model.named_buffers())
     sound = [
-        is_sound(own_part(tensor.detach()), infinite=name in infinite)
+        is_sound(part, infinite=name in infinite)
         for name, tensor in named
-        if tensor.is_floating_point() and not tensor.is_meta
+        for part in own_parts([tensor])
+        if part.is_floating_point()
     ]
     broken = (~torch.stack(sound)).sum()
     if world.sum(broken) > 0:

@@ -114,6 +114,7 @@ def build_checkpointer(
         keep=job.checkpoint.keep,
         keep_best=job.checkpoint.keep_best,
         writes=world.is_main,
+        whole=partial(job.strategy.whole_tensors, keep=world.is_main),
         every_s=data.plan.save_every_s,
         card=card,
         needed=(run_dir.config, run_dir.overrides, *([run_dir.metrics] if "jsonl" in job.logger else [])),

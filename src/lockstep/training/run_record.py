@@ -111,7 +111,7 @@ class RunRecord:
 
     def keep_incident(self, error: NumericalError, trainer: Trainer) -> None:
         """Keep the batch and the weights behind a loss that is not finite. Collective if the weights are sharded."""
-        weights = gathered(trainer.state.model.state_dict(), keep=self.world.is_main)
+        weights = gathered(trainer.state.model.state_dict(), trainer.checkpointer.whole)
         if not self.world.is_main:
             return
         folder = self.run_dir.incident
