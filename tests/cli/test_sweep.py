@@ -134,7 +134,8 @@ def test_the_same_line_runs_only_what_is_new_and_a_job_is_the_run_that_it_is_alo
     ledger(tmp_path).start(dataclasses.replace(record, objective=None))  # killed behind the end of its run
     path = ledger(tmp_path).folder / "jobs" / "001.json"
     path.write_text(path.read_text().replace(f'"pid": {os.getpid()}', '"pid": 999999999'))
-    again = sweep(tmp_path, "seed=2,1,2", "model=linear", *SHORT)  # a job that is there twice is one job
+    same = ("telemetry.report=never", "cost.usd_per_gpu_hour=2", "hydra.launcher.jobs=1", "launcher.threads=1")
+    again = sweep(tmp_path, "seed=2,1,2", "model=linear", *SHORT, *same)  # a job that is there twice is one job
     assert (again.code, "started" in again.out) == (0, False), again.err
     assert ledger(tmp_path).records()[1].objective == record.objective
     assert files(ledger(tmp_path).folder / "000-seed=1") == before

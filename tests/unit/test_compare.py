@@ -45,6 +45,7 @@ COMPOSED = {
     "model": {"_target_": "lockstep.models.DigitNet", "width": 32},
     "optimizer": {"_target_": "lockstep.optim.AdamW", "lr": "auto"},
     "loader": {"_target_": "lockstep.data.loading.Auto", "workers": "auto"},
+    "cost": {"usd_per_gpu_hour": None},
 }
 CAPSYS = pytest.CaptureFixture[str]
 
@@ -187,12 +188,32 @@ def test_only_what_differs_is_shown_and_not_what_follows_from_an_option(tmp_path
     assert differing(read_runs(tmp_path)) == ["model", "optimizer.lr"]
 
 
+def test_an_option_that_a_recipe_has_changed_is_shown(tmp_path: Path) -> None:
+    for name, model in (("a", "digitnet"), ("b", "basicnet")):
+        folder = run(tmp_path / name, "experiment=mine", score=1.0)
+        (RunDir(folder).hydra / "hydra.yaml").write_text(
+            json.dumps({"hydra": {"runtime": {"choices": {"model": model, "experiment": "mine"}}}})
+        )
+    runs = read_runs(tmp_path)
+    assert differing(runs) == ["model"]
+    assert [(row["key"], row["A"], row["B"]) for row in causes(runs)] == [("model", "digitnet", "basicnet")]
+    assert [row["model"] for row in groups(runs)] == ["digitnet", "basicnet"]
+
+
 def test_a_value_typed_in_another_way_is_the_same_value(tmp_path: Path) -> None:
     for name, word in (("a", "optimizer.lr=0.1"), ("b", "optimizer.lr=1e-1")):
         run(tmp_path / name, word, score=1.0)
         composed = {**COMPOSED, "optimizer": {"lr": 0.1}}
         RunDir(tmp_path / name).composed.write_text(components.dump(composed))
     assert differing(read_runs(tmp_path)) == []
+
+
+def test_a_sweep_of_a_key_that_changes_no_run_is_one_row_unless_the_key_is_asked_for(tmp_path: Path) -> None:
+    folder = sweep(tmp_path / "one", {("cost.usd_per_gpu_hour=1",): 80.0, ("cost.usd_per_gpu_hour=2",): 80.0}).folder
+    (row,) = groups(read_runs(folder))
+    assert (row["score"], row["state"]) == (80.0, "2 done")
+    rows = groups(read_runs(folder), by=["cost.usd_per_gpu_hour"])
+    assert [row["cost.usd_per_gpu_hour"] for row in rows] == ["1", "2"]
 
 
 def test_rows_are_sorted_and_grouped_by_any_key(swept: Ledger, capsys: CAPSYS) -> None:
@@ -328,9 +349,10 @@ def test_one_run_is_shown_with_its_config_scores_and_commands_to_use_it(judged_r
 
 
 def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None:
-    paths = [str(run(tmp_path / name, "batch=64", score=1.0)) for name in "ab"]
+    words = {"a": ["logger=jsonl", "name=a"], "b": ["output_root=other", "cost.usd_per_gpu_hour=2"]}
+    paths = [str(run(tmp_path / name, "batch=64", *words[name], score=1.0)) for name in "ab"]
     compare(paths, by=[], sort=None, form="table")
-    assert "nothing differs" in table(capsys)
+    assert "the same run: nothing differs" in table(capsys)
 
 
 def listed(capsys: CAPSYS, folder: Path, **options: Any) -> list[dict[str, Any]]:

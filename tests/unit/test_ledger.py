@@ -871,6 +871,22 @@ def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path:
         choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=7"))
 
 
+SAME_RUNS = ("telemetry.report=never", "cost.usd_per_gpu_hour=2", "strategy=fsdp", "launcher.threads=1", "name=other")
+
+
+def test_a_line_goes_on_with_its_sweep_if_it_changes_no_run(tmp_path: Path) -> None:
+    folder = choose_folder(line(tmp_path, "batch=32", f"hydra.sweep.dir={tmp_path}/sweeps/one")).folder
+    for word in SAME_RUNS:
+        assert choose_folder(line(tmp_path, "batch=32", word)).folder == folder, word
+        config = line(tmp_path, "sweep.resume=latest", word)
+        assert choose_folder(config).folder == folder
+        words = config.hydra.overrides.task
+        assert ("batch=32" in words, words[-1]) == (True, word), "the jobs have the word, too"
+    for number, word in enumerate(("seed=1", "train.ema=0.9", "model=linear", "strategy.sync_batchnorm=false")):
+        other = choose_folder(line(tmp_path / str(number), "batch=32", word))
+        assert other.identity().difference(Ledger(folder).identity()), word
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [

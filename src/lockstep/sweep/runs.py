@@ -143,7 +143,7 @@ def by_values(runs: Sequence[Run], keys: Sequence[str]) -> dict[tuple[str, ...],
     """The runs with equal values of some keys together, by these values."""
     members: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
-        members.setdefault(tuple(settings(run).get(key, "") for key in keys), []).append(run)
+        members.setdefault(tuple(value_of(run, key) for key in keys), []).append(run)
     return members
 
 
@@ -154,7 +154,7 @@ def groups(runs: Sequence[Run], by: Sequence[str] = (), names: Sequence[str] = (
     key of `by`.
     """
     for key in by:
-        if not any(key in settings(run) for run in runs):
+        if not any(value_of(run, key) for run in runs):
             others = ", ".join(differing(runs)) or "none"
             raise InputError(f"--by {key}: no run has this key; they differ in {others}")
     monitors = {monitor: [run for run in runs if run.monitor == monitor] for monitor in (run.monitor for run in runs)}
@@ -214,9 +214,14 @@ def spread_of(name: str) -> str:
     return "spread" if name == SCORE else f"{name}_spread"
 
 
+def value_of(run: Run, key: str) -> str:
+    """The value of a key of a run, also of a key that does not change the run if it was typed; empty without one."""
+    return settings(run).get(key, run.typed_values.get(key, ""))
+
+
 def setting(run: Run, key: str) -> Setting:
     """The value of a key of a run; empty if it does not have the key."""
-    value = Setting(settings(run).get(key, ""))
+    value = Setting(value_of(run, key))
     value.is_default = bool(run.composed) and key not in _changed(run)
     return value
 
