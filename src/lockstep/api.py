@@ -58,7 +58,7 @@ class Result:
     def _repr_html_(self) -> str:
         """What a notebook shows: the headline, a table and the curves of the run's report."""
         from lockstep.core.run import Run
-        from lockstep.telemetry.report import rendered, summary_of
+        from lockstep.report.run_page import rendered, summary_of
 
         return rendered(
             "result.html", folder=str(self.folder), weights=str(self.weights), **summary_of(Run(self.folder))

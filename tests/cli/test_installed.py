@@ -55,7 +55,7 @@ def test_the_wheel_has_every_file_of_the_checkout_and_no_other(wheel: Path) -> N
 def test_a_new_kind_of_file_is_in_the_wheel_but_not_what_python_leaves(tmp_path: Path) -> None:
     source = copied_source(tmp_path / "source")
     package = source / "src" / "lockstep"
-    for name in ("telemetry/pages/new.css", "conf/model/new.json", "new_folder/data.bin", "template/new.cfg", "new"):
+    for name in ("report/pages/new.css", "conf/model/new.json", "new_folder/data.bin", "template/new.cfg", "new"):
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).touch()
     expected = source_files(source / "src")

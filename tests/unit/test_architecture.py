@@ -33,7 +33,7 @@ NAMES_MODULES: dict[str, str] = {
 }
 
 # Packages that read runs or start them, each by itself. A copy of the source without them trains (`test_heart.py`).
-RIM = frozenset({"sweep", "inference", "diagnostics"})
+RIM = frozenset({"sweep", "inference", "report", "diagnostics"})
 # What may use all of them.
 ABOVE = frozenset({"cli", "api"})
 # Modules of others that import one of them, and why.

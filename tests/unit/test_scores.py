@@ -27,8 +27,8 @@ from lockstep.core.figures import finite, read_figures
 from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.run import Run
 from lockstep.core.world import World
+from lockstep.report.run_page import write_report
 from lockstep.scores import Block, Scores
-from lockstep.telemetry.report import write_report
 from lockstep.telemetry.sinks import JsonLines
 from thread_ranks import ThreadRanks
 

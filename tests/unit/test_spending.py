@@ -9,18 +9,18 @@ import pytest
 from sklearn.datasets import load_digits
 
 from helpers import built, composed, run_dir, train_here
+from lockstep.cli.sweep_report import costs_of
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.validate import check_effects
+from lockstep.report.run_page import facts_of
 from lockstep.runtime.signals import StopRequest
 from lockstep.sweep.record import Record
-from lockstep.sweep.report import costs_of
 from lockstep.telemetry.hardware_watch import HardwareWatch, Spending, rates
 from lockstep.telemetry.progress import format_duration
-from lockstep.telemetry.report import facts_of
 from lockstep.training import experiment
 from lockstep.training.resolved_job import load_job
 

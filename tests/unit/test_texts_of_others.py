@@ -28,7 +28,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Column, csv_row, show_rows, show_table
-from lockstep.telemetry.report import rendered
+from lockstep.report.run_page import rendered
 from lockstep.telemetry.sinks import CsvTable
 from lockstep.telemetry.tensorboard import add_text
 

@@ -111,8 +111,8 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.sweep.dir)
         with program.bypass_hydra_errors():
             submit_all(self.submissions, folder)
-        from lockstep.sweep.report import write_sweep_report  # needs numpy, and --help must be fast
-        from lockstep.telemetry.report import is_due
+        from lockstep.cli.sweep_report import write_sweep_report  # needs numpy, and --help must be fast
+        from lockstep.report.run_page import is_due
 
         if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
             with program.bypass_hydra_errors(), impatient():

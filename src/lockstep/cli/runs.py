@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint.files import Removable, removable, remove
 from lockstep.cli.compare import show_run
+from lockstep.cli.sweep_report import write_sweep_report
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
 from lockstep.core import log
@@ -21,10 +22,10 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
+from lockstep.report.run_page import write_report
 from lockstep.runtime.host import format_bytes
 from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
-from lockstep.sweep.report import write_sweep_report
 from lockstep.sweep.runs import (
     JobRun,
     Row,
@@ -43,7 +44,6 @@ from lockstep.sweep.runs import (
 )
 from lockstep.sweep.tables import column_of_figure, columns_of_keys
 from lockstep.telemetry.progress import format_timestamp, progress
-from lockstep.telemetry.report import write_report
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 
+from lockstep.cli.sweep_report import sweep_page
 from lockstep.core import log
 from lockstep.core.errors import InputError, escaped
 from lockstep.core.model_card import LABELS, SIGMOID, VALUES
@@ -24,11 +25,10 @@ from lockstep.core.safe_read import MB
 from lockstep.data.datasets.folder import suffixes_of
 from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
 from lockstep.launcher.addresses import LOOPBACK, loopback_server
+from lockstep.report.run_page import run_page
 from lockstep.runtime.signals import leave, listen
 from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.report import sweep_page
 from lockstep.sweep.runs import existing, run_folders
-from lockstep.telemetry.report import run_page
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"
 PAGE = Path(__file__).parent / "demo.html"

@@ -40,7 +40,7 @@ from lockstep.training.train_state import Progress, TrainState
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
 # Modules whose `Listener` reads every run. Training needs none of them: an absent package does not listen.
-LISTENERS = ("lockstep.diagnostics.listener", "lockstep.telemetry.report")
+LISTENERS = ("lockstep.diagnostics.listener", "lockstep.report.run_page")
 
 
 class Observers(Observer):

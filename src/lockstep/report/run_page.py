@@ -36,8 +36,8 @@ from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.tags import CPU, EPOCH_LOSS, FIGURES, GPU, LOSS, METRIC, TOP1, TRAIN_LOSS, part_words
+from lockstep.report.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry import pictures
-from lockstep.telemetry.charts import SHOWN, USAGE, charts, charts_of_predictions, learning_titles
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}  # as a page shows them
