@@ -8,8 +8,7 @@ Every figure is a count, so a busy machine gives the same ones.
 - `job`: the modules and lines that the default job has loaded at its end.
 - `start`: before the first step of the default job, the files with functions that run in its main thread, and how
   often a call goes from one file to another. What runs while a module is imported does not count.
-- `source`: the lines of `src` in all, the hand-written lines of the options' YAML files, and how often an
-  option is asked with `getattr(option, "name", default)`.
+- `source`: the lines of `src` in all, and how often an option is asked with `getattr(option, "name", default)`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "lockstep"
 FIRST_STEP = str(PACKAGE / "training" / "train_step.py")
-# The groups of options, whose YAML files a class could declare as well. Recipes are not options.
-RECIPES = "experiment"
 
 
 def loaded() -> dict[str, int]:
@@ -102,10 +99,8 @@ def of_source() -> dict[str, int]:
     sources = [*(ROOT / "src").rglob("*.py")]
     calls = (node for path in sources for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
     questions = [call for call in calls if ast.unparse(call.func) == "getattr" and len(call.args) == 3]
-    options = [path for path in (ROOT / "conf").glob("*/*.yaml") if path.parent.name != RECIPES]
     return {
         "lines": sum(map(lines, sources)),
-        "yaml": sum(map(lines, options)),
         "getattr": sum(isinstance(call.args[1], ast.Constant) for call in questions),
     }
 

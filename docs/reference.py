@@ -1,20 +1,26 @@
-"""Make the lists of options and keys in docs/configuration.md, in README.md and in the help of conf/config.yaml.
+"""Make conf/GROUP/NAME.yaml of each option, and the lists of options and keys in the documents and in the help.
 
-    python docs/reference.py            rewrites the generated parts in place
+    python docs/reference.py            rewrites the generated files and parts in place
     python docs/reference.py --check    exits with 1 and names each file that is out of date
 
-The meaning of an option is the comment at the top of conf/GROUP/NAME.yaml. The meaning of a key is the comment above
-the key or after it on its line. The default of a key is its value in that file, and its type is that of the class's
-field.
+An option is declared by its class alone. The first paragraph of the docstring is the meaning of the option. A field
+is a key; the comment above the field or after it on its line is the meaning of the key. A field without a comment has
+the one of its base class. The lists are in docs/configuration.md, README.md and the help of conf/config.yaml. The
+keys of the job have their meanings in conf/config.yaml, and recipes have theirs at the top of their files.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import enum
+import functools
+import inspect
 import itertools
+import json
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,13 +30,16 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.components import locate
+from lockstep.config import components
+from lockstep.config.options import PRESETS, classes_of, default_node
 from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.fields import Number, Role, Rule, rule_of
 
 ROOT = Path(__file__).parents[1]
-HELP_COLUMNS = 100
+COLUMNS, HELP_COLUMNS = 118, 100
+COMMENT_COLUMN = 23  # of the comment after a key and its value
+WRITTEN = "written by docs/reference.py from this class"
 # How a comment names a document, and how docs/configuration.md links to it.
 DOCUMENT, LINK = r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)"
 
@@ -48,18 +57,19 @@ class Key:
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a group, and its keys."""
+    """An option of a group, its keys, and the values of its config; a recipe has only a name and a meaning."""
 
     name: str
     meaning: str
     keys: tuple[Key, ...] = ()
+    node: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def generated(root: Path) -> dict[Path, str]:
-    """The text that each of the three files should have.
+    """The text that each file should have.
 
     Raises:
-        SystemExit: an option or a key has no comment, or the keys of a YAML file are not the fields of its class.
+        SystemExit: an option or a key has no meaning, or no class declares the option of a YAML file.
     """
     config = root / "conf" / "config.yaml"
     defaults = {
@@ -68,8 +78,18 @@ def generated(root: Path) -> dict[Path, str]:
         if isinstance(default, dict)
         for group, option in default.items()
     }
-    groups = {group: read_group(root, group, defaults[group]) for group in (*GROUPS, "experiment")}
-    job = tuple(read_keys(config, "", Job))
+    groups = {group: read_options(group, defaults[group]) for group in GROUPS}
+    files = {
+        root / "conf" / group / f"{option.name}.yaml": yaml_of(group, option)
+        for group, options in groups.items()
+        for option in options
+    }
+    for path in (path for group in GROUPS for path in root.joinpath("conf", group).glob("*.yaml")):
+        if path not in files:
+            raise SystemExit(f"{path}: no class declares this option; write one with @option, and remove the file")
+    recipes = [read_recipe(path) for path in sorted(root.joinpath("conf", "experiment").glob("*.yaml"))]
+    groups["experiment"] = recipes
+    job = tuple(read_keys(config))
 
     reference, readme = root / "docs" / "configuration.md", root / "README.md"
     text = fill(reference, reference.read_text(), "job", job_table(job))
@@ -79,47 +99,139 @@ def generated(root: Path) -> dict[Path, str]:
     readme_text = fill(readme, readme.read_text(), "groups", table(["group", "options"], rows))
     help_text = splice(config, config.read_text(), "      Groups, GROUP=OPTION:\n", "\n", help_of_groups(groups))
     help_text = splice(config, help_text, "...; of the job:\n", "\n", help_of_keys(job))
-    return {reference: text, readme: readme_text, config: help_text}
+    return {**files, reference: text, readme: readme_text, config: help_text}
 
 
-def read_group(root: Path, group: str, default: str | None) -> list[Option]:
-    """The options of a group: the default first, the others in alphabetical order."""
-    files = sorted(root.joinpath("conf", group).glob("*.yaml"), key=lambda path: (path.stem != default, path.stem))
-    return [read_option(path, group) for path in files]
+def read_options(group: str, default: str | list[str]) -> list[Option]:
+    """Our options of a group: the default first, the others in alphabetical order."""
+    options = [
+        read_option(group, name, cls, default_node(group, cls), meaning_of(cls))
+        for name, cls in classes(group).items()
+    ]
+    for (of, name), (component, meaning) in PRESETS.items():
+        if of == group:
+            options.append(read_option(group, name, type(component), components.node(component), meaning))
+    return sorted(options, key=lambda option: (option.name != default, option.name))
 
 
-def read_option(path: Path, group: str) -> Option:
-    """The option that a file defines."""
-    text = path.read_text()
-    top = itertools.takewhile(lambda line: re.match(r"# (?!command:)", line), text.splitlines())
+def classes(group: str) -> dict[str, type[Any]]:
+    """Our classes of a group, by the names of their options. The classes of extensions need no file."""
+    return {name: cls for name, cls in classes_of(group).items() if cls.__module__.startswith("lockstep.")}
+
+
+def read_option(group: str, name: str, cls: type[Any], node: Mapping[str, Any], meaning: str) -> Option:
+    """The option of a class with the values of its config. Keys of the class come before keys of its base classes."""
+    prefix, comments = f"{group}.{name}." if group in MANY else f"{group}.", {}
+    bases = [base for base in cls.__mro__ if "__dataclass_fields__" in vars(base)]
+    for base in reversed(bases):
+        comments.update(comments_of(base))
+    last = {name: place for place, base in enumerate(bases) for name in vars(base)["__dataclass_fields__"]}
+    keys = sorted((field.name for field in dataclasses.fields(cls)), key=last.__getitem__)
+    for key in keys:
+        if key not in comments:
+            raise SystemExit(f"{place_of(cls)}.{key} has no comment that says what it is")
+    return Option(
+        name,
+        meaning,
+        tuple(
+            Key(f"{prefix}{key}", type_of(cls, key), as_yaml(node[key]), role_text(f"{prefix}{key}"), comments[key])
+            for key in keys
+        ),
+        node,
+    )
+
+
+def meaning_of(cls: type[Any]) -> str:
+    """The first paragraph of a class's docstring."""
+    _, definitions = parsed(cls.__module__)
+    docstring = ast.get_docstring(definitions[cls.__name__])
+    if not docstring:
+        raise SystemExit(f"{place_of(cls)} has no docstring that says what the option is")
+    return " ".join(docstring.partition("\n\n")[0].split())
+
+
+def comments_of(cls: type[Any]) -> dict[str, str]:
+    """The comments at the fields of a class, above them or after them on their lines."""
+    lines, definitions = parsed(cls.__module__)
+    comments = {}
+    for field in definitions[cls.__name__].body:
+        if isinstance(field, ast.AnnAssign) and field.end_lineno is not None:
+            above = [*itertools.takewhile(lambda line: re.match(" +# ", line), reversed(lines[: field.lineno - 1]))]
+            words = [*reversed(above), lines[field.end_lineno - 1][field.end_col_offset :]]
+            if comment := " ".join(line.strip().removeprefix("# ") for line in words if line.strip()):
+                comments[ast.unparse(field.target)] = comment
+    return comments
+
+
+@functools.cache
+def parsed(module: str) -> tuple[list[str], dict[str, ast.ClassDef]]:
+    """The lines of a module, and its classes."""
+    text = inspect.getsource(sys.modules[module])
+    return text.splitlines(), {node.name: node for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+
+
+def place_of(cls: type[Any]) -> str:
+    return f"{inspect.getsourcefile(cls)}: {cls.__name__}"
+
+
+def as_yaml(value: Any) -> str:
+    """A value in one line of YAML."""
+    if isinstance(value, list | dict):
+        return json.dumps(value)
+    return yaml.safe_dump(value, width=1000).removesuffix("...\n").strip()
+
+
+def yaml_of(group: str, option: Option) -> str:
+    """The text of `conf/GROUP/NAME.yaml`."""
+    lines = [*wrapped(option.meaning)]
+    indent = "  " * (group in MANY)
+    if indent:
+        lines.append(f"{option.name}:")
+    if "defaults" in option.node:
+        lines += [
+            "defaults:",
+            *(f"  - {key}: {name}" for item in option.node["defaults"] for key, name in item.items()),
+        ]
+    lines.append(f"{indent}_target_: {option.node['_target_']}  # {WRITTEN}")
+    for key in option.keys:
+        line = f"{key.name.rpartition('.')[2]}: {key.default}"
+        in_one = f"{indent}{line:<{COMMENT_COLUMN}}  # {key.meaning}"
+        lines += [in_one] if len(in_one) <= COLUMNS else [*wrapped(key.meaning, indent), f"{indent}{line}"]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def wrapped(comment: str, indent: str = "") -> list[str]:
+    begin = f"{indent}# "
+    return textwrap.wrap(
+        comment,
+        COLUMNS,
+        initial_indent=begin,
+        subsequent_indent=begin,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
+
+
+def read_recipe(path: Path) -> Option:
+    """The recipe that a file has."""
+    top = itertools.takewhile(lambda line: re.match(r"# (?!command:)", line), path.read_text().splitlines())
     meaning = " ".join(line.removeprefix("# ") for line in top if not line.startswith("# @package"))
     if not meaning:
-        raise SystemExit(f"{path}: there is no comment at the top that says what the option is")
-    if group not in GROUPS:
-        return Option(path.stem, meaning)
-    node = yaml.safe_load(text)
-    block = f"{path.stem}." if group in MANY else ""
-    if block and [*node] != [path.stem]:
-        raise SystemExit(f"{path}: expected its node below the key {path.stem}, as in the other options of {group}")
-    cls = locate(group, (node[path.stem] if block else node)["_target_"])
-    return Option(path.stem, meaning, tuple(read_keys(path, f"{group}.", cls, block)))
+        raise SystemExit(f"{path}: there is no comment at the top that says what the recipe is")
+    return Option(path.stem, meaning)
 
 
-def read_keys(path: Path, prefix: str, cls: type[Any], block: str = "") -> Iterator[Key]:
-    """The keys of a YAML file, or of a block of the file. They must be the fields of `cls`."""
-    fields = dict(fields_of(cls))
-    for dotted, default, meaning in commented(path.read_text().partition("\nhydra:")[0]):
-        name = dotted.removeprefix(block)
-        if name == "_target_":
-            continue
+def read_keys(config: Path) -> Iterator[Key]:
+    """The keys of the job in conf/config.yaml. They must be the fields of `Job`."""
+    fields = dict(fields_of(Job))
+    for name, default, meaning in commented(config.read_text().partition("\nhydra:")[0]):
         if name not in fields:
-            raise SystemExit(f"{path}: {name} is not a field of {cls.__name__}")
+            raise SystemExit(f"{config}: {name} is not a field of Job")
         if not meaning:
-            raise SystemExit(f"{path}: {name} has no comment that says what it is")
-        key = f"{prefix}{dotted}"
-        yield Key(key, type_of(*fields.pop(name)), default, role_text(key), meaning)
+            raise SystemExit(f"{config}: {name} has no comment that says what it is")
+        yield Key(name, type_of(*fields.pop(name)), default, role_text(name), meaning)
     if fields:
-        raise SystemExit(f"{path}: there is no {', '.join(fields)}, which {cls.__name__} has")
+        raise SystemExit(f"{config}: there is no {', '.join(fields)}, which Job has")
 
 
 def commented(text: str) -> Iterator[tuple[str, str, str]]:
@@ -143,7 +255,7 @@ def fields_of(cls: type[Any], prefix: str = "") -> Iterator[tuple[str, tuple[typ
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.default_factory):
             yield from fields_of(typing.cast(type[Any], field.default_factory), f"{prefix}{field.name}.")
-        elif cls is not Job or field.name not in GROUPS:
+        elif field.name not in GROUPS:
             yield f"{prefix}{field.name}", (cls, field.name)
 
 
@@ -266,13 +378,17 @@ def splice(path: Path, text: str, begin: str, end: str, body: str) -> str:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
-    parser = argparse.ArgumentParser(description="Make the lists of options and keys in the documents and in --help.")
+    parser = argparse.ArgumentParser(
+        description="Make the files of options, and the lists in the documents and in --help."
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file is out of date")
     check = parser.parse_args(arguments).check
-    stale = {path: text for path, text in generated(root).items() if path.read_text() != text}
+    stale = {path: text for path, text in generated(root).items() if not path.exists() or path.read_text() != text}
     if check and stale:
         files = ", ".join(str(path.relative_to(root)) for path in stale)
-        raise SystemExit(f"out of date: {files}; run `python docs/reference.py`")
+        raise SystemExit(
+            f"out of date: {files}; change the class or conf/config.yaml, and run `python docs/reference.py`"
+        )
     for path, text in stale.items():
         path.write_text(text)
 

@@ -45,7 +45,10 @@ class _Loss(Loss):
 class _Weighted(_Loss):
     """The base class of losses with class weights."""
 
+    # a factor for the loss of each class's examples, by label: `loss.class_weights=[1,2,0.5]`
     class_weights: list[float] | None = ranged(None, least=0.0, most=MOST_WEIGHT)
+    # weigh each class by N / (classes * n), for n of N training examples (King and Zeng 2001): all classes count
+    # alike
     balanced: bool = False
 
     def weights(self, classes: int, labels: Tensor) -> Tensor | None:
@@ -69,8 +72,9 @@ class _Weighted(_Loss):
 
 @option("loss")
 class CrossEntropy(_Weighted):
-    """The cross-entropy of the softmax. An evaluation reports it without smoothing and weights."""
+    """The cross-entropy of the softmax. `loss/val` has no label smoothing and no class weights."""
 
+    # share of each training target that is spread over all classes (Szegedy et al. 2016)
     label_smoothing: float = ranged(0.0, least=0, below=1)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
@@ -82,10 +86,12 @@ class CrossEntropy(_Weighted):
 
 @option("loss")
 class BCE(_Loss):
-    """A binary cross-entropy for each class on its own: the mean over the classes (Wightman et al. 2021)."""
+    """The binary cross-entropy of each class on its own (Wightman et al. 2021)."""
 
+    # share of each training target that is spread over all classes (Szegedy et al. 2016)
     label_smoothing: float = ranged(0.0, least=0, below=1)
-    sum_classes: bool = False
+    sum_classes: bool = False  # take the sum over the classes instead of their mean
+    # make targets above it 1 and all others 0, after Mixup or CutMix, e.g. 0.2; null: off
     threshold: float | None = ranged(None, least=0.0, below=1)
 
     probabilities: ClassVar[str] = SIGMOID
@@ -103,8 +109,9 @@ class BCE(_Loss):
 
 @option("loss")
 class Focal(_Weighted):
-    """The focal loss (Lin et al. 2017) of the softmax: the cross-entropy times (1 - p) ** gamma."""
+    """The focal loss of the softmax (Lin et al. 2017): well-classified examples count less, by (1 - p) ** gamma."""
 
+    # how much less well-classified examples count; 0 is the cross-entropy
     gamma: float = ranged(2.0, least=0, most=100)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
@@ -118,7 +125,7 @@ class Focal(_Weighted):
 
 @option("loss")
 class MSE(_Loss):
-    """The squared error: the mean over the values of an image."""
+    """The squared error, as a mean over the values of an image."""
 
     targets: ClassVar[tuple[str, ...]] = (VALUES,)
 
@@ -128,9 +135,12 @@ class MSE(_Loss):
 
 @option("loss")
 class Huber(MSE):
-    """Half the squared error up to `delta`, and linear beyond it: the mean over the values of an image."""
+    """The Huber loss: squared for small errors, linear for large ones. A mean over the values of an image.
 
-    delta: float = ranged(1.0, above=0.0, most=1e12)
+    Half the squared error up to `delta`, and linear beyond it.
+    """
+
+    delta: float = ranged(1.0, above=0.0, most=1e12)  # the error from which it is linear
 
     def losses(self, logits: Tensor, targets: Tensor, training: bool) -> Tensor:
         return F.huber_loss(logits, targets.to(logits.dtype), reduction="none", delta=self.delta).mean(1)

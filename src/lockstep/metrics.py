@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.config.options import option
+from lockstep.config.options import option, preset
 from lockstep.core.errors import InputError
 from lockstep.core.fields import TEXT, choice, ranged, ruled
 from lockstep.core.model import best_classes
@@ -81,9 +81,10 @@ def averaged(scores: NDArray[Any], examples: NDArray[Any], average: str) -> floa
 
 @option("metric")
 class Accuracy(Metric):
-    """The share of examples whose class is among the `top_k` most probable ones, averaged over the classes."""
+    """The accuracy averaged over the classes (balanced accuracy); the one over all examples is always reported."""
 
-    average: str = choice("macro", *AVERAGES)
+    average: str = choice("macro", *AVERAGES)  # `macro`: all classes count equally; `none`: one score for each class
+    # a prediction is right if the label is among this many most probable classes
     top_k: int = ranged(1, least=1, most=1_000_000)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
@@ -104,6 +105,7 @@ class Accuracy(Metric):
 class _Averaged(Metric):
     """A score of scikit-learn for each class against the others, or for each label, and their average."""
 
+    # `macro`: all classes or labels count equally; `none`: one score for each
     average: str = choice("macro", *AVERAGES)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES, LABELS)
@@ -149,14 +151,14 @@ class _Averaged(Metric):
 
 @option("metric")
 class Precision(_Averaged):
-    """The share of the examples predicted to be of a class that are of it."""
+    """Of the examples that are predicted to be of a class, the share that is of it."""
 
     function: ClassVar[str] = "precision_score"
 
 
 @option("metric")
 class Recall(_Averaged):
-    """The share of the examples of a class that are predicted to be of it."""
+    """Of the examples of a class, the share that is predicted to be of it."""
 
     function: ClassVar[str] = "recall_score"
 
@@ -188,9 +190,17 @@ class AveragePrecision(_Averaged):
     of_ranks: ClassVar[bool] = True
 
 
+preset(
+    "metric",
+    "map",
+    AveragePrecision(),
+    "The mean average precision: the area under the curve of precision over recall, averaged over labels or classes.",
+)
+
+
 @option("metric")
 class SubsetAccuracy(Metric):
-    """The share of images with all their labels predicted, and no others."""
+    """The share of images all of whose labels are predicted, and no others. For `task=multilabel`."""
 
     targets: ClassVar[tuple[str, ...]] = (LABELS,)
     higher_is_better: ClassVar[bool] = True
@@ -203,6 +213,7 @@ class SubsetAccuracy(Metric):
 class _OfValues(Metric):
     """A score of scikit-learn for values: the mean over the values of an image, or with `none` one for each."""
 
+    # `macro`: the mean over the values of an image; `none`: one score for each
     average: str = choice("macro", "macro", "none")
 
     targets: ClassVar[tuple[str, ...]] = (VALUES,)
@@ -218,7 +229,7 @@ class _OfValues(Metric):
 
 @option("metric")
 class MAE(_OfValues):
-    """The mean absolute error."""
+    """The mean absolute error, of which less is better. For `task=regression`."""
 
     higher_is_better: ClassVar[bool] = False
     function: ClassVar[str] = "mean_absolute_error"
@@ -226,7 +237,7 @@ class MAE(_OfValues):
 
 @option("metric")
 class RMSE(_OfValues):
-    """The root of the mean squared error."""
+    """The root of the mean squared error, of which less is better. For `task=regression`."""
 
     higher_is_better: ClassVar[bool] = False
     function: ClassVar[str] = "root_mean_squared_error"
@@ -234,16 +245,19 @@ class RMSE(_OfValues):
 
 @option("metric")
 class R2(_OfValues):
-    """The coefficient of determination: the share of the variance of the targets that is predicted."""
+    """The coefficient of determination: how much of the targets' variance is predicted. For `task=regression`."""
 
     function: ClassVar[str] = "r2_score"
 
 
 @option("metric")
 class Calibration(Metric):
-    """The difference between the probability of predicted classes and the share that is right (Guo et al. 2017)."""
+    """The expected calibration error: how far the probabilities of the predicted classes are from the accuracy (Guo
+    et al. 2017).
+    """
 
-    bins: int = ranged(15, least=1, most=10_000)
+    bins: int = ranged(15, least=1, most=10_000)  # bins of probabilities
+    # mean (`l1`), root mean square (`l2`) or largest (`max`) difference over the bins
     norm: str = choice("l1", "l1", "l2", "max")
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
@@ -273,7 +287,10 @@ class Calibration(Metric):
 class Kappa(Metric):
     """Cohen's kappa: how much better than chance predictions and labels agree."""
 
+    # how the weight of a confusion grows with the distance of the two classes
     weights: str = choice("none", "none", "linear", "quadratic")
+    # the classes from the first to the last, such as [none,mild,moderate,severe], for `weights`. []: the order of the
+    # data set, which is the alphabet's for names of folders and tables
     order: list[str] = ruled([], TEXT)
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
@@ -305,7 +322,7 @@ class Kappa(Metric):
 
 @option("metric")
 class Matthews(Metric):
-    """The correlation coefficient of Matthews, between predictions and labels."""
+    """The Matthews correlation coefficient of predictions and labels."""
 
     targets: ClassVar[tuple[str, ...]] = (CLASSES,)
     higher_is_better: ClassVar[bool] = True

@@ -15,12 +15,12 @@ from lockstep.core.protocols import Precision
 
 @option("precision")
 class FP32(Precision):
-    """float32 throughout."""
+    """float32 throughout, also in convolutions, where torch's own default is TF32."""
 
 
 @option("precision")
 class FP64(FP32):
-    """float64 throughout: slow; it shows whether two runs differ by more than summation order."""
+    """float64 throughout. Slow; shows whether two runs differ by more than summation order."""
 
     dtype: ClassVar[torch.dtype] = torch.float64
     storage: ClassVar[torch.dtype] = torch.float64
@@ -29,7 +29,7 @@ class FP64(FP32):
 
 @option("precision")
 class TF32(FP32):
-    """float32 storage, matrix products and convolutions with 10 mantissa bits (Ampere GPUs and newer)."""
+    """float32 storage, products with 10 bits of mantissa. CUDA only (Ampere GPUs and newer)."""
 
     matmul: ClassVar[str] = "high"
 
@@ -40,7 +40,7 @@ class TF32(FP32):
 
 @option("precision")
 class BF16(FP32):
-    """bfloat16 autocast. It has float32's exponent range, so it needs no scaler."""
+    """bfloat16 autocast; needs no loss scaler, because it has float32's range of exponents."""
 
     dtype: ClassVar[torch.dtype] = torch.bfloat16
 
@@ -51,11 +51,11 @@ class BF16(FP32):
 
 @option("precision")
 class BF16Pure(BF16):
-    """bfloat16 throughout, also weights, gradients and optimizer state: half the memory and memory traffic.
+    """bfloat16 throughout, also the weights and the optimizer's state; batch norm stays in float32. For short runs at
+    a high learning rate, such as the speed records on CIFAR-10: an update of less than 1/256 of a weight is lost.
 
-    Only batch norm stays in float32, because its running statistics change by less than bfloat16 can represent. A
-    weight has eight significant bits: an update of less than 1/256 of it is lost, so a high learning rate is needed.
-    Meant for short runs, such as the speed records on CIFAR-10.
+    Half the memory and memory traffic. The running statistics of batch norm change by less than bfloat16 can
+    represent.
     """
 
     storage: ClassVar[torch.dtype] = torch.bfloat16
@@ -70,7 +70,7 @@ class BF16Pure(BF16):
 
 @option("precision")
 class FP16(FP32):
-    """float16 autocast with a loss scaler (Micikevicius et al. 2018)."""
+    """float16 autocast with a loss scaler (Micikevicius et al. 2018). CUDA only."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
     needs_loss_scaler: ClassVar[bool] = True

@@ -45,11 +45,14 @@ class Multiclass(Task):
 
 @option("task")
 class Multilabel(Task):
-    """Each image has any number of labels, and the network judges each label by itself."""
+    """Each image has any number of labels, and the network judges each by itself. The usual loss is `loss=bce`; the
+    scores are `map`, `f1` and `subset_accuracy`.
+    """
 
     targets: ClassVar[str] = LABELS
     probabilities: ClassVar[str | None] = SIGMOID
     metrics: ClassVar[tuple[str, ...]] = ("map", "f1", "subset_accuracy")
+    usual_loss: ClassVar[str | None] = "bce"
     monitor: ClassVar[str] = "map"
 
     def predict(self, outputs: Tensor) -> Tensor:
@@ -58,11 +61,12 @@ class Multilabel(Task):
 
 @option("task")
 class Regression(Task):
-    """Each image has one or several numbers."""
+    """Each image has one or several numbers. The usual loss is `loss=mse`; the scores are `mae`, `rmse` and `r2`."""
 
     targets: ClassVar[str] = VALUES
     probabilities: ClassVar[str | None] = VALUES
     metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse", "r2")
+    usual_loss: ClassVar[str | None] = "mse"
     monitor: ClassVar[str] = "mae"
 
     def predict(self, outputs: Tensor) -> Tensor:
@@ -77,8 +81,10 @@ class Distill(Multiclass):
     divided by the temperature T. The teacher sees the pixels of the student, also when they are augmented and mixed.
     """
 
-    teacher: str = pathname("???")
+    teacher: str = pathname("???")  # a run folder (its best weights), `latest`, a checkpoint, or a weights file
+    # what the outputs of both networks are divided by, before their probabilities are compared
     temperature: float = ranged(4.0, above=0.0, most=1000)
+    # the part of the teacher in the loss; the rest is the loss of the targets
     share: float = ranged(0.9, least=0, most=1)
 
     figures: ClassVar[tuple[str, ...]] = ("-distill/kl",)

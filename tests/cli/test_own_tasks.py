@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -22,6 +23,7 @@ from typing import ClassVar
 
 import lockstep
 import torch
+import yaml
 from lockstep.models.nets import Network
 from lockstep.tasks import Multiclass
 from torch import nn
@@ -71,6 +73,11 @@ class Consistent(Multiclass):
         distance = (outputs - mirrored).square().mean(1)
         batch.log("consistent/distance", distance)
         return batch.loss(outputs, batch.targets) + distance, outputs
+
+
+@lockstep.option("task")
+class Focused(Multiclass):
+    usual_loss: ClassVar[str | None] = "focal"
 
 
 @lockstep.option("task")
@@ -150,6 +157,12 @@ def figures(project: Path, name: str, tag: str) -> dict[int, float]:
 
 def largest_difference(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return max(float((first[name] - second[name]).abs().max()) for name in first)
+
+
+def test_a_task_of_ones_own_chooses_its_usual_loss_unless_the_command_names_another(project: Path) -> None:
+    for words, loss in (((), "Focal"), (("loss=cross_entropy",), "CrossEntropy")):
+        done = forked("train.py", *FAKE, "task=focused", *words, "--cfg", "job", cwd=project)
+        assert yaml.safe_load(done.out)["loss"]["_target_"] == f"lockstep.losses.{loss}"
 
 
 @pytest.mark.parametrize("task", [HEADS, MIRRORED])

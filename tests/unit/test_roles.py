@@ -40,7 +40,7 @@ def _configs() -> Iterator[tuple[str, dict[str, Any]]]:
     yield from ((key, plain) for key, _ in leaves(plain) if key.partition(".")[0] not in GROUPS)
     for group in GROUPS:
         for name, names in option_fields(group).items():
-            node = options.default_node(classes_of(group)[name])
+            node = options.default_node(group, classes_of(group)[name])
             config = {**plain, group: {name: node} if group in MANY else node}
             prefix = f"{group}.{name}" if group in MANY else group
             yield from ((f"{prefix}.{field}", config) for field in names)
@@ -126,7 +126,7 @@ def test_a_key_of_an_option_of_a_users_has_the_role_that_its_class_says(monkeypa
         shown: bool = with_role(Role.display, False)
         dropped: float = ranged(0.0, least=0, most=1)
 
-    config = {"strategy": options.default_node(Mine)}
+    config = {"strategy": options.default_node("strategy", Mine)}
     expected = dict.fromkeys(("strategy", "strategy.buckets", "strategy.shards"), Role.rounding)
     expected |= {"strategy.shown": Role.display, "strategy.dropped": Role.identity}
     monkeypatch.setattr("lockstep.config.extensions.load", lambda module: True)

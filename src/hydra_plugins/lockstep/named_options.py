@@ -61,7 +61,7 @@ def _node(config_path: str) -> dict[str, Any] | None:
     """The config of an option: for a model of a library, `conf/model/LIBRARY.yaml` with its name."""
     group, _, name = config_path.strip("/").removesuffix(".yaml").rpartition("/")
     if group in GROUPS and (cls := _declared(group).get(name)) is not None:
-        default = options.default_node(cls)
+        default = options.default_node(group, cls)
         return {name: default} if group in MANY else default
     library, model = (model_of(name) if group == "model" else None) or ("", "")
     return {"defaults": [library, "_self_"], "name": model} if library else None

@@ -83,7 +83,7 @@ def metrics_of(task: Task | type[Task], chosen: Mapping[str, Metric]) -> dict[st
     """The metrics of a job of this task, by name: the task's own ones, and the `chosen` ones of its config."""
     declared, own = options.declared("metric"), dict[str, Any]()
     for name in task.metrics:
-        node = {name: options.default_node(declared[name])} if name in declared else None
+        node = {name: options.default_node("metric", declared[name])} if name in declared else None
         own |= build_many("metric", node or load(CONF / "metric" / f"{name}.yaml"))
     return {**own, **chosen}
 

@@ -145,7 +145,7 @@ def showed_help() -> bool:
     files = [(group, CONF / group / f"{option}.yaml") for group, option in words if group in GROUPS]
     if options := [(group, file) for group, file in files if file.is_file()]:
         for group, file in options:
-            keys = [line for line in file.read_text().splitlines() if not line.startswith("_target_")]
+            keys = [line for line in file.read_text().splitlines() if "_target_: " not in line]
             sys.stdout.write("\n".join([f"{group}={file.stem}, its keys as {group}.KEY=VALUE:", *keys, "", ""]))
         sys.stdout.write(f"`{program_name()} --help` shows all options and keys.\n")
     elif wants_help:

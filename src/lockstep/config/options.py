@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, dataclass_transform
 from lockstep.config.schema import CONF, GROUPS, MANY, Job
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, did_you_mean, reason_of
-from lockstep.core.fields import leaves
+from lockstep.core.fields import config_defaults, leaves
 
 T = TypeVar("T")
 
@@ -21,6 +21,7 @@ T = TypeVar("T")
 _REGISTERED = re.compile(r"^@register_model(?:\(\))?\s*\n(?:@.*\n)*def (\w+)\(", re.MULTILINE)
 TIMM, TORCHVISION = "timm", "torchvision"
 _DECLARED: dict[tuple[str, str], type[Any]] = {}
+PRESETS: dict[tuple[str, str], tuple[Any, str]] = {}  # see `preset`
 _read: Any = functools.cache(safe_read.read_yaml)
 
 
@@ -29,8 +30,8 @@ def option(group: str, name: str | None = None) -> Callable[[type[T]], type[T]]:
     """Declare a class as an option of a config group: `GROUP=NAME` chooses it, and its fields are the keys.
 
     The class becomes a frozen, keyword-only dataclass, and gets what its group's protocol has a default for. A YAML
-    file `conf/GROUP/NAME.yaml` in the package can give it other defaults or a second name. Lockstep's own classes all
-    have one, so that listing them imports no torch.
+    file `conf/GROUP/NAME.yaml` in the package can give it other defaults or a second name. docs/reference.py writes
+    one for each of Lockstep's own classes, so that listing them imports no torch.
 
     Args:
         group: the config group, such as `model`.
@@ -72,6 +73,11 @@ def lazy_classes(group: str) -> Callable[[str], type[Any]]:
         return vars(importlib.import_module(modules_of(group)[name]))[name]
 
     return attribute
+
+
+def preset(group: str, name: str, component: Any, meaning: str) -> None:
+    """Declare a second option of one of our classes: `component` has its defaults, `meaning` says what it is."""
+    PRESETS[group, name] = component, meaning
 
 
 def _is_ours(cls: type[Any]) -> bool:
@@ -172,11 +178,13 @@ def target_of(cls: type[Any]) -> str:
     return f"{GROUPS.get(next(groups, ''), cls.__module__)}.{cls.__qualname__}"
 
 
-def default_node(cls: type[Any]) -> dict[str, Any]:
+def default_node(group: str, cls: type[Any]) -> dict[str, Any]:
+    """The config of an option, with its defaults."""
     from omegaconf import OmegaConf  # imported late: it is slow, and importing this module must be fast
 
     values = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(cls), enum_to_str=True))
-    return {"_target_": target_of(cls), **values}
+    chosen = [{"override /loss@_global_.loss": cls.usual_loss}] if group == "task" and cls.usual_loss else []
+    return {**({"defaults": chosen} if chosen else {}), "_target_": target_of(cls), **values, **config_defaults(cls)}
 
 
 def _check(cls: type[Any], group: str, name: str) -> None:

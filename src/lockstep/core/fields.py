@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 
 from lockstep.core.errors import InputError, is_one_line, shown
 
-_RULE, _PERSONAL, ROLE = "rule", "personal", "role"
+_RULE, _PERSONAL, _IN_CONFIG, ROLE = "rule", "personal", "in config", "role"
 FOLDER, PLACE, SHELL = "folder", "place", "shell"  # see `personal`
 BEGINS_WITH_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", re.IGNORECASE)
 # The most bytes of a name in a path (the limit of file systems), and of a path (with space for the files of a run).
@@ -273,6 +273,18 @@ def personal(field: Any, kind: str = PLACE) -> Any:
     """A field for the user's own line: where a run writes (`FOLDER`) or sends to (`PLACE`), or what a shell runs."""
     field.metadata = {**field.metadata, _PERSONAL: kind}
     return field
+
+
+def in_config(text: str, field: Any) -> Any:
+    """A field with another default in the config, such as a reference to a key of the job."""
+    field.metadata = {**field.metadata, _IN_CONFIG: text}
+    return field
+
+
+def config_defaults(cls: type[Component]) -> dict[str, str]:
+    """The defaults of the fields that `in_config` gives another one."""
+    fields = dataclasses.fields(cls)
+    return {field.name: field.metadata[_IN_CONFIG] for field in fields if _IN_CONFIG in field.metadata}
 
 
 def personal_values(component: Any, prefix: str = "") -> Iterator[tuple[str, str, Any, Any]]:

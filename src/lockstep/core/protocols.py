@@ -379,6 +379,8 @@ class Task(Component, Protocol):
     """The figures that `losses` logs, as monitors are written: a minus in front says that less is better."""
     counted: ClassVar[tuple[str, ...]] = ()
     """The scores of an evaluation that are shares of its examples, in percent."""
+    usual_loss: ClassVar[str | None] = None
+    """The option of `loss` that the task chooses; None for the default one."""
     monitor: ClassVar[str] = LOSS
     """The figure of an evaluation that `monitor=auto` is."""
 

@@ -48,11 +48,17 @@ RENDEZVOUS = Check("HOST:PORT with a port from 1 to 65,535, such as 10.0.0.1:295
 
 @option("launcher")
 class Elastic(Spawn):
-    """One fresh interpreter per rank, which shares nothing with a failed attempt; on one machine or on several."""
+    """One fresh interpreter per rank, with restarts after a fault, also on several machines."""
 
+    # how often failed ranks are started again from the last checkpoint
     restarts: int = ranged(0, least=0, most=1_000_000)
+    # machines of the job, each with `launcher.ranks` processes. Start the same command on each machine, see
+    # docs/clusters.md. `2:4`: the job begins with two machines; machines may join, up to four, and leave
     nodes: int | str = ruled(1, NODES)
+    # where the machines meet: an address of main's machine and a free port there, `HOST:PORT`
     rendezvous: str | None = ruled(None, RENDEZVOUS)
+    # number of this machine; 0 is main's. `auto`: 0 on the machine with the address of `launcher.rendezvous`, the
+    # other numbers in the order of the names of the machines
     node_rank: int | str = ranged("auto", least=0, most=MOST_NODES - 1, words=("auto",))
 
     @property
@@ -191,22 +197,26 @@ class Elastic(Spawn):
 
 @option("launcher")
 class Slurm(Spawn):
-    """A SLURM job with one task on each machine, which starts the ranks there."""
+    """A SLURM job with one task on each machine, which starts the ranks. A sweep is an array."""
 
     submits: ClassVar[bool] = True
+    # how often failed ranks are started again from the last checkpoint
     restarts: int = ranged(0, least=0, most=1_000_000)
-    nodes: int = ranged(1, least=1, most=MOST_NODES)
-    gpus: int | None = ranged(None, least=0, most=1024)
-    cpus: int | None = ranged(None, least=1, most=65_536)
-    memory: int | None = ranged(None, least=1, most=1_000_000)
+    nodes: int = ranged(1, least=1, most=MOST_NODES)  # machines of the job, each with `launcher.ranks` processes
+    gpus: int | None = ranged(None, least=0, most=1024)  # GPUs of each machine
+    cpus: int | None = ranged(None, least=1, most=65_536)  # cores of each machine
+    memory: int | None = ranged(None, least=1, most=1_000_000)  # memory of each machine, in GB
+    # time limit of the job, in whole minutes. A run that needs longer is saved and queued again
     time: str = ruled("1h", TIME)
+    # how long before the time limit, or before a preemption, the run is saved and queued again
     save_before: str = ruled("2min", TIME)
-    partition: str | None = ruled(None, TEXT)
-    account: str | None = ruled(None, TEXT)
-    qos: str | None = ruled(None, TEXT)
-    constraint: str | None = ruled(None, TEXT)
+    partition: str | None = ruled(None, TEXT)  # passed to `sbatch`
+    account: str | None = ruled(None, TEXT)  # passed to `sbatch`
+    qos: str | None = ruled(None, TEXT)  # passed to `sbatch`
+    constraint: str | None = ruled(None, TEXT)  # passed to `sbatch`
+    # shell commands to run before the job; only the command line can set them
     setup: list[str] = personal(ruled([], TEXT), SHELL)
-    dry_run: bool = False
+    dry_run: bool = False  # show the script and submit nothing
 
     def in_allocation(self) -> Spawn:
         """The launcher of the ranks on a machine of the job: `elastic` if it needs that, else `spawn`."""

@@ -38,11 +38,17 @@ from lockstep.runtime.signals import StopNow, not_begun
 
 @option("launcher")
 class Inline(Launcher):
-    """This process is the rank. Also used under torchrun, which has started the ranks already."""
+    """The rank is the command's own process. Also under torchrun, which has started the ranks already."""
 
+    # processes of the job; `auto`: one per GPU, or, without a GPU, as many as the strategy needs
     ranks: int | str = ranged("auto", least=1, most=65_536, words=("auto",))
+    # library of the collectives; `auto`: `nccl` on CUDA, `gloo` on the CPU
     backend: str = choice("auto", "auto", "nccl", "gloo")
+    # the job ends as hanging after this long without progress, which is a finished step, micro-batch, evaluation
+    # block or save. Before the first step, computing is progress too
     timeout: str = ruled("10min", TIME)
+    # CPU threads per rank; `auto` shares the cores out evenly. A waiting thread gives up its core after about 250 us,
+    # unless the environment has `GOMP_SPINCOUNT` or `OMP_WAIT_POLICY`
     threads: int | str = ranged("auto", least=1, most=1024, words=("auto",))
 
     def launch(self, entry: Entry, run_dir: RunDir) -> float | None:
@@ -58,12 +64,12 @@ class Inline(Launcher):
 
 @option("launcher")
 class Auto(Inline):
-    """`inline` for one rank, `spawn` for several ranks or in a sweep. Resolved before a run starts."""
+    """`inline` for one rank and under torchrun, `spawn` for several ranks and in a sweep."""
 
 
 @option("launcher")
 class Spawn(Inline):
-    """One child process per rank: a fork of this process if that is safe, else a fresh interpreter."""
+    """One child process per rank: on the CPU (Linux) a fork of the command's process, else a fresh interpreter."""
 
     starts_ranks: ClassVar[bool] = True
 

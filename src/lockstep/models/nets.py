@@ -30,9 +30,13 @@ LOGIT_SCALE = 1 / 9
 class Network(Model):
     """The base class of all models."""
 
-    channels_last: bool = False
+    channels_last: bool = False  # NHWC memory order, which GPU convolutions prefer
+    # compute the activations of each block again in the backward pass: less memory, about a third more time
     grad_checkpointing: bool = False
+    # use `torch.compile`: the first steps take much longer, later ones less; see docs/performance.md#compute
     compile: bool = False
+    # `default`: torch's default; `reduce_overhead`: CUDA graphs; `max_autotune`: time many kernels and take the
+    # fastest
     compile_mode: str = choice("default", "default", "reduce_overhead", "max_autotune")
 
 
@@ -89,7 +93,7 @@ class MaxPoolTo(nn.Module):
 
 @option("model")
 class Linear(Network):
-    """Softmax regression on the pixels: the simplest network, and the baseline for the others."""
+    """Softmax regression on the pixels: the smallest network, and the baseline for the others."""
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), classes))
@@ -97,7 +101,9 @@ class Linear(Network):
 
 @option("model", "basicnet")
 class BasicNet(Network):
-    """The network of the MNIST tutorials (pytorch/examples, mnist): 1.2 M parameters at 28x28."""
+    """The network of the MNIST tutorials (pytorch/examples): conv 1-32-3, conv 32-64-3, pool, 9216-128-10, with
+    dropout. 1.2 M parameters at 28x28; for images of 6x6 or more.
+    """
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         check_side("basicnet", input_shape, least=6, usual=28)
@@ -119,10 +125,11 @@ class BasicNet(Network):
 
 @option("model", "digitnet")
 class DigitNet(Network):
-    """Three convolutions and a pooled linear layer, for images down to 4x4; no batch norm."""
+    """Three convolutions with group norm, for images down to 4x4: 0.1 M parameters, no batch norm."""
 
+    # channels of the first layer, a multiple of 8; the other two have twice and four times as many
     width: int = ranged(32, least=NORM_GROUPS, most=16_384)
-    dropout: float = ranged(0.1, least=0, below=1)
+    dropout: float = ranged(0.1, least=0, below=1)  # dropout rate before the last layer
 
     def __post_init__(self) -> None:
         if self.width % NORM_GROUPS:
@@ -146,15 +153,17 @@ class DigitNet(Network):
 
 @option("model", "whitenet")
 class WhiteNet(Network):
-    """A whitening of 2x2 patches, three blocks of 3x3 convolutions that each halve the image, and a linear layer.
+    """Trains fast on small photographs: a layer that whitens 2x2 patches (computed from 5,000 training images, and
+    frozen), three blocks of convolutions, and a linear layer. 2 M parameters; for images of 9x9 or more.
 
     Modelled on the networks of the CIFAR-10 speed records (Jordan 2024, "94% on CIFAR-10 in 3.29 seconds", arXiv
-    2404.00498). The first layer is frozen: its filters are the principal directions of the training images' patches,
-    each with both signs, scaled to unit variance. Convolutions start as the identity. Batch norm has a bias but no
-    weight, and its running statistics follow the last few batches.
+    2404.00498). The filters of the first layer are the principal directions of the training images' patches, each
+    with both signs, scaled to unit variance. Convolutions are 3x3 and start as the identity, and each block halves
+    the image. Batch norm has a bias but no weight, and its running statistics follow the last few batches.
     """
 
-    widths: list[int] = ranged([64, 256, 256], least=1, most=16_384)
+    widths: list[int] = ranged([64, 256, 256], least=1, most=16_384)  # channels of the three blocks
+    # convolutions per block; with three or more, a shortcut skips all but the first
     depth: int = ranged(2, least=1, most=100)
 
     def __post_init__(self) -> None:

@@ -20,11 +20,16 @@ CLASSES = 1000  # of published weights
 
 @option("model")
 class Torchvision(Network):
-    """Any classifier of torchvision by its name, with or without the name of its weights."""
+    """Any classifier of torchvision, with or without the name of its weights: `model=torchvision.resnet50`,
+    `model=torchvision.resnet50.IMAGENET1K_V1`. TAB completes the names.
+    """
 
     imports: ClassVar[tuple[str, ...]] = ("torchvision",)
-    name: str = ruled("resnet50", TEXT)
+    name: str = ruled("???", TEXT)  # torchvision's name of the model; `model=torchvision.NAME` sets it
+    # start from torchvision's weights (downloaded once): those that the name has, or the best. `auto`: if they are on
+    # this machine or can be downloaded
     pretrained: bool | str = choice(False, False, True, "auto")
+    # further arguments of the network's constructor: `+model.options.KEY=VALUE`
     options: dict[str, Any] = mapping(most=16_384)
 
     @property

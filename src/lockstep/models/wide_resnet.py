@@ -15,10 +15,14 @@ GROUPS = (16, 32, 64)  # channels of the three groups of blocks, for width 1
 
 @option("model", "wide_resnet")
 class WideResNet(Network):
-    """A wide residual network, such as WRN-28-10 (Zagoruyko and Komodakis 2016, arXiv 1605.07146)."""
+    """A wide residual network for images of about 32x32, such as WRN-28-10 with 36.5 M parameters (Zagoruyko and
+    Komodakis 2016, arXiv 1605.07146).
+    """
 
+    # layers of convolutions: 6 n + 4, with n blocks in each of three groups
     depth: int = ranged(28, least=10, most=1000)
-    width: int = ranged(10, least=1, most=100)
+    width: int = ranged(10, least=1, most=100)  # the groups have 16, 32 and 64 times as many channels
+    # probability between the two convolutions of a block; the paper also has 0.3
     dropout: float = ranged(0.0, least=0, below=1)
 
     def __post_init__(self) -> None:

@@ -32,13 +32,18 @@ NOT_OPTIONS = frozenset(
 
 @option("model")
 class Timm(Network):
-    """Any model of timm by its name, with or without a weight tag."""
+    """Any model of timm, with or without the tag of its weights: `model=resnet50d`, `model=resnet50d.ra2_in1k`. TAB
+    completes the names. `model=timm model.name=resnet50d` is the same.
+    """
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
-    name: str = ruled("resnet50d", TEXT)
+    name: str = ruled("???", TEXT)  # timm's name of the model; `model=NAME` sets it
+    # start from timm's published weights (downloaded once). `auto`: if they are on this machine or can be downloaded
     pretrained: bool | str = choice(False, False, True, "auto")
-    drop_rate: float = ranged(0.0, least=0, below=1)
-    drop_path_rate: float = ranged(0.0, least=0, below=1)
+    drop_rate: float = ranged(0.0, least=0, below=1)  # dropout rate before the classifier
+    drop_path_rate: float = ranged(0.0, least=0, below=1)  # rate of stochastic depth
+    # further arguments of the network's constructor: `+model.options.KEY=VALUE`. Arguments that make timm read or
+    # write a file are refused
     options: dict[str, Any] = mapping(most=16_384)
 
     @property
@@ -171,10 +176,11 @@ def network_options(architecture: str) -> frozenset[str]:
 
 @option("model", "resnet34")
 class ResNet34(Network):
-    """ResNet-34 (He et al. 2016), timm's, with a choice of stem for small images."""
+    """ResNet-34 (He et al. 2016), timm's, with a choice of stems for large and small images."""
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
     has_usual_size: ClassVar[bool] = True
+    # `imagenet`: 7x7 at stride 2 and a pool; `cifar`: 3x3 at stride 1 and no pool, for images of about 32x32
     stem: str = choice("imagenet", "imagenet", "cifar")
 
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:

@@ -15,7 +15,7 @@ from lockstep.optim.optimizers import OF_ADAM, OptimizerOption, ParamGroups, Usu
 
 @option("optimizer")
 class Muon(OptimizerOption):
-    """Orthogonalised momentum for the matrices inside a network, SGD with momentum for all other parameters.
+    """Orthogonalised momentum for convolutions and inner linear layers, Nesterov SGD for all other parameters.
 
     The update of a convolution or linear layer is its Nesterov momentum with all singular values moved near one
     (Jordan et al. 2024, kellerjordan.github.io/posts/muon); the last linear layer, biases, norms and embeddings take
@@ -24,12 +24,16 @@ class Muon(OptimizerOption):
     GPU updates are made orthogonal in bfloat16, unless the model is float64.
     """
 
-    head_lr: float | None = 0.02
-    bias_lr: float = ranged(0.02, above=0, most=1e6)
-    momentum: float = ranged(0.95, least=0, below=1)
-    sgd_momentum: float = ranged(0.9, least=0, below=1)
-    iterations: int = ranged(5, least=1, most=20)
+    head_lr: float | None = 0.02  # learning rate of the last linear layer; null: `lr`
+    bias_lr: float = ranged(0.02, above=0, most=1e6)  # learning rate of biases, norms and embeddings
+    momentum: float = ranged(0.95, least=0, below=1)  # momentum of the matrices
+    sgd_momentum: float = ranged(0.9, least=0, below=1)  # momentum of all other parameters
+    iterations: int = ranged(5, least=1, most=20)  # Newton-Schulz iterations, which make an update orthogonal
+    # before each step, scale every matrix to the norm of an orthogonal one; for convolutions before a batch norm
     fixed_norm: bool = False
+    # decoupled from the gradient: a step multiplies a parameter by 1 - `lr` times this. Not applied to biases and
+    # norms (fewer than two dimensions) unless `decay_all` is set
+    weight_decay: float = 0.0
     scope: ClassVar[UpdateScope] = UpdateScope.parameter
     recordable: ClassVar[bool] = True
 

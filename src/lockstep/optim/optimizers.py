@@ -47,14 +47,23 @@ OF_SGD, OF_ADAM = UsualRate(0.1, 256, 1), UsualRate(1e-3, 64, 0.5)
 class OptimizerOption(Optimizer):
     """The base class of all optimizer options: the base learning rate, and the weight decay of each parameter."""
 
+    # base learning rate for the global batch; the schedule multiplies it. `auto`: the optimizer's usual rate for this
+    # batch size, see docs/configuration.md#what-auto-becomes
     lr: int | float | str = ranged("auto", above=0.0, most=1e6, words=("auto",))
+    # learning rate of the layer that gives the logits; null: `lr`
     head_lr: float | None = ranged(None, above=0.0, most=1e6)
+    # not applied to biases and norms (fewer than two dimensions) unless `decay_all` is set
     weight_decay: float = ranged(0.0, least=0, most=1e6)
-    decay_all: bool = False
+    decay_all: bool = False  # decay biases and norms too, as a plain torch optimizer does
+    # decay what the model names in `no_weight_decay()` too, in timm position embeddings, class tokens and tables of
+    # relative positions; null: as `decay_all`, and a resumed run as before
     decay_embeddings: bool | None = None
+    # layer-wise decay: a layer's rate is the next layer's rate times this; null: off
     layer_decay: float | None = ranged(None, above=0.0, most=1)
+    # look-ahead: every so many steps, e.g. 6, the slow weights move by `lookahead_alpha` of the way to the weights,
+    # which continue from there; null: off
     lookahead: int | None = ranged(None, least=1, most=1_000_000)
-    lookahead_alpha: float = ranged(0.5, above=0.0, most=1)
+    lookahead_alpha: float = ranged(0.5, above=0.0, most=1)  # share of the way
 
     def __post_init__(self) -> None:
         if self.lookahead is None and self.lookahead_alpha != OptimizerOption.lookahead_alpha:
@@ -141,8 +150,8 @@ class OptimizerOption(Optimizer):
 class SGD(OptimizerOption):
     """`torch.optim.SGD`."""
 
-    momentum: float = ranged(0.9, least=0, below=1)
-    nesterov: bool = False
+    momentum: float = ranged(0.9, least=0, below=1)  # momentum of the gradient
+    nesterov: bool = False  # Nesterov's momentum
     scope: ClassVar[UpdateScope] = UpdateScope.element
     recordable: ClassVar[bool] = True
 
@@ -175,8 +184,8 @@ class SGD(OptimizerOption):
 class Adam(OptimizerOption):
     """`torch.optim.Adam`, with its kernel fused over all parameters."""
 
-    betas: list[float] = ranged([0.9, 0.999], least=0, below=1)
-    eps: float = ranged(1e-8, least=0, most=1e3)
+    betas: list[float] = ranged([0.9, 0.999], least=0, below=1)  # decay of the two moments
+    eps: float = ranged(1e-8, least=0, most=1e3)  # added to the square root of the second moment
     scope: ClassVar[UpdateScope] = UpdateScope.element
     recordable: ClassVar[bool] = True
     original: ClassVar[Any] = torch.optim.Adam
@@ -192,7 +201,7 @@ class Adam(OptimizerOption):
 
 @option("optimizer", "adamw")
 class AdamW(Adam):
-    """`torch.optim.AdamW`: weight decay decoupled from the gradient (Loshchilov and Hutter 2019)."""
+    """`torch.optim.AdamW`: Adam with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     weight_decay: float = 0.01
     original: ClassVar[Any] = torch.optim.AdamW
@@ -200,13 +209,14 @@ class AdamW(Adam):
 
 @option("optimizer")
 class Timm(OptimizerOption):
-    """Any other optimizer of timm by its name, e.g. `optimizer=timm optimizer.opt=lamb`.
+    """Any optimizer of timm by its name: `optimizer=timm optimizer.opt=lamb`.
 
     timm passes `momentum` to the optimizer in its own way (for some it is a beta); `options` go to its constructor.
     """
 
-    opt: str = ruled("lamb", TEXT)
-    momentum: float = ranged(0.9, least=0, below=1)
+    opt: str = ruled("lamb", TEXT)  # timm's name of the optimizer
+    momentum: float = ranged(0.9, least=0, below=1)  # momentum of the gradient
+    # further arguments of its constructor: `+optimizer.options.KEY=VALUE`
     options: dict[str, Any] = mapping(most=1e9)
 
     def __post_init__(self) -> None:

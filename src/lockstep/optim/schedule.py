@@ -9,7 +9,7 @@ from dataclasses import replace
 from lockstep.config import components
 from lockstep.config.options import classes_of, option, target_of
 from lockstep.core.errors import InputError, did_you_mean, shown
-from lockstep.core.fields import TEXT, choice, duration, parse_duration, ranged, ruled
+from lockstep.core.fields import TEXT, choice, duration, in_config, parse_duration, ranged, ruled
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import Schedule
 
@@ -18,12 +18,13 @@ Evaluations = Sequence[tuple[int, float]]  # step and gain, as `Schedule` in cor
 
 @option("schedule")
 class Constant(Schedule):
-    """A constant learning rate after a linear warm-up.
+    """The base rate at every step.
 
-    `warmup` is a duration (steps, `2ep`, `5%`): the rate climbs linearly and reaches its base value at the
-    last warm-up step (Goyal et al. 2017).
+    `warmup` is a duration (steps, `2ep`, `5%`): the rate climbs linearly and reaches its base value at the last
+    warm-up step (Goyal et al. 2017).
     """
 
+    # length of the linear warm-up, which reaches the base rate at its last step
     warmup: int | str = duration(0, zero=True)
 
     def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
@@ -39,10 +40,12 @@ class Constant(Schedule):
 
 @option("schedule")
 class Cosine(Constant):
-    """Half a cosine from the base rate to `final` times it, `restarts` times anew (Loshchilov and Hutter 2017)."""
+    """Half a cosine from the base rate to `final` times it, also with warm restarts (Loshchilov and Hutter 2017)."""
 
-    final: float = ranged(0.0, least=0, most=1e3)
-    restarts: int = ranged(0, least=0, most=100)
+    warmup: int | str = in_config("5%", duration(0, zero=True))
+    final: float = ranged(0.0, least=0, most=1e3)  # share of the base rate at the end
+    restarts: int = ranged(0, least=0, most=100)  # how many times it begins again: 3 makes four cosines
+    # each cosine is so many times as long as the one before (torch's `T_mult`)
     restart_mult: int = ranged(1, least=1, most=10)
 
     def after(self, step: int, total: int, plan: Plan) -> float:
@@ -60,7 +63,8 @@ class Cosine(Constant):
 class Linear(Constant):
     """A straight line from the base rate to `final` times it."""
 
-    final: float = ranged(0.0, least=0, most=1e3)
+    warmup: int | str = in_config("5%", duration(0, zero=True))
+    final: float = ranged(0.0, least=0, most=1e3)  # share of the base rate at the end
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return self.final + (1 - self.final) * (1 - (step - 1) / total)
@@ -68,9 +72,9 @@ class Linear(Constant):
 
 @option("schedule")
 class Polynomial(Linear):
-    """From the base rate to `final` times it, with a power of the share that is left, as torch's `PolynomialLR`."""
+    """From the base rate to `final` times it, with a power of the share that is left; as torch's `PolynomialLR`."""
 
-    power: float = ranged(0.9, above=0, most=100)
+    power: float = ranged(0.9, above=0, most=100)  # 1 is a straight line; more falls faster at first
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return float(self.final + (1 - self.final) * (1 - (step - 1) / total) ** self.power)
@@ -78,9 +82,9 @@ class Polynomial(Linear):
 
 @option("schedule")
 class Exponential(Constant):
-    """Multiplied by `gamma` after each epoch that follows the warm-up, as torch's `ExponentialLR`."""
+    """The base rate, multiplied by `gamma` after each epoch; as torch's `ExponentialLR`."""
 
-    gamma: float = ranged(0.9, above=0, most=1)
+    gamma: float = ranged(0.9, above=0, most=1)  # factor after each epoch that follows the warm-up
 
     def after(self, step: int, total: int, plan: Plan) -> float:
         return float(self.gamma ** plan.epoch(step))
@@ -88,10 +92,11 @@ class Exponential(Constant):
 
 @option("schedule")
 class Step(Constant):
-    """Multiplied by `gamma` at each milestone; milestones are durations from the start of the run."""
+    """The base rate, multiplied by `gamma` after each milestone."""
 
+    # counted from the start of the run: `schedule.milestones=[5ep,10ep]`
     milestones: list[str] = duration(["33%", "66%"], zero=True)
-    gamma: float = ranged(0.1, least=0, most=10)
+    gamma: float = ranged(0.1, least=0, most=10)  # factor at each milestone
 
     def __post_init__(self) -> None:
         if not self.milestones:
@@ -105,18 +110,24 @@ class Step(Constant):
 
 @option("schedule")
 class Plateau(Constant):
-    """Multiplied by `gamma` when more than `patience` evaluations in a row were no better than the best one.
+    """The base rate, multiplied by `gamma` when `monitor` has stopped improving; as torch's `ReduceLROnPlateau`.
+    Evaluations in the warm-up do not count.
 
     On values from 0 on, this is torch's `ReduceLROnPlateau` without its `eps`, with the mode `min` if less is better,
     and else `max`. Of values below 0, torch's relative threshold also takes slightly worse ones for better; this one
-    does not. An evaluation acts from the next step on; one in the warm-up does not count.
+    does not. An evaluation acts from the next step on.
     """
 
-    gamma: float = ranged(0.1, above=0, below=1)
+    gamma: float = ranged(0.1, above=0, below=1)  # factor at each reduction (torch's `factor`)
+    # after how many evaluations in a row without an improvement the next one reduces the rate
     patience: int = ranged(10, least=0, most=1_000_000)
+    # by how much a value must be better than the best one to count
     threshold: float = ranged(1e-4, least=0, most=1e12)
+    # `rel`: the threshold is a share of the best value; `abs`: a difference
     threshold_mode: str = choice("rel", "rel", "abs")
-    cooldown: int = ranged(0, least=0, most=1_000_000)
+    cooldown: int = ranged(0, least=0, most=1_000_000)  # how many evaluations after a reduction do not count
+    # the least share of the base rate (torch's `min_lr` over the base rate, because groups of parameters have rates
+    # of their own)
     min_factor: float = ranged(0.0, least=0, most=1)
 
     def factor(self, step: int, plan: Plan, scores: Evaluations) -> float:
@@ -138,12 +149,16 @@ class Plateau(Constant):
 
 @option("schedule")
 class Chain(Constant):
-    """Schedules one after the other, as torch's `SequentialLR`: each begins anew, and takes its part for the run.
+    """Schedules one after the other, each for a part of the run; as torch's `SequentialLR`. The warm-up multiplies
+    the first part.
 
     A part is `NAME:LENGTH`, then keys and values: `linear:20%:final:0.5`. The last part takes the rest; it may have a
-    length if all have percentages, which add up to 100. The warm-up multiplies the first part.
+    length if all have percentages, which add up to 100.
     """
 
+    # `NAME:LENGTH` for each part, with keys and values after it:
+    # `schedule.parts=[constant:60%,cosine:30%:final:0.1,step]`. The last part may have no length and takes the rest.
+    # To a part, its length is the run's
     parts: list[str] = ruled(["constant:80%", "linear"], TEXT)
 
     def __post_init__(self) -> None:

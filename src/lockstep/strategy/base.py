@@ -26,7 +26,10 @@ STEPPED = {
 
 @option("strategy")
 class Single(Strategy):
-    """One rank on one device. The base class of the others, which override only what they change."""
+    """One process on one device.
+
+    The base class of the others, which override only what they change.
+    """
 
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""
@@ -98,7 +101,7 @@ class Autocasting(nn.Module):
 
 @option("strategy", "dp")
 class DataParallel(Single):
-    """`torch.nn.DataParallel`: one process runs all visible GPUs with threads."""
+    """`torch.nn.DataParallel`: one process drives all GPUs. Slower than `ddp`."""
 
     recordable: ClassVar[bool] = False
 
@@ -129,7 +132,7 @@ class DataParallel(Single):
 class Distributed(Single):
     """Several ranks, each with a process and a device. `sync_batchnorm`: batch norm counts over all ranks."""
 
-    sync_batchnorm: bool = True
+    sync_batchnorm: bool = True  # batch norm over all ranks, so that the number of ranks does not change the run
     recordable: ClassVar[bool] = False
 
     def ranks(self, gpus: int) -> int:
@@ -193,7 +196,7 @@ def rehearse(replica: nn.Module, example: tuple[Any, ...], passes: int) -> None:
 
 @option("strategy")
 class Auto(Distributed):
-    """`single` on one device, `ddp` on more. Replaced by one of them before a run starts."""
+    """`single` on one device, `ddp` on several: replaced by one of them before a run starts."""
 
     adapts: ClassVar[bool] = True
 

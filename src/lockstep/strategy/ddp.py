@@ -43,13 +43,17 @@ LAUNCH_SETTINGS = {
 
 @option("strategy")
 class DDP(Distributed):
-    """One all-reduce per bucket, overlapped with backward."""
+    """`DistributedDataParallel`: gradients averaged in buckets while backward runs."""
 
-    gradient_as_bucket_view: bool = True
+    gradient_as_bucket_view: bool = True  # keep the gradients in the buckets, which saves one copy of them
+    # tell DDP that the graph is the same at every step; null: true with one micro-batch and without
+    # `train.freeze_until`
     static_graph: bool | None = None
+    # for models in which some parameters get no gradient; costs a walk through the graph
     find_unused_parameters: bool = False
+    # size of a bucket in MiB; null: torch's default
     bucket_mb: float | None = ranged(None, least=0.001, most=100_000)
-    comm_hook: str = choice("none", *COMM_HOOKS)
+    comm_hook: str = choice("none", *COMM_HOOKS)  # compress gradients on the wire; changes the numbers
     imports: ClassVar[tuple[str, ...]] = ("torch._dynamo",)
 
     def with_changing_graph(self) -> Self:
@@ -97,12 +101,14 @@ class DDP(Distributed):
 
 @option("strategy")
 class Accelerate(Distributed):
-    """`accelerate.Accelerator` wraps the model and the optimizer, under any launcher, `accelerate launch` too.
+    """Hugging Face Accelerate prepares the model and the optimizer; the data and the loop are Lockstep's. Needs
+    `lockstep[accelerate]`.
 
-    The data and the loop are Lockstep's, so a run is the same as with `ddp`: Accelerate does not cut a batch, pad a
-    shard, or step a schedule.
+    A run is the same as with `ddp`, under any launcher, `accelerate launch` too: Accelerate does not cut a batch, pad
+    a shard, or step a schedule.
     """
 
+    # for models in which some parameters get no gradient; costs a walk through the graph
     find_unused_parameters: bool = False
 
     def check(self, ranks: int, device: str) -> None:
@@ -152,7 +158,9 @@ def accelerator(device: torch.device, **ddp: bool) -> Any:
 
 @option("strategy", "allreduce")
 class AllReduce(Distributed):
-    """Blocking all-reduces after backward: a call costs as much as 100 kB, so all small gradients share one."""
+    """Blocking all-reduces after backward, as the tutorials do by hand: one for each large gradient, one for all the
+    small ones, because a call costs as much as 100 kB.
+    """
 
     def grad_divisor(self, world: World) -> int:
         return 1
@@ -203,7 +211,7 @@ class HookedReplica(nn.Module):
 
 @option("strategy", "allreduce_hooks")
 class AllReduceHooks(Distributed):
-    """One asynchronous all-reduce per gradient, started by a hook during backward."""
+    """One all-reduce per gradient from hooks, while backward runs."""
 
     def replicate(self, model: nn.Module, plan: Plan, example: tuple[Any, ...]) -> nn.Module:
         return HookedReplica(model)

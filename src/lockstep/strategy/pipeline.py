@@ -33,13 +33,19 @@ ACTIVATIONS, GRADIENTS = 0, 1
 
 @option("strategy")
 class Pipeline(Single):
-    """Each rank has one stage: some consecutive layers, with their gradients and their optimizer state.
+    """Each rank has a stage, which is some consecutive layers of the model, and micro-batches pass from rank to rank:
+    for models that do not fit one device. Use several `train.micro_batches`.
 
     Every rank reads the whole global batch. The first stage uses its images, the last stage its labels.
     """
 
+    # number of stages, the same as of ranks; null: one for each rank
     stages: int | None = ranged(None, least=1, most=MOST_STAGES)
+    # the first module of each stage but the first, such as [blocks.6]; null: stages with about equally many
+    # parameters
     cuts: list[str] | None = ruled(None, TEXT)
+    # `1f1b` (PipeDream, Narayanan et al. 2019) starts each backward pass as soon as possible and holds few
+    # activations; `gpipe` (Huang et al. 2019) does all forward passes first. Both give the same numbers
     schedule: str = choice("1f1b", "1f1b", "gpipe")
     recordable: ClassVar[bool] = False
     whole_model: ClassVar[bool] = False

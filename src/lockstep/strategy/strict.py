@@ -77,6 +77,12 @@ class TreeReplica(nn.Module):
 
 @option("strategy")
 class Strict(Single):
+    """Chosen by `repro=strict`: gradients of fixed virtual shards, added by a fixed tree, have the same bits on every
+    number of ranks that divides the number of shards.
+    """
+
+    # number of virtual shards of a global batch, a power of two; a run is the same on any number of ranks that
+    # divides it
     shards: int = ranged(4, least=1, most=65_536)
     recordable: ClassVar[bool] = False
     fixed_order: ClassVar[bool] = True

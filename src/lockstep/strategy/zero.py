@@ -28,7 +28,7 @@ MOST_REPLICAS = 100_000
 
 @option("strategy", "zero")
 class ZeRO(DDP):
-    """`ddp` with the optimizer's state divided over the ranks: one rank steps a parameter and sends it."""
+    """`ddp`, with the optimizer's state cut over the ranks (ZeRO, stage 1): a rank steps a parameter and sends it."""
 
     widest: ClassVar[UpdateScope] = UpdateScope.parameter
 
@@ -116,15 +116,20 @@ def assign(parameters: list[Tensor], ranks: int) -> dict[Tensor, int]:
 
 @option("strategy")
 class FSDP(Distributed):
-    """Each rank keeps its part of each parameter, of its gradient and of the optimizer's state.
+    """`fully_shard`: parameters, gradients and the optimizer's state are cut over the ranks, for models that fill a
+    device.
 
     The parameters of a block are gathered for its forward and its backward pass, and freed again. Each backward pass,
     of every micro-batch, adds its gradients to the parts, so that no rank holds whole gradients for long. With
     `replicas`, the ranks form so many groups, and each group has the whole state (hybrid sharding).
     """
 
+    # groups of ranks that have the whole state each (hybrid sharding), such as the number of machines: gathering
+    # stays inside a group, and gradients are then added up between the groups
     replicas: int = ranged(1, least=1, most=MOST_REPLICAS)
-    cpu_offload: bool = False
+    cpu_offload: bool = False  # keep parameters, gradients and the optimizer's state in host memory, and step there
+    # gather parameters and compute in the 16-bit format of `precision`, norms and residuals too: half of the traffic;
+    # changes the numbers
     low_precision: bool = False
     whole_model: ClassVar[bool] = False
     widest: ClassVar[UpdateScope] = UpdateScope.element

@@ -35,7 +35,7 @@ LONGEST = 230  # MLflow takes 250 characters
 
 @option("logger")
 class JSONL(Logger):
-    """The file `metrics.jsonl` in the run folder."""
+    """`metrics.jsonl` in the run folder: a line of JSON for each log point and evaluation."""
 
     def build(self, run: RunInfo) -> Observer:
         return JsonLines(run.run_dir.metrics, run.after)
@@ -43,9 +43,9 @@ class JSONL(Logger):
 
 @option("logger", "tensorboard")
 class TensorBoard(Logger):
-    """Event files in the run folder."""
+    """TensorBoard's event files in the run folder: figures, charts, images, curves of precision and recall, texts."""
 
-    histograms: bool = False
+    histograms: bool = False  # also show the weights as histograms, after each evaluation that is the best so far
 
     imports: ClassVar[tuple[str, ...]] = (
         "torch.utils.tensorboard",
@@ -65,10 +65,13 @@ def accepted(name: str) -> str:
 
 @option("logger", "wandb")
 class WandB(Logger):
-    """Weights & Biases."""
+    """Weights & Biases, with its files in `wandb` in `output_root`. An extra: `pip install 'lockstep[wandb]'`."""
 
+    # the project that the run appears in; null: `WANDB_PROJECT`, or `lockstep`
     project: str | None = personal(ruled(None, TEXT))
-    entity: str | None = personal(ruled(None, TEXT))
+    entity: str | None = personal(ruled(None, TEXT))  # user or team; null: `WANDB_ENTITY`, or the account's default
+    # `offline` writes files only, which `wandb sync` sends later; `online` sends them at once; null: `WANDB_MODE`, or
+    # `offline`
     mode: str | None = personal(choice(None, "offline", "online"))
 
     package: ClassVar[str] = "wandb"
@@ -134,9 +137,13 @@ class WandBRun(Observer):
 
 @option("logger")
 class MLflow(Logger):
-    """MLflow, in a database of this machine, or at `MLFLOW_TRACKING_URI`."""
+    """MLflow, with a database on this machine or at `MLFLOW_TRACKING_URI`. An extra:
+    `pip install 'lockstep[mlflow]'`.
+    """
 
+    # the experiment that the run appears in; null: `MLFLOW_EXPERIMENT_NAME`, or `lockstep`
     experiment: str | None = personal(ruled(None, TEXT))
+    # folder of the database and the artifacts; null: the store at `MLFLOW_TRACKING_URI`, or `mlflow` in `output_root`
     folder: str | None = personal(pathname(None), FOLDER)
 
     package: ClassVar[str] = "mlflow"

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from lockstep.config.options import option
 from lockstep.core.data_protocols import SPLIT_NAMES, Source
 from lockstep.core.errors import InputError, StorageError
-from lockstep.core.fields import choice, pathname, pixels, ranged, sides
+from lockstep.core.fields import choice, in_config, pathname, pixels, ranged, sides
 from lockstep.core.model_card import LABELS, TARGETS, VALUES
 from lockstep.core.safe_read import check_size, opened, stored
 from lockstep.core.safe_write import absent, check_names, locked, remove_empty
@@ -34,7 +34,13 @@ from lockstep.data.datasets.targets import check_labels
 class ArraySource(CutSource):
     """A data set in memory. With a cut training split, the published evaluation split is for the test."""
 
+    # size in pixels of the images that the model sees, the side of a square or [height,width]; they are resized on
+    # the device. null: the stored size. `auto`: the size of the weights that the model starts from, or else the
+    # stored size
     input_size: Any = pixels(AUTO, AUTO, None)
+    # share of each class of the published training images to evaluate, chosen by a hash; the published evaluation
+    # images are the test split then
+    val_share: float | None = None
 
     classes: ClassVar[int] = 10
     image_shape: ClassVar[tuple[int, int, int]]
@@ -115,7 +121,10 @@ def _digits() -> Tensor:
 
 @option("dataset")
 class Digits(ArraySource):
-    """The 1,797 digits of scikit-learn, 8x8, 17 levels of grey. Every fifth of a class (355 in all) is evaluated."""
+    """The 1,797 handwritten digits of scikit-learn, 8x8 grey: 1,442 to train on, 355 to evaluate. No download.
+
+    They have 17 levels of grey. Every fifth digit of a class is evaluated.
+    """
 
     image_shape = (1, 8, 8)
     mean = (0.3049,)
@@ -132,13 +141,14 @@ class Digits(ArraySource):
 
 @option("dataset")
 class Fake(Source):
-    """Random images and targets in memory, to time the model without reading files."""
+    """Random images and targets that are already on the device: to measure the model's speed without any input."""
 
+    # examples of the training split; the evaluation split has a quarter
     examples: int = ranged(1024, least=1, most=1_000_000_000)
-    classes: int = ranged(1000, least=1, most=1_000_000)
-    channels: int = ranged(3, least=1, most=1024)
-    size: Any = pixels(224)
-    targets: str = choice("auto", "auto", *TARGETS)
+    classes: int = ranged(1000, least=1, most=1_000_000)  # number of classes, labels or values
+    channels: int = ranged(3, least=1, most=1024)  # channels of an image
+    size: Any = pixels(224)  # size in pixels of an image, a side or [height,width]
+    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
     @property
     def mean(self) -> tuple[float, ...]:
@@ -183,7 +193,7 @@ def _random(image_shape: tuple[int, int, int], classes: int, targets: str, n: in
 class Published(ArraySource):
     """A data set in the folders of torchvision. Missing files are downloaded by one process at a time."""
 
-    root: str = pathname("data")
+    root: str = in_config("${data_root}", pathname("data"))  # folder of the data set's files
 
     downloads: ClassVar[bool] = True
     factory: ClassVar[str]  # the class of torchvision
@@ -254,7 +264,7 @@ class Published(ArraySource):
 
 @option("dataset")
 class MNIST(Published):
-    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998)."""
+    """70,000 handwritten digits, 28x28 grey (LeCun et al. 1998). Downloaded to `data_root` if missing."""
 
     factory = "MNIST"
     image_shape = (1, 28, 28)
@@ -281,7 +291,7 @@ class MNIST(Published):
 
 @option("dataset")
 class FashionMNIST(MNIST):
-    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017)."""
+    """70,000 pieces of clothing, 28x28 grey (Xiao et al. 2017). Downloaded to `data_root` if missing."""
 
     factory = "FashionMNIST"
     mean = (0.2860,)
@@ -291,7 +301,7 @@ class FashionMNIST(MNIST):
 
 @option("dataset")
 class CIFAR10(Published):
-    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009)."""
+    """60,000 photographs of 10 classes, 32x32 (Krizhevsky 2009). Downloaded to `data_root` if missing."""
 
     factory = "CIFAR10"
     image_shape = (3, 32, 32)
@@ -317,7 +327,7 @@ class CIFAR10(Published):
 
 @option("dataset")
 class CIFAR100(CIFAR10):
-    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009)."""
+    """60,000 photographs of 100 classes, 32x32 (Krizhevsky 2009). Downloaded to `data_root` if missing."""
 
     factory = "CIFAR100"
     classes = 100

@@ -161,7 +161,13 @@ def keeps_whole(source: Source) -> bool:
 class PhotoSource(Source):
     """A data set of photographs, stored at one shape; `auto` is the usual value, or the one of the weights."""
 
+    # size in pixels of the images that the model sees, the side of a square or [height,width]; they are resized on
+    # the device. null: the stored size. `auto`: the size of the weights that the model starts from, or else 224 for
+    # images stored with 256 pixels, otherwise the stored size
     input_size: Any = pixels(AUTO, AUTO, None)
+    # share of the stored side that an evaluation keeps, from the centre. `auto`: the share of the weights that the
+    # model starts from, or else 0.875 for an input of 224 from images stored with 256 pixels and, except for
+    # `packed`, for a rectangular `input_size`, otherwise 1
     crop: int | float | str = ranged(AUTO, above=0.0, most=1, words=(AUTO,))
 
     @property
@@ -193,12 +199,27 @@ class FileSource(PhotoSource, CutSource):
     are read.
     """
 
+    # channels of an image: 3 is RGB and 1 is grey, of photos; any other number is read from `.npy` files (uint8,
+    # height x width x channels) and from TIFF files of so many bands. See docs/data.md#grey-images-and-other-channels
     channels: int = ranged(RGB, least=1, most=MOST_CHANNELS)
+    # size in pixels of a stored image, the side of a square or [height,width]; see `fit`. `auto`: 256, or the size
+    # that suits the weights that the model starts from, a rectangular `input_size`, or another `fit` than `crop`
     decode_size: Any = pixels(AUTO, AUTO)
+    # how a file becomes a stored image. `crop`: resized until it covers the size, and the centre kept; `pad`: resized
+    # until it fits into the size, with a frame of the mean colour; `squash`: resized to the size, with another aspect
+    # ratio. `auto`: as for the weights that the model starts from, or else `crop`. See docs/data.md#sizes
     fit: str = choice(AUTO, AUTO, *FITS)
+    # what training cuts its random resized crops from: the stored square image (`square`), or the whole image in its
+    # file (`file`)
     crop_from: str = choice("square", "square", "file")
+    # corrupt images to skip at most, over both splits; with 0 the first one ends the run
     skip: int = ranged(0, least=0, most=1_000_000_000)
+    # share of each class of the training split to test on, taken before `val_share` and `folds` choose what is
+    # evaluated. A hash of the names chooses the images
     test_share: float | None = ranged(None, above=0.0, below=1)
+    # keeps images that belong together (a patient, a video) in one split: a regular expression, such as `patient\d+`,
+    # that matches a part of each image's path, key or file name, or of its `group_column`. The match, or its first
+    # group in brackets, names the group
     group_pattern: str | None = ruled(None, PATTERN)
 
     part: ClassVar[str]  # what a split is there; `train_PART`, `val_PART` and `test_PART` name them

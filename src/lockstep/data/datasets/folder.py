@@ -14,7 +14,7 @@ import torch
 from lockstep.config.commands import override, shell_command
 from lockstep.config.options import option
 from lockstep.core.errors import InputError
-from lockstep.core.fields import choice, pathname
+from lockstep.core.fields import choice, in_config, pathname
 from lockstep.core.model_card import class_name
 from lockstep.core.named_paths import near_paths
 from lockstep.data.datasets.decode import BANDS_SUFFIXES, GREY, RGB
@@ -39,11 +39,18 @@ KINDS_SHOWN = 6  # the most kinds of files that the note about skipped files nam
 
 @option("dataset")
 class Folder(FileSource):
-    """Any data set with one folder per class."""
+    """Your own images: `PATH/train/CLASS/*.jpg` and `PATH/val/CLASS/*.jpg`, or `PATH/CLASS/*.jpg`, in folders of any
+    depth below CLASS. See docs/data.md#photos.
+    """
 
-    path: str = pathname("???")
+    path: str = pathname("???")  # folder that holds the splits, or the classes
+    # name of the training split's folder. `auto`: `train`, or the folder with a name like it; without one, `path`
+    # itself
     train_folder: str = pathname(AUTO)
+    # name of the evaluation split's folder. `auto`: `val`, `valid`, `validation` or `test`, or the folder with a name
+    # like them; without one, `val_share` is 0.1 unless it or `folds` is set
     val_folder: str = pathname(AUTO)
+    # name of the folder of images to test the best weights on, once. null: none
     test_folder: str | None = pathname(None)
 
     part = "folder"
@@ -88,10 +95,14 @@ class Folder(FileSource):
 
 @option("dataset", "imagenet")
 class ImageNet(Folder):
-    """ImageNet-1k in class folders: trained at 224 pixels, evaluated on the central 224 pixels of a square of 256."""
+    """ImageNet-1k, unpacked to `DATA_ROOT/imagenet/{train,val}/CLASS/*.JPEG`.
 
-    train_folder: str = pathname("train")
-    val_folder: str = pathname("val")
+    Trained at 224 pixels, evaluated on the central 224 pixels of a square of 256.
+    """
+
+    path: str = in_config("${data_root}/imagenet", pathname("???"))  # folder that holds the splits
+    train_folder: str = pathname("train")  # name of the training split's folder
+    val_folder: str = pathname("val")  # name of the evaluation split's folder
     crop_from: str = choice("file", "square", "file")
 
 

@@ -50,9 +50,9 @@ PARTIAL, LOCK = ".partial", ".lock"  # the suffix of a folder that a pack fills,
 
 @option("dataset")
 class Packed(PhotoSource):
-    """A folder written by `lockstep pack`."""
+    """Your images, decoded once by `lockstep pack`: raw pixels, mapped into memory. See docs/data.md#packed-data."""
 
-    path: str = pathname("???")
+    path: str = pathname("???")  # folder that `lockstep pack` made
 
     @property
     def manifest(self) -> Manifest:

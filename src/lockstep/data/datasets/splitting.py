@@ -156,9 +156,15 @@ def _first_of(units: NDArray[np.int64], order: NDArray[np.int64]) -> NDArray[np.
 class CutSource(Source):
     """A data set of which the evaluation split can be cut from the training split, and that can be limited."""
 
+    # share of each class of the training split to evaluate if there is no evaluation split. A hash of the names
+    # (`hf`: of the row numbers) chooses the images, so that later files move almost no others
     val_share: float | None = ranged(None, above=0.0, below=1)
+    # cross-validation: cut the training split into so many folds, the same share of each class in each, by a hash of
+    # the names, and evaluate `fold`: `dataset.folds=5 dataset.fold=0,1,2,3,4 -m`. null: off
     folds: int | None = ranged(None, least=2, most=1000)
-    fold: int | None = ranged(None, least=0, most=999)
+    fold: int | None = ranged(None, least=0, most=999)  # the fold to evaluate, from 0
+    # a first try: train and evaluate with this share of each class (0.1), or with so many examples of each split;
+    # chosen by a hash. null: all
     limit: float | None = ranged(None, above=0.0, most=1e9)
 
     def __post_init__(self) -> None:

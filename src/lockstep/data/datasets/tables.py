@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
 @option("dataset")
 class CSV(FileSource):
-    """Image files that a CSV file lists, with their labels and splits.
+    """Your own images, listed in a CSV file with their paths, labels (names, or numbers without gaps) and splits.
 
     The first line names the columns. Commas, semicolons or tabs separate them. A label is a name, or the number of a
     class: from 0 or 1, without gaps. For a task of labels, an image has several names in one cell, or a 0 or 1 in a
@@ -45,18 +45,26 @@ class CSV(FileSource):
     it.
     """
 
+    # the CSV file. Its first line names the columns, which are separated by commas, semicolons or tabs
     path: str = pathname("???")
+    # folder to which the paths in the file are relative; null: the folder of the file
     images: str | None = pathname(None)
-    path_column: str = ruled("path", TEXT)
-    label_column: str = ruled("label", TEXT)
+    path_column: str = ruled("path", TEXT)  # name of the column of paths
+    label_column: str = ruled("label", TEXT)  # name of the column of labels
+    # names of several columns, in place of `label_column`: one for each label, of 0 and 1 (`task=multilabel`), or for
+    # each value (`task=regression`)
     label_columns: list[str] = ruled([], TEXT)
+    # what separates the labels of an image in `label_column`, for `task=multilabel`
     label_separator: str = ruled(";", SEPARATOR)
-    split_column: str = ruled("split", TEXT)
-    train_split: str = ruled("train", TEXT)
+    split_column: str = ruled("split", TEXT)  # name of the column of splits
+    train_split: str = ruled("train", TEXT)  # value of the split column for examples to train on
+    # value of the split column for examples to evaluate; examples with other values are skipped
     val_split: str = ruled("val", TEXT)
+    # value of the split column for examples to test the best weights on, once. null: none
     test_split: str | None = ruled(None, TEXT)
+    # name of a column that says which images belong together (a patient, a video): they are in one split. null: none
     group_column: str | None = ruled(None, TEXT)
-    targets: str = choice("auto", "auto", *TARGETS)
+    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
     part = "split"
 
@@ -218,16 +226,22 @@ class TableRow:
 
 @option("dataset")
 class HF(FileSource):
-    """A folder written by `datasets.DatasetDict.save_to_disk`."""
+    """A folder made by `save_to_disk` of Hugging Face's `datasets`. Needs that package (the extra `hf`), and no
+    network.
+    """
 
-    path: str = pathname("???")
-    train_split: str = ruled("train", TEXT)
-    val_split: str = ruled("validation", TEXT)
-    test_split: str | None = ruled(None, TEXT)
-    image_column: str = ruled("image", TEXT)
+    path: str = pathname("???")  # the folder made by `save_to_disk`
+    train_split: str = ruled("train", TEXT)  # name of the training split
+    val_split: str = ruled("validation", TEXT)  # name of the evaluation split
+    test_split: str | None = ruled(None, TEXT)  # name of the split to test the best weights on, once. null: none
+    image_column: str = ruled("image", TEXT)  # name of the column of images
+    # name of the column of labels, which are numbers or names; lists of them, or of a 0 or 1 for each label as
+    # floats, bools or a list of a fixed length (`task=multilabel`); or numbers, also lists of them
+    # (`task=regression`)
     label_column: str = ruled("label", TEXT)
+    # name of a column that says which images belong together (a patient, a video): they are in one split. null: none
     group_column: str | None = ruled(None, TEXT)
-    targets: str = choice("auto", "auto", *TARGETS)
+    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
     part = "split"
     label_separator: ClassVar[str] = ""  # a column has lists

@@ -44,21 +44,27 @@ class TarMember:
 
 @option("dataset", "webdataset")
 class WebDataset(FileSource):
-    """Tar shards in which `KEY.jpg` and `KEY.cls` are an image and its label, a number or a name.
+    """Uncompressed tar shards of images and labels (WebDataset): `KEY.jpg`, and `KEY.cls` with a number or a name.
 
     Several labels or values are in a text, in JSON (or in its fields `label_keys`), or in an array of NumPy. Of
-    several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png).
-    Shards are indexed once per process, so any example can be read by itself: order and resume are exact.
+    several images of a key one is taken: the fewest dots, then the alphabet, decide (jpg, png, mask.png). Shards are
+    indexed once per process, so any example can be read by itself: order and resume are exact.
     """
 
-    path: str = pathname("???")
-    train_shards: str = pathname("train*.tar")
-    val_shards: str = pathname("val*.tar")
+    path: str = pathname("???")  # folder of the shards
+    train_shards: str = pathname("train*.tar")  # pattern of the names of the training split's shards
+    val_shards: str = pathname("val*.tar")  # pattern of the names of the evaluation split's shards
+    # pattern of the names of shards to test the best weights on, once. null: none
     test_shards: str | None = pathname(None)
+    # suffix of the label files, in lower or upper case: a text (also of several labels or values), `json`, or `npy`
+    # with a number for each label or value
     label: str = ruled("cls", TEXT)
+    # names of fields in KEY.json: one with the label or a list of labels or values, or one for each label or value;
+    # empty is all of it
     label_keys: list[str] = ruled([], TEXT)
+    # what separates the labels of an image in a text (`task=multilabel`), or its values
     label_separator: str = ruled(";", SEPARATOR)
-    targets: str = choice("auto", "auto", *TARGETS)
+    targets: str = choice("auto", "auto", *TARGETS)  # `classes`, `labels` or `values`; `auto`: the task's
 
     part = "shards"
 

@@ -33,7 +33,7 @@ BYTES_OF_A_VALUE, STRIDE_SHARE = 24, 1 / 16
 
 @option("loader")
 class Resident(ImageLoader):
-    """The whole split is on the device as uint8; a batch is one gather there."""
+    """Keeps each split as uint8 on the device, where one gather makes a batch."""
 
     decodes_once: ClassVar[bool] = True
 
@@ -71,13 +71,15 @@ class Resident(ImageLoader):
 
 @option("loader")
 class Streaming(ImageLoader):
-    """Batches are read by threads while the device works on earlier ones: the decoders release Python's lock.
+    """Threads read batches while the device works on earlier ones.
 
-    Processes are faster for tiny files (docs/evidence/benchmarks.md compares both), but take time to start and can
-    die.
+    The decoders release Python's lock. Processes are faster for tiny files (docs/evidence/benchmarks.md compares
+    both), but take time to start and can die.
     """
 
+    # threads per rank; `auto`: as many as the model needs. With `loader=auto`, a number chooses `streaming`
     workers: int | str = ranged("auto", least=0, most=256, words=("auto",))
+    # batches that each worker keeps ready. With `loader=auto`, a number other than the default chooses `streaming`
     prefetch: int = ranged(2, least=1, most=1024)
 
     def check(self) -> None:
@@ -122,9 +124,9 @@ class Streaming(ImageLoader):
 
 @option("loader")
 class Auto(Streaming):
-    """`resident` if both splits fit and are read more than once, else `streaming`."""
+    """`resident` if both splits fit into memory and are read more than once, else `streaming`."""
 
-    resident_gb: float = ranged(4.0, least=0, most=1e6)
+    resident_gb: float = ranged(4.0, least=0, most=1e6)  # most memory, in GB, that resident images may take
 
     def choose(self, context: LoaderContext) -> tuple[ImageLoader, str]:
         objection = self._against_resident(context)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lockstep.config.options import option
+from lockstep.config.options import option, preset
 from lockstep.core.data_protocols import Augment
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, default_of, ranged
@@ -26,6 +26,8 @@ TRIES, FIRST_TRY = 10, 2**20
 
 @option("augment", "none")
 class NoAugment(Augment):
+    """No augmentation."""
+
     def __str__(self) -> str:
         return "none"
 
@@ -35,16 +37,20 @@ class NoAugment(Augment):
 
 @option("augment")
 class Auto(NoAugment):
-    """The usual augmentation of the data set, which replaces this option when a job is resolved."""
+    """The usual augmentation of the data set: `shift` for digits, `crop_flip` for small photographs (up to 64
+    pixels), `standard` for large ones, `none` for others.
+    """
 
 
 @option("augment")
 class CropFlip(Augment):
-    """Pad the image, crop its own size out of it, then mirror it (He et al. 2016, section 4.2)."""
+    """A crop of its own size out of the zero-padded image, and a mirror (He et al. 2016): for small photographs."""
 
-    pad: int = ranged(4, least=0, most=1024)
-    reflect: bool = False
-    flip: float = ranged(0.5, least=0, most=1)
+    pad: int = ranged(4, least=0, most=1024)  # pixels added on each side before the crop
+    reflect: bool = False  # fill the added pixels with the mirrored image instead of black
+    flip: float = ranged(0.5, least=0, most=1)  # probability of a horizontal mirror
+    # mirror each image in every second epoch instead of by chance; `flip` is then the share of images that are
+    # mirrored in the first epoch
     alternate: bool = False
 
     def __post_init__(self) -> None:
@@ -81,6 +87,11 @@ class CropFlip(Augment):
         return draws.uniform(2) < self.flip
 
 
+preset(
+    "augment", "shift", CropFlip(pad=1, flip=0.0), "A shift by up to a pixel: for digits, which must not be mirrored."
+)
+
+
 def reflected(positions: Tensor, side: int) -> Tensor:
     """Positions outside of 0 to side - 1, reflected at the outermost pixels to positions inside."""
     positions = positions.abs() % max(1, 2 * side - 2)
@@ -89,21 +100,29 @@ def reflected(positions: Tensor, side: int) -> Tensor:
 
 @option("augment", "standard")
 class RandomResizedCrop(Augment):
-    """A box of random area and aspect ratio, resampled to the size of the model, then a mirror.
+    """A crop of random area and aspect ratio, resized, and a mirror: the usual augmentation for ImageNet.
 
     torchvision's `RandomResizedCrop(antialias=True)` (Szegedy et al. 2015), in which a box that does not fit is drawn
     again. The box is cut from stored squares on the device (`apply`), or from image files while they are read
     (`boxes`, then `after_crop`). Changes of colour are Pillow's, to the bit.
     """
 
+    # `resized`, or `none`. `auto`: `none` with `dataset.fit=pad` or `squash`
     crop: str = choice("auto", "auto", "resized", "none")
+    # smallest and largest area of the crop, as a share of the image
     scale: list[float] = ranged([0.08, 1.0], above=0, most=1)
+    # smallest and largest ratio of width to height of the crop
     ratio: list[float] = ranged([3 / 4, 4 / 3], least=0.001, most=1000)
-    flip: float = ranged(0.5, least=0, most=1)
+    flip: float = ranged(0.5, least=0, most=1)  # probability of a horizontal mirror
+    # colour jitter: brightness, contrast and colour change by up to this share, in random order
     jitter: float = ranged(0.0, least=0, most=1)
-    grey: float = ranged(0.0, least=0, most=1)
+    grey: float = ranged(0.0, least=0, most=1)  # probability of a grey image
+    # probability of a Gaussian blur with a standard deviation of 0.1 to 2 pixels
     blur: float = ranged(0.0, least=0, most=1)
-    solarize: float = ranged(0.0, least=0, most=1)
+    solarize: float = ranged(0.0, least=0, most=1)  # probability of inverting the values from 128 on
+    # on a GPU: compile the operations with `torch.compile`, which takes some ten seconds at the start, into some ten
+    # kernels for an operation instead of more than 200. For small images and batches, where launching the kernels
+    # takes long
     compile: bool = False
 
     def __str__(self) -> str:

@@ -25,9 +25,12 @@ TIMM_STRONGEST = 10
 class Policy(RandomResizedCrop):
     """A padded or a resized crop (`crop=auto`: by the data set), a mirror, a policy's operations, then colours."""
 
+    # `pad`: a crop of the original size out of the padded image, as in `crop_flip`. `resized`: a crop of random area
+    # and aspect ratio, as in `standard`. `none`: none. `auto`: `pad` if the data set does not usually have
+    # `standard`, else `none` with `dataset.fit=pad` or `squash`, else `resized`
     crop: str = choice("auto", "auto", "pad", "resized", "none")
-    pad: int = ranged(4, least=0, most=1024)
-    reflect: bool = False
+    pad: int = ranged(4, least=0, most=1024)  # pixels added on each side before the crop
+    reflect: bool = False  # fill the added pixels with the mirrored image instead of black
 
     def __str__(self) -> str:
         crop, padded = super().__str__(), f"shift by up to {self.pad} pixel{'s' * (self.pad != 1)}"
@@ -55,7 +58,10 @@ class Policy(RandomResizedCrop):
 
 @dataclass(frozen=True, kw_only=True)
 class _Moving(Policy):
+    # how shears, shifts and rotations choose pixels. With `nearest` all operations are torchvision's for tensors;
+    # with `bilinear` and `bicubic` they are Pillow's, as in the training scripts of torchvision and timm
     resample: str = choice("nearest", "nearest", "bilinear", "bicubic")
+    # colour of pixels from outside the image: a value for all channels, or one for each
     fill: list[int] = ranged([0], least=0, most=255)
 
     def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
@@ -64,10 +70,12 @@ class _Moving(Policy):
 
 @option("augment", "randaugment")
 class RandAugment(_Moving):
-    """torchvision's RandAugment (Cubuk et al. 2020): several operations of one magnitude."""
+    """A crop and a mirror, then RandAugment (Cubuk et al. 2020): operations of one strength, as in torchvision, to
+    the bit.
+    """
 
-    ops: int = ranged(2, least=0, most=100)
-    magnitude: int = ranged(9, least=0, most=STRONGEST)
+    ops: int = ranged(2, least=0, most=100)  # operations per image, one after another
+    magnitude: int = ranged(9, least=0, most=STRONGEST)  # strength of the operations
 
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
         choices = table("randaugment", size, draws.indices.device)
@@ -77,7 +85,9 @@ class RandAugment(_Moving):
 
 @option("augment", "trivialaugment")
 class TrivialAugment(_Moving):
-    """torchvision's TrivialAugmentWide (Müller and Hutter 2021): one operation of any of 31 magnitudes."""
+    """A crop and a mirror, then TrivialAugment (Müller and Hutter 2021), wide: one operation of random strength, as
+    in torchvision, to the bit.
+    """
 
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
         place, up, magnitude = (draws.uniform(FIRST_DRAW + n) for n in range(3))
@@ -87,8 +97,11 @@ class TrivialAugment(_Moving):
 
 @option("augment", "autoaugment")
 class AutoAugment(_Moving):
-    """torchvision's AutoAugment (Cubuk et al. 2019): one of 25 pairs of operations."""
+    """A crop and a mirror, then a learnt policy of AutoAugment (Cubuk et al. 2019): two operations, as in
+    torchvision, to the bit.
+    """
 
+    # data set on which the policy was learnt: `imagenet`, `cifar10` or `svhn`
     policy: str = choice("imagenet", "imagenet", "cifar10", "svhn")
 
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
@@ -113,14 +126,18 @@ def _pairs(policy: str, device: torch.device) -> Tensor:
 
 @option("augment", "randaugment_timm")
 class TimmRandAugment(_Moving):
-    """timm's RandAugment: timm's operations, each with its own probability and magnitude, from 0 to 10."""
+    """A crop and a mirror, then timm's variant of RandAugment with Pillow's operations, to the bit. The defaults are
+    timm's `rand-m9-mstd0.5-inc1`.
 
-    ops: int = ranged(2, least=0, most=100)
-    magnitude: int = ranged(9, least=0, most=TIMM_STRONGEST)
-    magnitude_std: float = ranged(0.5, least=0, most=100)
-    increasing: bool = True
-    probability: float = ranged(0.5, least=0, most=1)
-    resample: str = choice("bicubic", "bilinear", "bicubic")
+    Each operation has its own probability and magnitude, from 0 to 10.
+    """
+
+    ops: int = ranged(2, least=0, most=100)  # operations per image, one after another
+    magnitude: int = ranged(9, least=0, most=TIMM_STRONGEST)  # mean strength of the operations, of 10
+    magnitude_std: float = ranged(0.5, least=0, most=100)  # standard deviation of the strength
+    increasing: bool = True  # all operations are stronger at a higher magnitude (timm's `inc`)
+    probability: float = ranged(0.5, least=0, most=1)  # probability of each of the operations
+    resample: str = choice("bicubic", "bilinear", "bicubic")  # how shears, shifts and rotations mix pixels
     fill: list[int] = ranged([124, 116, 104], least=0, most=255)
 
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
@@ -162,15 +179,17 @@ def _timm(increasing: bool, size: Size, device: torch.device) -> tuple[Tensor, .
 
 @option("augment", "augmix")
 class AugMix(_Moving):
-    """torchvision's AugMix (Hendrycks et al. 2020): a mix of the image and of chains of operations.
+    """A crop and a mirror, then AugMix (Hendrycks et al. 2020): a mix of the image and of chains of operations, as in
+    torchvision, to the bit.
 
     The shares are Dirichlet(alpha, ...): quotients of gamma numbers, which for a whole alpha are sums of `alpha`
     exponential ones.
     """
 
-    severity: int = ranged(3, least=1, most=10)
-    width: int = ranged(3, least=1, most=100)
-    depth: int = ranged(0, least=0, most=100)
+    severity: int = ranged(3, least=1, most=10)  # the strongest magnitude, of 10
+    width: int = ranged(3, least=1, most=100)  # chains of operations that are mixed
+    depth: int = ranged(0, least=0, most=100)  # operations in a chain; 0: 1 to 3 by chance
+    # the shares of the chains are drawn from Dirichlet(alpha, ...), and the image's own share from Beta(alpha, alpha)
     alpha: int = ranged(1, least=1, most=100)
 
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
@@ -197,7 +216,9 @@ class AugMix(_Moving):
 
 @option("augment", "three_augment")
 class ThreeAugment(Policy):
-    """3-Augment of DeiT III (Touvron et al. 2022): grey, solarize or blur, then jitter, as Pillow computes them."""
+    """A crop and a mirror, then 3-Augment of DeiT III (Touvron et al. 2022): grey, solarize or blur, and colour
+    jitter, as in Pillow, to the bit.
+    """
 
     jitter: float = ranged(0.3, least=0, most=1)
     reflect: bool = True
