@@ -174,8 +174,8 @@ def name_of(cls: type[Any]) -> str:
 
 def target_of(cls: type[Any]) -> str:
     """The `_target_` of an option's class: for ours, it begins with the module of the group."""
-    groups = (group for (group, _), other in _DECLARED.items() if other is cls and _is_ours(cls))
-    return f"{GROUPS.get(next(groups, ''), cls.__module__)}.{cls.__qualname__}"
+    groups = [group for (group, _), other in _DECLARED.items() if other is cls and _is_ours(cls)]
+    return f"{GROUPS[groups[0]] if groups else cls.__module__}.{cls.__qualname__}"
 
 
 def default_node(group: str, cls: type[Any]) -> dict[str, Any]:

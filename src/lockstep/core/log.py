@@ -14,7 +14,7 @@ from rich.text import Text
 from lockstep.core.errors import Interrupted, escaped
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import append, storing
-from lockstep.core.terminal import SafeStream, fill, impatient
+from lockstep.core.terminal import fill, impatient, standard
 
 logger = logging.getLogger("lockstep")
 # A launcher process has no log file. Without this handler, `logging` would print its warnings a second time.
@@ -41,7 +41,7 @@ class LineFormatter(logging.Formatter):
 
 
 # Prints plain lines in a notebook too, where rich would otherwise show each line as an HTML block.
-console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], SafeStream(lambda: sys.stdout)))
+console = Terminal(highlight=False, force_jupyter=False, file=cast(IO[str], standard("stdout")))
 
 
 class LogFile(logging.FileHandler):

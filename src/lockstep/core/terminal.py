@@ -1,6 +1,5 @@
 """Standard streams that may be closed, full, or not read: that alone must not end a run, or hold it up."""
 
-import functools
 import io
 import math
 import os
@@ -36,7 +35,7 @@ def impatient() -> Iterator[None]:
     """
     global _patience_s
     for name in ("stdout", "stderr"):
-        SafeStream(functools.partial(getattr, sys, name)).flush()  # what follows goes past the buffer
+        standard(name).flush()  # what follows goes past the buffer
     before, _patience_s = _patience_s, WAIT_S
     try:
         yield
@@ -105,6 +104,11 @@ class SafeStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.current(), name)
+
+
+def standard(name: str) -> SafeStream:
+    """The stream that is `sys.stdout` or `sys.stderr` whenever it is used: a notebook and tests replace them."""
+    return SafeStream(lambda: getattr(sys, name))
 
 
 def guard_streams() -> None:

@@ -18,7 +18,7 @@ from lockstep.config.commands import check_word
 from lockstep.config.messages import translate, translate_before_job
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
 from lockstep.core.log import wrapped
-from lockstep.core.terminal import SafeStream, impatient
+from lockstep.core.terminal import SafeStream, impatient, standard
 from lockstep.runtime.signals import (
     GRACE_S,
     STOPPED_EARLY,
@@ -157,7 +157,7 @@ def say(error: LockstepError, label: str = "") -> None:
     """Show an error to the user: its sentence, and the traceback if a rank raised an error that is not ours."""
     if isinstance(error, Stopped) and not reports_stops():
         return
-    stderr = SafeStream(lambda: sys.stderr)  # the exit code still tells the kind of error
+    stderr = standard("stderr")  # the exit code still tells the kind of error
     with impatient():
         if isinstance(error, RankFailed) and error.details:
             stderr.write(escaped(error.details.rstrip()) + "\n")
