@@ -129,7 +129,7 @@ def created(*overrides: str, folder: Path | None = None) -> tuple[RunDir, Resolv
     with initialize_config_dir(str(ROOT / "conf")):
         called = Invocation(overrides=overrides, sweep=False, folder=folder, hydra="")
         with closing(Lock()) as lock:
-            preparation, job = create_run(decide_resume(values, called), called, lock)
+            preparation, job = create_run(decide_resume(values, called), lock)
     return preparation.run_dir, job
 
 

@@ -140,7 +140,7 @@ def stopped_halfway(folder: Path, seed: int) -> None:
     folder.mkdir()
     with closing(Lock()) as lock:
         job = composition.composed(list(overrides))
-        with suppress(Stopped), create_run(decide_resume(job, called), called, lock)[0] as run_dir:
+        with suppress(Stopped), create_run(decide_resume(job, called), lock)[0] as run_dir:
             experiment.run(load_job(run_dir.config), run_dir, World.solo(), stop=_StopAt(STOP_AT))
     run_dir.gpu.write_text('{"time": 1.0, "step": 1, "local_rank": 0, "uuid": "GPU-1", "util": 50.0}\n')
 
@@ -157,7 +157,7 @@ def resumed(folder: Path, composed: dict[str, Any]) -> Ended:
             program.bypass_hydra_errors(),
             composition.composing(),
             closing(Lock()) as lock,
-            create_run(decide_resume(job, called), called, lock)[0] as run_dir,
+            create_run(decide_resume(job, called), lock)[0] as run_dir,
         ):
             start(run_dir, load_job(run_dir.config))
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.core.errors import InputError
-from lockstep.core.launch_env import check_launched, is_launched, launched_place
+from lockstep.core.launch_env import check_launched, launched_place
 from lockstep.runtime import signals
 
 if TYPE_CHECKING:  # importing these modules imports torch
@@ -85,7 +85,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
             "program's main thread, or start the command lockstep train"
         )
     check_launched()
-    if is_launched() and (size := launched_place().size) > 1:
+    if (size := launched_place().size) > 1:
         raise InputError(
             f"lockstep.train was called in one of {size} ranks, and each would train alone; start the script once "
             "and give ranks=N, or start the command lockstep train in each rank"
@@ -110,7 +110,7 @@ def train(overrides: Sequence[str] = (), *, ranks: int | None = None, extensions
                 with storing(invocation.folder):
                     invocation.folder.mkdir(parents=True, exist_ok=True)
             lock = locked.enter_context(closing(Lock()))
-            prepared, job = create_run(decide_resume(values, invocation), invocation, lock)
+            prepared, job = create_run(decide_resume(values, invocation), lock)
         with prepared as run_dir:
             objective = start(run_dir, job)
     return Result(

@@ -31,7 +31,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 
 def resume_of(folder: Path | None, named: Path | None = None) -> Resume:
     values = {"resume": None if named is None else str(named)}
-    return Resume(composed=values, values=values, overrides=(), run=folder, folder=folder, may_fetch=True)
+    called = Invocation(overrides=(), sweep=False, folder=None, hydra="")
+    own = {"composed": values, "values": values, "run": folder, "folder": folder}
+    return Resume(invocation=called, overrides=(), may_fetch=True, **own)
 
 
 def decided(*overrides: str, **changed: Any) -> Resume:

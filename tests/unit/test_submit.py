@@ -118,10 +118,10 @@ def test_a_program_that_the_job_could_not_import_is_not_submitted(
 def submitted(monkeypatch: pytest.MonkeyPatch, run: Path | None, *words: str, **values: Any) -> Submission:
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
     values = {**composed("device=cpu"), "resume": None, **values}
-    word_fields: dict[str, Any] = {"overrides": words, "typed": words, "own_words": words}
+    called = Invocation(overrides=words, sweep=False, folder=None, hydra="", own_words=words)
+    word_fields: dict[str, Any] = {"invocation": called, "overrides": words, "typed": words}
     resume = Resume(composed=values, values=values, run=run, folder=run, may_fetch=True, **word_fields)
-    called = Invocation(overrides=words, sweep=False, folder=None, hydra="")
-    return submission(resume, Slurm(setup=values.pop("setup", [])), called, Lock())
+    return submission(resume, Slurm(setup=values.pop("setup", [])), Lock())
 
 
 def test_a_submitted_command_continues_what_its_line_does(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

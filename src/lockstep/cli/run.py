@@ -37,7 +37,7 @@ from lockstep.sweep.runs import is_below
 from lockstep.training.resolved_job import load_job
 
 
-def run_job(resume: Resume, invocation: Invocation, lock: Lock) -> float | Submission | None:
+def run_job(resume: Resume, lock: Lock) -> float | Submission | None:
     """Lock, check and launch one job, or say what to submit to SLURM.
 
     Returns its objective; None if main is on another machine. A sweep's job that is resumed alone updates its record
@@ -45,37 +45,34 @@ def run_job(resume: Resume, invocation: Invocation, lock: Lock) -> float | Submi
     """
     launcher = resume.job.launcher
     if isinstance(launcher, Slurm) and not is_submitted():
-        return submission(resume, launcher, invocation, lock)
-    run = partial(_run_agent, resume, invocation)
-    if not resume.has_several_machines:
-        run = partial(_run_here, resume, invocation, lock)
-    entry = record_of(resume.folder) if resume.folder is not None and not invocation.sweep else None
-    objective = run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
-    forgive_output()  # train.log has the lines of the run
-    return objective
+        return submission(resume, launcher, lock)
+    run = partial(_run_agent, resume) if resume.has_several_machines else partial(_run_here, resume, lock)
+    entry = record_of(resume.folder) if resume.folder is not None and not resume.invocation.sweep else None
+    return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
 
 
-def _run_here(resume: Resume, invocation: Invocation, lock: Lock) -> float | None:
+def _run_here(resume: Resume, lock: Lock) -> float | None:
     """Run a job in this process, or in ranks that it starts."""
-    preparation, job = create_run(resume, invocation, lock)
+    preparation, job = create_run(resume, lock)
     with preparation as run_dir:
         return start(run_dir, job)
 
 
-def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
+def _run_agent(resume: Resume) -> float | None:
     """Run a job of several machines: here and there, torch's agent starts this command again, once for each rank."""
-    if invocation.sweep:
+    if resume.invocation.sweep:
         raise InputError(
             f"launcher.nodes is {resume.launcher['nodes']}, but the jobs of a sweep run on one machine, or each as a "
             "job of SLURM; use launcher.nodes=1 or launcher=slurm"
         )
-    job = prepare(resume, invocation)
+    job = prepare(resume)
     launcher = job.launcher
     assert isinstance(launcher, Elastic)
     os.environ["HYDRA_FULL_ERROR"] = "0"  # `command_line` has set it, for this process
     command = [sys.executable, *sys.orig_argv[1:]]
     if not launcher.is_host:
         launcher.run_agent(command)
+        forgive_output()
         return None
     run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
     os.environ[RUN_FOLDER] = str(run_dir.path)  # each attempt of the ranks continues in it
@@ -83,27 +80,24 @@ def _run_agent(resume: Resume, invocation: Invocation) -> float | None:
         launcher.run_agent(command)
     finally:
         remove_empty(new)
+    forgive_output()  # train.log has the lines of the run
     objective: float | None = Run(run_dir.path).summary.get("objective")
     return objective
 
 
 def lead(values: dict[str, Any], invocation: Invocation, lock: Lock) -> float | None:
     """Run a job as the main of ranks that torchrun, srun or a script has started; returns its objective."""
-    with leading() as ranks:
-        preparation, job = create_run(decide_resume(values, invocation, ranks.earlier), invocation, lock)
+    with leading() as followers:
+        preparation, job = create_run(decide_resume(values, invocation, followers.earlier), lock)
         with preparation as run_dir:
-            ranks.send(run_dir)
-            objective = start(run_dir, job)
-    forgive_output()
-    return objective
+            followers.send(run_dir)
+            return start(run_dir, job)
 
 
 def follow() -> float | None:
     """Run a job as another of these ranks, in the folder that main has created; returns its objective."""
     with following() as run_dir:
-        objective = start(run_dir, load_job(run_dir.config))
-    forgive_output()
-    return objective
+        return start(run_dir, load_job(run_dir.config))
 
 
 def kind(values: Mapping[str, Any]) -> str:

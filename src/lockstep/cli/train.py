@@ -58,7 +58,7 @@ class Training:
                 configure_native_threads()
                 from lockstep.cli import run  # the border: above is no torch, for --help, --cfg job
             if resume is not None:
-                return run.run_job(resume, invocation, lock)
+                return run.run_job(resume, lock)
             return run.follow() if follows() else run.lead(values, invocation, lock)
 
     def needs(self, composed: DictConfig, machine: Any) -> Any:

@@ -62,7 +62,7 @@ def is_launched() -> bool:
 
 def follows() -> bool:
     """Whether this process is a rank for which another one, main, decides what is run and in which folder."""
-    return is_launched() and launched_place().rank > 0
+    return launched_place().rank > 0
 
 
 def in_agent() -> bool:
@@ -105,7 +105,12 @@ def without_local_rank(words: Sequence[str]) -> list[str]:
 
 
 def launched_place() -> Place:
-    """The place of a launched rank; on one machine if the launcher sets no local ranks. Raises InputError."""
+    """The place of this process, alone unless a launcher started it; on one machine if that sets no local ranks.
+
+    Raises InputError.
+    """
+    if not is_launched():
+        return Place(rank=0, size=1, local_rank=0, local_size=1)
     size = _number("WORLD_SIZE", 1, 65_536)
     rank = _number("RANK", 0, size - 1)
     return Place(

@@ -13,7 +13,6 @@ from lockstep.checkpoint import files
 from lockstep.checkpoint.reading import check_fingerprint
 from lockstep.config import components, composition
 from lockstep.config.commands import OF_RUN, RUN_FOLDERS, key_of
-from lockstep.config.composition import Invocation
 from lockstep.core import log
 from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError, StorageError
@@ -31,14 +30,14 @@ from lockstep.runtime import forking
 from lockstep.training.resolved_job import Decisions, ResolvedJob, averaging_of, decisions, fingerprint, train_longer
 
 
-def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> tuple[Preparation, ResolvedJob]:
+def create_run(resume: Resume, lock: Lock) -> tuple[Preparation, ResolvedJob]:
     """Prepare the job of a command, make its run folder, and take `lock` on the folder.
 
     Raises InputError if the job does not fit, or another job uses the folder; nothing was written.
     """
     if resume.folder is not None:
         lock_run_folder(resume.folder, lock)
-    job = prepare(resume, invocation)
+    job = prepare(resume)
     if job.launcher.can_fork():
         forking.import_for_ranks(job)
     run_dir, new = RunDir.provide(resume.folder, Path(job.output_root), job.name)
@@ -47,7 +46,7 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> tuple[Prep
         run_dir,
         {
             run_dir.config: components.dump(components.plain(job)),
-            run_dir.command: replace(invocation, overrides=resume.typed).command + "\n",
+            run_dir.command: replace(resume.invocation, overrides=resume.typed).command + "\n",
             run_dir.hydra / "hydra.yaml": resume.hydra,
             run_dir.overrides: components.dump(resume.overrides),
             run_dir.composed: components.dump(resume.composed),
@@ -57,11 +56,11 @@ def create_run(resume: Resume, invocation: Invocation, lock: Lock) -> tuple[Prep
     return preparation, job
 
 
-def prepare(resume: Resume, invocation: Invocation) -> ResolvedJob:
+def prepare(resume: Resume) -> ResolvedJob:
     """The job of a command, resolved, and checked with its data. Raises InputError if the job does not fit."""
     forking.keep_one_thread()
     # A job of the pool has its own process; Hydra's basic launcher runs the jobs of a sweep in one.
-    sweep = invocation.sweep and multiprocessing.parent_process() is None
+    sweep = resume.invocation.sweep and multiprocessing.parent_process() is None
     job = checked_job(resume, sweep=sweep)
     job.launcher.try_address()
     fetch_data(resume, job.dataset)

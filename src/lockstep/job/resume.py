@@ -28,6 +28,7 @@ SHOWN = 4
 class Resume:
     """What a command continues, and the config of its job."""
 
+    invocation: Invocation  # the command
     composed: Mapping[str, Any]  # the config of the command, or of the run that it continues with its overrides
     # The same with the batch that the job has, if an override says `batch=auto`, and with the checkpoint that
     # `resume=` names, as an absolute path, or null.
@@ -42,7 +43,6 @@ class Resume:
     may_fetch: bool
     typed: tuple[str, ...] = ()  # the overrides of the command, with the runs that `latest` names
     hydra: str = ""  # Hydra's own config of `composed`, as YAML, with the options of the job
-    own_words: tuple[str, ...] = ()  # see `Invocation`
     # The values that the command has without the files of strangers, by key; None if there are no such files.
     own: Mapping[str, Any] | None = None
 
@@ -50,7 +50,7 @@ class Resume:
         """Raise InputError if a file of strangers says where a run writes or sends, or any file what a shell runs."""
         refused = []
         for key, role, value, default in personal_values(component, prefix):
-            typed = [parsed(word) for word in self.own_words if key_of(word) == key]
+            typed = [parsed(word) for word in self.invocation.own_words if key_of(word) == key]
             if role == SHELL:  # a function in the override may add to the lines of a file
                 is_own = [list(map(str, lines)) for lines in typed if isinstance(lines, list)].count(value) > 0
             else:
@@ -124,6 +124,7 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
     # The folder to which missing data is downloaded; None for data that is not downloaded.
     root = values["dataset"].get("root") if isinstance(values["dataset"], Mapping) else None
     return Resume(
+        invocation=invocation,
         composed=values,
         values={**_without_auto_batch(values, overrides, invocation.configs), "resume": start},
         overrides=overrides,
@@ -132,7 +133,6 @@ def decide_resume(values: dict[str, Any], invocation: Invocation, earlier: str =
         folder=folder,
         may_fetch=own is None or "dataset.root" in typed or root in (None, data_root),
         hydra=hydra,
-        own_words=invocation.own_words,
         own=own,
     )
 

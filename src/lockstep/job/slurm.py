@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from lockstep.config import components
 from lockstep.config.commands import command_of_program, key_of, override
-from lockstep.config.composition import Invocation
 from lockstep.core import plan
 from lockstep.core.errors import InputError, is_one_line, shown
 from lockstep.core.locks import Lock
@@ -46,7 +45,7 @@ class Submission:
         return [*self.command, *(() if self.resumes else (override("hydra.run.dir", folder),))]
 
 
-def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lock) -> Submission:
+def submission(resume: Resume, launcher: Slurm, lock: Lock) -> Submission:
     """The submission for a composed job, whose machine is checked where it runs. Raises InputError."""
     folder = resume.folder
     if folder is not None:
@@ -61,7 +60,7 @@ def submission(resume: Resume, launcher: Slurm, invocation: Invocation, lock: Lo
     return Submission(
         launcher=launcher,
         name=str(resume.values["name"]),
-        command=(*command_of_program(), *invocation.configs.words, *overrides, *words),
+        command=(*command_of_program(), *resume.invocation.configs.words, *overrides, *words),
         folder=folder,
         root=Path(resume.values["output_root"]).expanduser().absolute(),
         resumes=resume.run is not None,

@@ -27,7 +27,7 @@ from lockstep.core.launch_env import ATTEMPT, Place, is_launched, launched_place
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
-from lockstep.core.terminal import impatient
+from lockstep.core.terminal import forgive_output, impatient
 from lockstep.core.world import World
 from lockstep.launcher import addresses
 from lockstep.runtime import program, watchdog
@@ -46,14 +46,16 @@ def start(run_dir: RunDir, job: ResolvedJob) -> float | None:
             f"launcher.nodes requests {job.launcher.node_range[1]} machines, which only the command line "
             "can do; use lockstep train, or launcher.nodes=1"
         )
-    with impatient():  # train.log has what is shown
-        return job.launcher.launch(lambda path: main(path, job), run_dir)
+    with impatient():
+        objective = job.launcher.launch(lambda path: main(path, job), run_dir)
+    forgive_output()  # train.log has what is shown
+    return objective
 
 
 def main(path: Path, job: ResolvedJob | None = None) -> None:
     """Run one rank of a job, by default of the one in the folder `path`. Raises the error that ended the rank."""
     run_dir = RunDir(path)
-    errors = RankErrorFile(run_dir, launched_place().rank if is_launched() else 0)
+    errors = RankErrorFile(run_dir, launched_place().rank)
     with (
         log.rank_logging(run_dir, errors.rank, separate=is_launched()),
         watchdog.dump_stacks_on_crash(run_dir.rank_log(errors.rank)) as stacks,
@@ -154,8 +156,8 @@ def join(*, device: str, backend: str, timeout: float, threads: int) -> Iterator
     its launcher are wrong, or the rank may not open enough files to be connected with all ranks.
     """
     torch.set_num_threads(threads)
-    place = launched_place() if is_launched() else None
-    if place is None or place.size == 1:  # a group would take 20 ms, and more with NCCL
+    place = launched_place()
+    if place.size == 1:  # a group would take 20 ms, and more with NCCL
         yield World.solo(torch.device(device, 0) if device == "cuda" else device)
         return
     on_device = torch.device(device, own_gpu(place.local_rank)) if device == "cuda" else torch.device("cpu")

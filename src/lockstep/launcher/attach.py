@@ -42,17 +42,15 @@ T = TypeVar("T")
 
 
 class Followers:
-    """The ranks that follow main, for which it makes the run folder; none if main is the only rank."""
+    """The ranks that follow main, for which it makes the run folder; none if main is the only rank.
+
+    `earlier` is the folder from before a restart; empty for none.
+    """
 
     def __init__(self, store: Any = None, attempt: str = "", size: int = 1) -> None:
         self.store, self.attempt, self.ranks = store, attempt, range(1, size)
         self.have_folder = False
-
-    @property
-    def earlier(self) -> str:
-        """The run folder from before a restart; empty for none."""
-        known = _value(self.store, FOLDER) if self.ranks else ""
-        return known or os.environ.get(RUN_FOLDER, "")
+        self.earlier = os.environ.get(RUN_FOLDER, "")
 
     def gather(self) -> None:
         """Wait until all ranks are there. Raises InputError for a rank of another job; RankFailed: one is missing."""
@@ -64,6 +62,7 @@ class Followers:
                     "use the same for each"
                 )
         find_local_ranks(self.store, self.attempt)
+        self.earlier = _value(self.store, FOLDER) or self.earlier
 
     def send(self, run_dir: RunDir) -> None:
         """Send them the run folder. Raises InputError if a machine does not see it."""
