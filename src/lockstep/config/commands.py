@@ -14,7 +14,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Quote, QuotedString
 from hydra.errors import HydraException
 
-from lockstep.config.roles import parts_with
+from lockstep.config.roles import role_of
 from lockstep.config.schema import GROUPS, MANY, Job
 from lockstep.core.errors import InputError, shown
 from lockstep.core.fields import SHELL, Role, leaves, personal_values
@@ -23,12 +23,12 @@ from lockstep.core.run_dir import LATEST, RunDir, relative
 from lockstep.core.safe_read import UnreadableFile, read_text, read_yaml
 
 # The keys that hold paths of runs and checkpoints, and the keys that hold other folders.
-RUNS = ("resume", "init_from", "task.teacher")
 STARTS = ("init_from", "task.teacher")  # of these, `latest` is the run that was the newest when the job began
+RUNS = ("resume", *STARTS)
 FOLDERS = ("data_root", "output_root", "dataset.path", "hydra.run.dir", "hydra.sweep.dir")
 RUN_FOLDERS = ("hydra.run.", "hydra.sweep.")  # how the keys of the folders of runs begin
 # What says where a run trains, what it records and how much it may take: of no use where no run is made.
-_OF_RUN = ("launcher", *parts_with(Role.display, Role.limit, Role.shared))
+_OF_RUN = {"launcher"} | {key for key in vars(Job()) if role_of(key) in (Role.display, Role.limit, Role.shared)}
 OF_RUN = {*_OF_RUN, *(f"{part}." for part in _OF_RUN), *RUN_FOLDERS}
 OVERRIDE = re.compile(r"[+~]*(hydra/)?\w[\w.@]*=")  # how one begins; no path does, such as ./a=b
 # The characters that have a meaning in an override.

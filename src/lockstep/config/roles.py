@@ -84,11 +84,6 @@ def is_sample(key: str) -> bool:
     return role_of(key) is Role.sample
 
 
-def parts_with(*roles: Role) -> list[str]:
-    """The keys, blocks and groups of a job that have one of some roles."""
-    return [name for name in _OF_JOB if role_of(name) in roles]
-
-
 def fields_with(group: str, component: Component, *roles: Role) -> frozenset[str]:
     """The names of the fields of a group's component that have one of some roles."""
     names = (field.name for field in dataclasses.fields(component))

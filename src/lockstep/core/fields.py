@@ -33,32 +33,18 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600}
 
 
 class Role(StrEnum):
-    """What another value of a key makes of a run: another one or the same. docs/configuration.md tells users.
+    """What another value of a key makes of a run. docs/configuration.md explains it to users."""
 
-    Another run:
-        identity: in every way.
-        schedule: its steps take the same time and memory.
-        pixels: on the same images, which look different.
-        start: with other initial weights, which a resume does not need.
-        sample: of the same setting, which tables show in one row.
-    The same run:
-        rounding: but for its last bits.
-        place: read, written or trained in another place.
-        display: which shows, records or keeps something else.
-        limit: which may take more or less, or costs another price.
-        shared: of a sweep, all jobs of which share the key.
-    """
-
-    identity = "identity"
-    schedule = "schedule"
-    pixels = "pixels"
-    start = "start"
-    sample = "sample"
-    rounding = "rounding"
-    place = "place"
-    display = "display"
-    limit = "limit"
-    shared = "shared"
+    identity = "identity"  # another run
+    schedule = "schedule"  # another run, whose steps take the same time and memory
+    pixels = "pixels"  # another run, on the same images, which look different
+    start = "start"  # another run, with other initial weights, which a resume does not need
+    sample = "sample"  # another run of the same setting, which tables show in one row
+    rounding = "rounding"  # the same run, except for its last bits
+    place = "place"  # the same run, which is, reads or writes in another place
+    display = "display"  # the same run, which shows, records or keeps something else
+    limit = "limit"  # the same run, which may take more or less
+    shared = "shared"  # the same run; all jobs of a sweep share the value
 
     @property
     def makes_another_run(self) -> bool:
