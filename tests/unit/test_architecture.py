@@ -29,7 +29,7 @@ PLUGINS = ROOT / "src" / "hydra_plugins"
 # Modules with names of modules in strings, which they import at run time, and why.
 NAMES_MODULES: dict[str, str] = {
     "config.schema": "the groups, whose classes a config names; they are imported when one is built",
-    "training.build_observers": "those who read every run, if their packages are there",
+    "core.observer": "those who read every run, if their packages are there",
 }
 
 # Packages that read runs or start them, each by itself. A copy of the source without them trains (`test_heart.py`).

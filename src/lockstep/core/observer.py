@@ -1,7 +1,8 @@
-"""The base class of observers, the facts of a run that they get, and the protocol of loggers."""
+"""The base class of observers, the facts of a run that they get, the protocol of loggers, and who reads every run."""
 
 from __future__ import annotations
 
+import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ if TYPE_CHECKING:  # importing the package must be fast
     from lockstep.core.run_dir import RunDir
 
 Outcome = Literal["completed", "stopped", "failed"]
+# Modules whose `Listener` observes every run. Training needs none of them: an absent package does not listen.
+LISTENERS = ("lockstep.diagnostics.listener", "lockstep.report.run_page")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,3 +125,9 @@ class Logger(Component, Protocol):
     @abstractmethod
     def build(self, run: RunInfo) -> Observer:
         """The observer that writes the figures, on main only. Raises InputError without a package that it needs."""
+
+
+def listeners() -> list[Callable[[RunInfo], Observer]]:
+    """The classes of `LISTENERS`, of the packages that are here."""
+    present = [name for name in LISTENERS if importlib.util.find_spec(name.rpartition(".")[0])]
+    return [importlib.import_module(name).Listener for name in present]

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from lockstep.config.schema import Job
+from lockstep.core.observer import listeners
 from lockstep.runtime import environment, signals
 
 
@@ -42,6 +43,7 @@ def import_for_ranks(job: Job) -> None:
     modules |= {"sklearn.metrics"} if job.metric else set()
     for name in sorted(modules):
         importlib.import_module(name)
+    listeners()
 
 
 class Fork(ForkProcess):

@@ -1,6 +1,5 @@
 """Builds everything that records a run: telemetry of each rank, main's observers and its watch on the hardware."""
 
-import importlib.util
 import itertools
 import math
 import os
@@ -18,7 +17,7 @@ from lockstep.core.figures import check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model_card import VALUES
 from lockstep.core.monitor import Monitor, tagged
-from lockstep.core.observer import Observer, Outcome, RunInfo
+from lockstep.core.observer import Observer, Outcome, RunInfo, listeners
 from lockstep.core.plan import Plan
 from lockstep.core.run_dir import RunDir
 from lockstep.core.tags import LOSS, TOP1
@@ -39,8 +38,6 @@ from lockstep.training.train_state import Progress, TrainState
 
 # A loss above this many times the loss of guessing (the logarithm of the number of classes) counts as diverged.
 MAX_LOSS_RATIO = 1000
-# Modules whose `Listener` reads every run. Training needs none of them: an absent package does not listen.
-LISTENERS = ("lockstep.diagnostics.listener", "lockstep.report.run_page")
 
 
 class Observers(Observer):
@@ -198,12 +195,11 @@ def _observer(
         log=observers.log,
     )
     own = [logger.build(run) for logger in loggers]
-    present = [name for name in LISTENERS if importlib.util.find_spec(name.rpartition(".")[0])]
-    listeners = [importlib.import_module(name).Listener(run) for name in present]
+    listening = [listener(run) for listener in listeners()]
     logged = read_figures(run_dir.metrics, progress.after)
     latest = {tag: value for _, scalars in logged for tag, value in scalars.items()}
     table = sinks.CsvTable(run_dir.table, plan, progress.after, latest, tags)
-    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation), *listeners)
+    observers.observers = (*own, table, sinks.PredictionsFile(run_dir.validation), *listening)
     return observers
 
 
