@@ -8,7 +8,7 @@ import pytest
 from helpers import built
 from lockstep.core.errors import InputError
 from lockstep.core.world import World
-from lockstep.models import DigitNet, Timm
+from lockstep.models import DigitNet, Timm, Torchvision
 from lockstep.training.resolved_job import check_same_data, describe, fingerprint, plan_of, train_longer
 from thread_ranks import ThreadRanks
 
@@ -18,6 +18,12 @@ def test_a_component_is_its_class_and_what_is_not_its_default() -> None:
     assert describe(DigitNet(width=64, compile=True)) == "DigitNet(compile=True, width=64)"
     assert describe(DigitNet(width=64, compile=True), frozenset({"compile"})) == "DigitNet(width=64)"
     assert describe(Timm(options={"img_size": 64})) == "Timm(options={'img_size': 64})"
+
+
+def test_checkpoints_of_the_models_that_are_defaults_of_their_classes_have_no_name() -> None:
+    """The config requires a name, but another default of the class would make these checkpoints another run's."""
+    assert describe(Timm(name="resnet50d")) == "Timm()"
+    assert describe(Torchvision(name="resnet50")) == "Torchvision()"
 
 
 def test_how_a_job_is_run_is_not_what_it_is() -> None:

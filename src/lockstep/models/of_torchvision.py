@@ -7,7 +7,7 @@ from torch import nn
 
 from lockstep.config.options import TORCHVISION, models_of, option, tagged_names
 from lockstep.core.errors import InputError, did_you_mean, reason_of
-from lockstep.core.fields import TEXT, choice, mapping, ruled
+from lockstep.core.fields import TEXT, choice, in_config, mapping, ruled
 from lockstep.core.model import Convolution, head_layers
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
 from lockstep.models.nets import Network
@@ -25,7 +25,8 @@ class Torchvision(Network):
     """
 
     imports: ClassVar[tuple[str, ...]] = ("torchvision",)
-    name: str = ruled("???", TEXT)  # torchvision's name of the model; `model=torchvision.NAME` sets it
+    # torchvision's name of the model; `model=torchvision.NAME` sets it
+    name: str = in_config("???", ruled("resnet50", TEXT))
     # start from torchvision's weights (downloaded once): those that the name has, or the best. `auto`: if they are on
     # this machine or can be downloaded
     pretrained: bool | str = choice(False, False, True, "auto")

@@ -16,7 +16,7 @@ from torch import nn
 
 from lockstep.config.options import TIMM, model_of, models_of, option
 from lockstep.core.errors import InputError, did_you_mean, reason_of
-from lockstep.core.fields import TEXT, choice, mapping, ranged, ruled
+from lockstep.core.fields import TEXT, choice, in_config, mapping, ranged, ruled
 from lockstep.core.model import forward_on_meta
 from lockstep.core.model_card import INTERPOLATION, INTERPOLATIONS, TrainedInput
 from lockstep.models.nets import Network
@@ -37,7 +37,7 @@ class Timm(Network):
     """
 
     imports: ClassVar[tuple[str, ...]] = ("timm",)
-    name: str = ruled("???", TEXT)  # timm's name of the model; `model=NAME` sets it
+    name: str = in_config("???", ruled("resnet50d", TEXT))  # timm's name of the model; `model=NAME` sets it
     # start from timm's published weights (downloaded once). `auto`: if they are on this machine or can be downloaded
     pretrained: bool | str = choice(False, False, True, "auto")
     drop_rate: float = ranged(0.0, least=0, below=1)  # dropout rate before the classifier
