@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from helpers import resolved, running_fork
+from helpers import ROOT, resolved, running_fork
 from lockstep.cli import ladder as module
 from lockstep.cli.ladder import Rung, chosen, ladder, rung_key, rungs, script_name
 from lockstep.cli.ladder_table import row_of, show
@@ -134,6 +134,15 @@ def test_the_rungs_are_those_that_change_something(monkeypatch: pytest.MonkeyPat
     assert "DDP, mixed precision" not in names("precision=bf16")
     monkeypatch.setattr(module.host, "has_bfloat16", lambda: False)
     assert "DDP, mixed precision" not in names("model=linear")
+
+
+def test_the_users_strategy_comes_first_and_every_other_one_of_the_registry_last() -> None:
+    ways = [*rungs(resolved("model=linear", "device=cpu", "precision=bf16"), 2, (), "zero")]
+    assert [way.name for way in ways[:3]] == ["one device", "ZeRO", "DataParallel"]
+    names = {path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")} - {"auto", "strict"}
+    assert {word for way in ways for word in way.words if word.startswith("strategy=")} == {
+        f"strategy={name}" for name in names
+    }
 
 
 def test_the_first_rung_is_always_there() -> None:

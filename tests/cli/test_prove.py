@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import forks, result, running_fork
+from helpers import command, forks, result, running_fork
 from lockstep.core.errors import InputError, NumericalError
 from lockstep.diagnostics import prove
-from lockstep.diagnostics.prove import COMMON, OTHERS, Case, RunResult, cases, compare, for_strategy, texts
+from lockstep.diagnostics.prove import COMMON, Case, RunResult, cases, compare, for_strategy, texts
 from lockstep.runtime.signals import StopNow
+from lockstep.strategy.base import Auto, Single
+from lockstep.strategy.ddp import DDP, AllReduce
 from processes import wait_for
 
+OTHERS = ("accelerate", "allreduce", "allreduce_hooks", "fsdp", "pipeline", "zero")
 LOOSE, EXACT = Case("ddp 2", (), "single"), Case("strict 2", (), "strict 1", exact=True)
 REFERENCE = RunResult(
     losses=[2.0, 1.0],
@@ -123,7 +127,7 @@ def test_each_strategy_runs_once_ddp_on_every_size_and_each_kind_of_state_is_kil
         *(f"ddp {size}" for size in (2, 3, 4)),
     }
     assert [name for name in names if "killed" in name] == [
-        f"{name} 2 killed" for name in ("ddp", "fsdp", "zero", "pipeline")
+        f"{name} 2 killed" for name in ("ddp", "fsdp", "pipeline", "zero")
     ]
     assert [name for name in names if " x " in name] == ["single x 3", "ddp 2 x 3"]
     assert [name for name in names if "strict" in name] == ["strict 1", "strict 2"]
@@ -135,6 +139,52 @@ def test_all_runs_every_strategy_and_every_kill_on_every_size() -> None:
     assert {f"{name} {size}" for name in ("ddp", *OTHERS) for size in (2, 3, 4)} < names
     assert {f"{name} {size} killed" for name in ("ddp", "fsdp", "zero", "pipeline") for size in (2, 3, 4)} < names
     assert {"single x 3", "ddp 2 x 3", "ddp 3 x 3", "ddp 4 x 3", "strict 1", "strict 2", "strict 4"} < names
+
+
+def test_a_strategy_of_the_users_comes_first_on_every_size_and_is_killed() -> None:
+    names = names_of(cases([2, 3], micro_batches=3, own={"mine": AllReduce()}))
+    first = ["single", "single x 3", "mine 2", "mine 2 x 3", "mine 2 killed", "mine 3", "ddp 2"]
+    assert names[: len(first)] == first
+    assert names_of(cases([2], micro_batches=None, own={"mine": Single()}))[:3] == ["single", "mine", "ddp 2"]
+    usual = names_of(cases([2, 3], micro_batches=3))
+    assert names_of(cases([2, 3], micro_batches=3, own={"auto": Auto()})) == usual
+    assert {*names_of(cases([2, 3], micro_batches=3, own={"ddp": DDP()}))} == {*usual}
+
+
+MINE = """
+import lockstep
+from lockstep.strategy import AllReduce
+from torch import nn
+
+
+@lockstep.option("strategy")
+class Mine(AllReduce):
+    scale: float = 1.0
+
+    def reduce(self, replica: nn.Module) -> None:
+        super().reduce(replica)
+        for parameter in replica.parameters():
+            parameter.grad *= self.scale
+"""
+FIRST = """
+from lockstep.config import extensions
+from lockstep.diagnostics import prove
+
+extensions.use(["own"])
+cases = prove.cases
+prove.cases = lambda *sizes, **named: cases(*sizes, **named)[:3]
+prove.prove(["strategy=mine", "strategy.scale={}", "model=linear", "device=cpu"], steps=2, ranks="2")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (2.0, "FAIL")])
+def test_a_project_proves_its_own_strategy(tmp_path: Path, scale: float, verdict: str) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "__init__.py").write_text(MINE)
+    done = command(sys.executable, "-c", FIRST.format(scale), cwd=tmp_path, TMPDIR=str(tmp_path))
+    rows = [line.split() for line in done.out.splitlines() if line.endswith(("pass", "FAIL"))]
+    assert [(row[0], row[-1]) for row in rows[:3]] == [("single", "pass")] * 2 + [("mine", verdict)], done.err
 
 
 def test_the_keys_of_the_users_strategy_are_for_its_own_runs() -> None:

@@ -273,9 +273,9 @@ def _comparing_ways(commands: Any) -> None:
     prove = commands.add_parser(
         "prove",
         help="verify that a config is the same run under every strategy and number of ranks",
-        description="Train a config for a few steps under every strategy on two ranks, and under ddp on three and "
-        "four; kill and resume some runs; compare losses, weights and samples. The exit code is 0 if all agree, 70 "
-        "if one does not, 2 if the config does not fit.",
+        description="Train a config for a few steps under every strategy on two ranks, and under its own and "
+        "ddp on three and four; kill and resume some runs; compare losses, weights and samples. The exit code is 0 "
+        "if all agree, 70 if one does not, 2 if the config does not fit.",
     )
     _rest(prove, "overrides", "OVERRIDE", "as for `lockstep train`: model=resnet18")
     prove.add_argument("--steps", type=int, default=20, help="steps per run, overriding the job's [20]")
@@ -286,9 +286,8 @@ def _comparing_ways(commands: Any) -> None:
     ladder = commands.add_parser(
         "ladder",
         help="train a job with every strategy, from one device to many, and compare speed and results",
-        description="Train a job on one device, with DataParallel, DDP, gradients averaged by hand, mixed "
-        "precision, Accelerate, ZeRO, FSDP and as a pipeline, and compare speed, memory and results. Rerun the "
-        "command to resume.",
+        description="Train a job on one device, with mixed precision and with every strategy, and compare speed, "
+        "memory and results. Rerun the command to resume.",
     )
     _rest(ladder, "overrides", "OVERRIDE", "as for `lockstep train` [MNIST]")
     ladder.add_argument("--ranks", type=int, metavar="N", help="number of ranks [GPUs, or CPU cores]")

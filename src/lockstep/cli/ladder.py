@@ -20,8 +20,18 @@ from pathlib import Path
 import torch
 
 from lockstep.cli.ladder_table import WIDEST, picture, row_of, show
-from lockstep.config.commands import RUN_FOLDERS, key_of, latest_starts, override, shell_command, with_starts
+from lockstep.config import components
+from lockstep.config.commands import (
+    RUN_FOLDERS,
+    key_of,
+    latest_starts,
+    override,
+    shell_command,
+    typed_strategy,
+    with_starts,
+)
 from lockstep.config.composition import composed, without_keys
+from lockstep.config.options import is_own
 from lockstep.core import log, run_dir, safe_read
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, Stopped
 from lockstep.core.locks import Lock
@@ -51,6 +61,8 @@ COMMON = ("logger=jsonl", "telemetry.report=never", "repro=exact")
 # What the rungs set themselves.
 OF_RUNGS = {"strategy", "strategy.", "logger.", "launcher", "launcher.ranks", "launcher.nodes"}
 OF_RUNGS |= {"sweep.", *RUN_FOLDERS, *map(key_of, COMMON)}
+# The strategies whose setups have their names from the tutorials.
+OF_TUTORIALS = frozenset({"single", "dp", "ddp", "allreduce", "allreduce_hooks"})
 STOPPED = "the ladder was stopped; rerun the command to resume"
 FOLDER, PICTURE = "ladders", "ladder.svg"
 MOST_REPEATS = 100
@@ -93,10 +105,20 @@ class Rung:
         return [sys.executable, *torchrun, *launcher, "lockstep", "train", *overrides, *self.words, *COMMON, *where]
 
 
-def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Rung]:
-    """The rungs of a job, in the order of the tutorials."""
+def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path], own: str = "") -> Iterator[Rung]:
+    """The rungs of a job: one device, the user's `own` strategy, the tutorials in their order, and the others."""
     many = ("launcher=spawn", f"launcher.ranks={ranks}")
+    others = {
+        name: Rung(
+            type(strategy).__name__ if is_own("strategy", name) else name,
+            (f"strategy={name}", *(many if strategy.ranks(2) > 1 else ["launcher.ranks=1"])),
+        )
+        for name, strategy in components.all_options("strategy").items()
+        if not (strategy.adapts or strategy.fixed_order or name in OF_TUTORIALS)
+    }
     yield Rung("one device", ("strategy=single", "launcher.ranks=1"))
+    if own in others:
+        yield others.pop(own)
     yield Rung("DataParallel", ("strategy=dp", "launcher.ranks=1"))
     yield Rung("DDP", ("strategy=ddp", *many))
     yield Rung("DDP, torchrun", ("strategy=ddp",), ("torchrun", "--standalone", f"--nproc-per-node={ranks}"))
@@ -106,8 +128,7 @@ def rungs(job: ResolvedJob, ranks: int, scripts: Iterable[Path]) -> Iterator[Run
         yield Rung("DDP, own batch norm", ("strategy=ddp", "strategy.sync_batchnorm=false", *many))
     if job.precision.dtype is torch.float32 and (job.device == "cuda" or host.has_bfloat16()):
         yield Rung("DDP, mixed precision", ("strategy=ddp", "precision=bf16", *many))
-    for name in ("Accelerate", "ZeRO", "FSDP", "pipeline"):
-        yield Rung(name, (f"strategy={name.lower()}", *many))
+    yield from others.values()
     for script in scripts:
         code = safe_read.read_bytes(script, links=True)
         yield Rung(script_name(script, code), script=script, code=code)
@@ -140,7 +161,7 @@ def ladder(
         raise InputError(f"--ranks is {ranks}, expected from {least} to {most} on this machine: --ranks={most}")
     if not 1 <= repeats <= MOST_REPEATS:
         raise InputError(f"--repeat is {repeats}, expected from 1 to {MOST_REPEATS}: --repeat=3")
-    climbed = chosen(all_rungs := [*rungs(job, ranks, files)], only)
+    climbed = chosen(all_rungs := [*rungs(job, ranks, files, typed_strategy(overrides))], only)
     if twice := [name for name, count in Counter(shell_name(rung.name) for rung in all_rungs).items() if count > 1]:
         raise InputError(f"--script: two setups are called {twice[0]}; give the file another name")
     options = [f"--ranks={ranks}", f"--repeat={repeats}", *(f"--script={file}" for file in files)]

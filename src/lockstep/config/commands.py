@@ -73,6 +73,12 @@ def quoted_path(word: str) -> str:
     return override(key, path) if path.startswith("~/") or Path(path).exists() else word
 
 
+def typed_strategy(overrides: Iterable[str]) -> str:
+    """The name of the strategy in a command line; empty without one."""
+    names = [word.partition("=")[2] for word in overrides if key_of(word) == "strategy"]
+    return names[-1] if names else ""
+
+
 def latest_starts(values: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The run that `latest` names in the `STARTS` of a config, by key.
 

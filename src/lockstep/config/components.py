@@ -7,7 +7,7 @@ import enum
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,6 +86,17 @@ def metrics_of(task: Task | type[Task], chosen: Mapping[str, Metric]) -> dict[st
         node = {name: options.default_node("metric", declared[name])} if name in declared else None
         own |= build_many("metric", node or load(CONF / "metric" / f"{name}.yaml"))
     return {**own, **chosen}
+
+
+def all_options(group: str) -> dict[str, Any]:
+    """Each option of a group that needs no key, with its defaults, by name: ours, and those of every extension."""
+    for extension in extensions.active():
+        extension.load()
+    components = {}
+    for name, cls in sorted(options.classes_of(group).items()):
+        with suppress(InputError):
+            components[name] = build(group, options.default_node(group, cls))
+    return components
 
 
 def _checked(cls: type[Any], defaults: Callable[[], Any], values: Mapping[str, Any], prefix: str = "") -> Any:

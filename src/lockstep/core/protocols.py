@@ -41,6 +41,8 @@ class Strategy(Component, Protocol):
     """Whether all ranks do the same work in a step, so that a slow one can be named."""
     adapts: ClassVar[bool] = False
     """Whether the number of devices decides which strategy takes the place of this one."""
+    widest: ClassVar[UpdateScope] = UpdateScope.model
+    """The widest scope of an optimizer whose state the strategy can divide over the ranks."""
     sync_batchnorm: bool | None = None
     """Whether batch norm counts over all ranks; None if no key chooses it."""
 

@@ -25,11 +25,13 @@ from torch import Tensor
 from lockstep.checkpoint.files import MODEL
 from lockstep.checkpoint.reading import latest_valid
 from lockstep.config import components, composition
-from lockstep.config.commands import OF_RUN, key_of, latest_starts, with_starts
+from lockstep.config.commands import OF_RUN, key_of, latest_starts, typed_strategy, with_starts
+from lockstep.config.options import name_of
 from lockstep.config.schema import Job
 from lockstep.core import log
 from lockstep.core.errors import BY_EXIT_CODE, InputError, LockstepError, NumericalError
-from lockstep.core.model import has_batchnorm
+from lockstep.core.model import UpdateScope, has_batchnorm
+from lockstep.core.protocols import Strategy
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import show_json
 from lockstep.core.tags import TRAIN_LOSS
@@ -44,10 +46,6 @@ PREFIX = "lockstep-prove-"  # of the folders for the runs, in the folder of temp
 # Some runs have this many more micro-batches than the user's config: they are uneven for most batches and ranks.
 MORE_MICRO_BATCHES = 2
 KEEP_ALL = MOST_STEPS = 1_000_000
-# The strategies, besides `ddp`, whose runs must be equal.
-OTHERS = ("allreduce", "allreduce_hooks", "fsdp", "zero", "accelerate", "pipeline")
-# The strategies that shard state over the ranks; these and ddp are killed and resumed.
-KILLED = frozenset({"fsdp", "zero", "pipeline"})
 EVALUATIONS = 5  # of a run whose scores decide its rates or its end; any other run is evaluated at its end
 # The overrides of every run, after the user's.
 COMMON = (
@@ -87,7 +85,8 @@ def prove(
     overrides = composition.without_keys(overrides, OF_RUNS, f"prove trains --steps={steps} steps in float64")
     job = components.build_job(composition.composed([*overrides, "name=prove"]))
     job = replace(job, dataset=with_targets(job.dataset, job.task.targets))
-    planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), everything=everything)
+    own = {typed_strategy(overrides) or name_of(type(job.strategy)): job.strategy}
+    planned = cases(_sizes(ranks), micro_batches=_other_micro_batches(job), own=own, everything=everything)
     scored = job.train.patience is not None or isinstance(job.schedule, Plateau | Chain)
     overrides += [f"train.eval_every={max(1, steps // EVALUATIONS) if scored else '100%'}"]
     with _folder_of_runs() as folder:
@@ -147,13 +146,19 @@ def print_row(*cells: str) -> None:
     log.console.print(line.rstrip(), soft_wrap=True)
 
 
-def cases(sizes: list[int], *, micro_batches: int | None, everything: bool = False) -> list[Case]:
+def cases(
+    sizes: list[int], *, micro_batches: int | None, own: Mapping[str, Strategy] = {}, everything: bool = False
+) -> list[Case]:
     """The runs on one rank and on `sizes` ranks (all above one), each after its reference.
 
-    Each strategy runs on the first of `sizes`, where each that keeps its state in another way is also killed, and
-    `ddp` on all of them. With `everything`, all run on all. `micro_batches` is a number that differs from the user's
-    config; None if it would change the run.
+    Each strategy runs on the first of `sizes`, where each that keeps its state in another way is also killed; `ddp`
+    and the config's `own`, which comes first, run on all. With `everything`, all strategies do. `micro_batches` is a
+    number that differs from the user's config; None if it would change the run.
     """
+    known = {**own, **components.all_options("strategy"), **own}
+    strategies = {name: known[name] for name in known if not (known[name].adapts or known[name].fixed_order)}
+    several = [name for name, strategy in strategies.items() if strategy.ranks(2) > 1]
+    killed = ["ddp", *own, *(name for name in several if strategies[name].widest is not UpdateScope.model)]
 
     def with_micro_batches(case: Case) -> list[Case]:
         if micro_batches is None:
@@ -161,20 +166,19 @@ def cases(sizes: list[int], *, micro_batches: int | None, everything: bool = Fal
         overrides = (*case.overrides, f"train.micro_batches={micro_batches}")
         return [case, replace(case, name=f"{case.name} x {micro_batches}", overrides=overrides)]
 
-    planned = with_micro_batches(Case("single", ("strategy=single", "launcher.ranks=1"), "single"))
-    planned.append(Case("dp", ("strategy=dp", "launcher.ranks=1"), "single"))
     complete = sizes if everything else sizes[:1]
-    for ranks in sizes:
-        ranks_override = f"launcher.ranks={ranks}"
-        ddp = Case(f"ddp {ranks}", ("strategy=ddp", ranks_override), "single")
-        if ranks not in complete:
-            planned.append(ddp)
-            continue
-        planned += with_micro_batches(ddp)
-        planned += [Case(f"{name} {ranks}", (f"strategy={name}", ranks_override), "single") for name in OTHERS]
-        for strategy in ("ddp", *(name for name in OTHERS if name in KILLED)):
-            killed = (f"strategy={strategy}", ranks_override, "checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
-            planned.append(Case(f"{strategy} {ranks} killed", killed, f"{strategy} {ranks}", exact=True, killed=True))
+    planned = []
+    for name in sorted(strategies, key=lambda name: (name != "single", name not in own, name != "ddp")):
+        often = name in ("single", "ddp", *own)
+        for ranks in sizes if name in several else [1]:
+            is_whole = ranks in (1, *complete)
+            words: tuple[str, ...] = (f"strategy={name}", f"launcher.ranks={ranks}")
+            case = Case(name if ranks == 1 else f"{name} {ranks}", words, "single")
+            if is_whole or often:
+                planned += with_micro_batches(case) if is_whole and often else [case]
+            if ranks in complete and name in killed:
+                words += ("checkpoint.every=1", f"checkpoint.keep={KEEP_ALL}")
+                planned.append(Case(f"{case.name} killed", words, case.name, exact=True, killed=True))
     planned = [replace(case, overrides=(*case.overrides, "repro=exact")) for case in planned]
     for ranks in (1, *(size for size in complete if size != 3)):
         words = ("strategy=auto", "repro=strict", f"launcher.ranks={ranks}")
@@ -184,8 +188,7 @@ def cases(sizes: list[int], *, micro_batches: int | None, everything: bool = Fal
 
 def for_strategy(case: Case, overrides: Sequence[str]) -> list[str]:
     """The user's overrides for a case, without the keys of the user's strategy if the case has another strategy."""
-    names = [override.partition("=")[2] for override in overrides if override.startswith("strategy=")]
-    if not names or names[-1] == "auto" or f"strategy={names[-1]}" in case.overrides:
+    if (name := typed_strategy(overrides)) in ("", "auto") or f"strategy={name}" in case.overrides:
         return list(overrides)
     return [override for override in overrides if not override.lstrip("+").startswith("strategy.")]
 

@@ -33,8 +33,6 @@ class Single(Strategy):
 
     no_scaler: ClassVar[str] = ""
     """Why the strategy cannot work with a loss scaler; empty if it can."""
-    widest: ClassVar[UpdateScope] = UpdateScope.model
-    """The widest scope of an optimizer whose state the strategy can divide over the ranks."""
 
     def check(self, ranks: int, device: str) -> None:
         if ranks != 1:
