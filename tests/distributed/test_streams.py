@@ -24,6 +24,8 @@ ERRORS = {cls.exit_code: cls.__name__ for cls in (errors.LockstepError, *errors.
 # A training command whose job ends with an error, by its exit code (0 is no error).
 ENDS = """
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 from lockstep.cli import main, run, train
 from lockstep.core import errors, log
 def job(*_):
@@ -31,7 +33,8 @@ def job(*_):
     if sys.argv[1:] != ["seed=0"]:
         raise ERROR
     return 1.0
-run.run_job = job
+launcher = SimpleNamespace(node_range=(1, 1), launch=job)
+run.create_run = lambda *_: (nullcontext(), SimpleNamespace(launcher=launcher))
 sys.argv = ["lockstep", "train", "seed=0" if ERROR is None else "seed=1"]
 main.main()
 """
