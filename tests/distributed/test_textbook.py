@@ -206,7 +206,7 @@ def test_a_run_with_dropout_is_the_plain_loop_over_the_keyed_network(tmp_path: P
         epoch, position = divmod(step - 1, 15)
         chosen = rng.permutation(job.seed, epoch, len(split))[position * 100 : (position + 1) * 100]
         images = (split.images[chosen].double() / 255 - job.dataset.mean[0]) / job.dataset.std[0]
-        keys = draws.of(Batch(step, epoch, 0, split.labels[chosen], chosen))
+        (keys,) = draws.keys_of(Batch(step, epoch, 0, split.labels[chosen], chosen))
         loss = F.cross_entropy(network(images, keys), split.labels[chosen])
         loss.backward()
         optimizer.step()

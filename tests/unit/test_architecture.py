@@ -58,6 +58,13 @@ ASKS_FOR_MAIN: dict[str, str] = {
 # The lines of ours that an import of the training step may load.
 MOST_LINES_OF_STEP = 4500
 
+# Modules outside the strategies that ask whether a tensor is on the meta device, as other stages of a pipeline are.
+ASKS_FOR_META: dict[str, str] = {
+    "core.model": "this rank's tensors, for everybody",
+    "models.zoo": "a network that is built for its sizes alone",
+    "stochastic.numbers": "draws nothing where nothing is computed",
+}
+
 # Where files are written otherwise than by `core.safe_write`, and why.
 WRITES_FILES: dict[str, str] = {
     "lockstep.core.safe_write": "defines how",
@@ -264,6 +271,11 @@ def test_the_functions_of_a_walk_are_where_it_says(title: str) -> None:
 def test_only_modules_that_write_or_show_ask_who_is_main() -> None:
     asking = {name for name, path in MODULES.items() if asks_for_main(parsed(path))}
     assert asking == ASKS_FOR_MAIN.keys()
+
+
+def test_a_pipeline_is_known_to_its_strategy() -> None:
+    asking = {name for name, path in MODULES.items() if ".is_meta" in path.read_text()}
+    assert {name for name in asking if package_of(name) != "strategy"} == ASKS_FOR_META.keys()
 
 
 def test_launchers_sweeps_and_the_trainer_know_nothing_of_what_they_run() -> None:

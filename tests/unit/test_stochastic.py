@@ -106,7 +106,7 @@ def images(indices: Tensor) -> Tensor:
 
 
 def outputs(model: nn.Module, draws: ForwardDraws, micro: Micro) -> Tensor:
-    output: Tensor = model(*draws.inputs(images(micro.indices), micro))
+    output: Tensor = model(images(micro.indices), *draws.keys_of(micro))
     return output
 
 
@@ -138,9 +138,9 @@ def test_its_numbers_have_the_distribution_of_torchs_own(name: str) -> None:
     torch.manual_seed(0)
     plain = Calls(FUNCTIONS[name])
     model, draws = keyed(copy.deepcopy(plain))
-    seen, keys = images(torch.zeros(1)), draws.of(Micro(torch.arange(300)))  # the same image for 300 examples
+    seen, keys = images(torch.zeros(1)), draws.keys_of(Micro(torch.arange(300)))  # the same image for 300 examples
     with torch.no_grad():
-        theirs, ours = plain.double()(seen.expand(300, *SHAPE)), model(seen.expand(300, *SHAPE), keys)
+        theirs, ours = plain.double()(seen.expand(300, *SHAPE)), model(seen.expand(300, *SHAPE), *keys)
     for moment in (1, 2):
         expected, actual = (x.double() ** moment for x in (theirs, ours))
         # Both means have a standard error of std / sqrt(n). No element of some thousands is 6.5 of them off.
@@ -226,7 +226,7 @@ def test_drop_block_scales_each_example_by_what_it_keeps(size: int, scale: float
     dropped = (theirs == 0).double().mean().item()
     assert (whole == 0).double().mean().item() == pytest.approx(dropped, abs=0.03)
     assert torch.equal(whole == 0, (whole[:, :1] == 0).expand_as(whole)) == coupled
-    assert (model.eval()(images(INDICES), draws.of(Micro(INDICES))) == 1).all(), "an evaluation drops nothing"
+    assert (model.eval()(images(INDICES), *draws.keys_of(Micro(INDICES))) == 1).all(), "an evaluation drops nothing"
 
 
 def test_drop_block_fills_its_blocks_with_noise_where_it_is_asked_to() -> None:
@@ -253,7 +253,7 @@ def test_a_layer_that_is_called_twice_and_two_layers_draw_different_numbers() ->
 def test_masks_do_not_depend_on_the_number_format_or_the_memory_format(dtype: torch.dtype) -> None:
     drop = nn.Dropout(0.4)
     draws = key_draws(drop.train(), torch.zeros(1, 3, 8, 8), 0)
-    model, keys = KeyedModel(drop, draws), draws.of(Micro(INDICES))
+    model, (keys,) = KeyedModel(drop, draws), draws.keys_of(Micro(INDICES))
     reference = model(torch.ones(7, 3, 8, 8), keys) == 0
     ones = torch.ones(7, 3, 8, 8, dtype=dtype)
     assert torch.equal(model(ones, keys) == 0, reference)
@@ -304,7 +304,7 @@ def test_a_compiled_model_draws_the_same_masks_in_one_graph() -> None:
     model = Small().train()
     draws = key_draws(model, torch.zeros(1, 3, 2, 2), 0)
     keyed_model, seen = KeyedModel(model, draws), torch.randn(7, 3, 2, 2)
-    epochs = [draws.of(Micro(INDICES, epoch=epoch)) for epoch in range(3)]
+    epochs = [keys for epoch in range(3) for keys in draws.keys_of(Micro(INDICES, epoch=epoch))]
     expected = [keyed_model(seen, keys).detach() for keys in epochs]
     model.compile(dynamic=False, fullgraph=True)
     for keys, plain in zip(epochs, expected, strict=True):
@@ -328,7 +328,7 @@ def test_a_model_that_draws_nothing_is_left_alone(model: Any) -> None:
     built = model.build(10, SHAPE)
     kinds = [type(module) for module in built.modules()]
     draws = key_draws(built.train(), torch.zeros(1, *SHAPE), 0)
-    assert draws.of(Micro(INDICES)) is None
+    assert draws.keys_of(Micro(INDICES)) == ()
     assert [type(module) for module in built.modules()] == kinds
 
 

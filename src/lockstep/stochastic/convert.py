@@ -43,20 +43,15 @@ class ForwardDraws:
     keys: ForwardKeys = field(default_factory=ForwardKeys)
     unknown: tuple[str, ...] = ()
 
-    def of(self, micro: Shard) -> Tensor | None:
-        """The keys of a micro-batch's forward pass, int64 (b, 2); None for a model that draws nothing."""
+    def keys_of(self, micro: Shard) -> tuple[Tensor, ...]:
+        """The keys of a micro-batch's forward pass, int64 (b, 2); none for a model that draws nothing."""
         if self.unknown:  # so that their draws are at least the same after a resume
             reseed(self.device, generator_seed(self.seed, micro.step, micro.number))
-        return forward_keys(self.seed, micro) if self.keys.draws else None
-
-    def inputs(self, images: Tensor, micro: Shard) -> tuple[Tensor, ...]:
-        """The inputs of a forward pass: the images, and the keys of a micro-batch if the model draws by them."""
-        keys = self.of(micro)
-        return (images,) if keys is None else (images, keys)
+        return (forward_keys(self.seed, micro),) if self.keys.draws else ()
 
     def set_keys(self, micro: Shard) -> None:
         """Set the keys of a micro-batch for the next forward pass of a model that is called without keys."""
-        if (keys := self.of(micro)) is not None:
+        for keys in self.keys_of(micro):
             self.keys.set(keys)
 
     def blank_inputs(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -65,7 +60,7 @@ class ForwardDraws:
         return images, torch.zeros((images.shape[0], 2), dtype=torch.int64, device=self.device)
 
     def keyed(self, model: nn.Module) -> nn.Module:
-        """A module that takes these inputs, for the model itself."""
+        """A module that takes the images and any keys, for the model itself."""
         return KeyedModel(model, self) if self.keys.draws else model
 
     @property

@@ -21,37 +21,13 @@ from lockstep.core.tags import EPOCH_LOSS, EPOCH_TOP1, MFU, TIME
 from lockstep.core.world import World
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.sinks import Samples
-from lockstep.telemetry.time_spent import Seconds, Stragglers, TimeSpent
-from lockstep.telemetry.window import EpochState, Span, Tally, Window, WindowState, copied
+from lockstep.telemetry.time_spent import Stragglers, TimeSpent
+from lockstep.telemetry.window import EpochState, PendingWindow, Span, Tally, Window, WindowState, copied
 
 G = TypeVar("G")
 
 # Finished micro-batches are counted together, once they have so many logits (4 MB as float32) or are so many.
 UNCOUNTED, UNCOUNTED_MICRO_BATCHES = 2**20, 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class PendingWindow:
-    """A window that has ended at `step`, and whose figures are still to be written.
-
-    Fields:
-        now: the seconds of this process up to its end.
-        window, epoch: the steps of the window, and of the epoch so far, up to the window before.
-        tallies: what this rank has counted in the window.
-        sums: waits for the sums of all ranks, see `Telemetry._sums`.
-        scalars: waits for the values of `names`, which are of the last step.
-        checksums: waits for the checksums of the weights of each rank.
-    """
-
-    step: int
-    now: Seconds
-    window: Span
-    epoch: Span
-    tallies: list[Tally]
-    sums: Callable[[], list[list[float]]]
-    names: Sequence[str]
-    scalars: Callable[[], list[float]]
-    checksums: Callable[[], list[int]]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -1,7 +1,7 @@
 """The figures of some steps in a row, of those between two log points or of an epoch so far, and their sums."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -170,6 +170,30 @@ class Span:
             waited=now.waited - self.began.waited,
             **further,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingWindow:
+    """A window that has ended at `step`, and whose figures are still to be written.
+
+    Fields:
+        now: the seconds of this process up to its end.
+        window, epoch: the steps of the window, and of the epoch so far, up to the window before.
+        tallies: what this rank has counted in the window.
+        sums: waits for the sums of all ranks, see `Telemetry._sums`.
+        scalars: waits for the values of `names`, which are of the last step.
+        checksums: waits for the checksums of the weights of each rank.
+    """
+
+    step: int
+    now: Seconds
+    window: Span
+    epoch: Span
+    tallies: list[Tally]
+    sums: Callable[[], list[list[float]]]
+    names: Sequence[str]
+    scalars: Callable[[], list[float]]
+    checksums: Callable[[], list[int]]
 
 
 def copied(tensor: Tensor) -> Callable[[], list[Any]]:

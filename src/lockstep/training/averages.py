@@ -54,7 +54,7 @@ class EMA(AveragedModel):
         torch._foreach_lerp_(*self.averaged, self.share(int(self.n_averaged) + 1))
         if self.copied[0]:  # torch refuses empty lists
             torch._foreach_copy_(*self.copied)
-        self.n_averaged += 1
+        self.n_averaged.add_(1)  # in place: to set a buffer of a module takes fifteen calls
 
 
 class SWA(EMA):

@@ -72,7 +72,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
         clip_norm=job.train.clip_norm,
         task=job.task.ready(card_of(job), world.device),
         loss=build_loss(job, labels, world, skip=0),
-        inputs=lambda micro: [*state.draws.inputs(images, micro), labels, labels],
+        inputs=lambda micro: [images, *state.draws.keys_of(micro), labels, labels],
     )
     # Stands for the buckets of a distributed strategy, or the sum of earlier micro-batches.
     buckets = [torch.empty_like(parameter) for parameter in state.model.parameters() if parameter.requires_grad]

@@ -124,7 +124,7 @@ def build_checkpointer(
 def inputs_of(transforms: DeviceTransforms, draws: ForwardDraws, micro: Shard) -> list[Tensor]:
     """The `inputs` of a step in training: with mixed images, and with the keys of the model's random numbers."""
     images, targets = transforms.mixed(micro)
-    return [*draws.inputs(images, micro), targets, micro.labels]
+    return [images, *draws.keys_of(micro), targets, micro.labels]
 
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
