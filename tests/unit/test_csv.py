@@ -120,6 +120,9 @@ def test_lines_of_one_image_are_on_one_side_of_a_held_out_share(root: Path, shar
         (["path,label", "a.png,cat"], "split_column is 'split', but .*dataset.val_share=0.1"),
         (LINES[:3], "val_split is 'val', but .* has 'train'; name one with dataset.val_split=NAME"),
         ([LINES[0], LINES[3]], "train_split is 'train', but .* has 'val'"),
+        ([f"path,label,split,{'x' * 131_073}"], r"line 1 of .*list.csv cannot be read \(field larger"),
+        (['path,"label" of it,split', "a.png,cat,train"], r"line 1 of .*list.csv cannot be read \("),
+        ([*LINES, f"a.png,cat,{'x' * 131_073}"], r"line 5 of .*list.csv cannot be read \(field larger"),
     ],
 )
 def test_a_wrong_line_is_named_by_its_number(root: Path, lines: list[str], sentence: str) -> None:

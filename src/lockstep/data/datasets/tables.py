@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TextIO
 
@@ -159,24 +160,25 @@ class CSV(FileSource):
                 lines_of_text = self._lines(text)
                 header = next(lines_of_text, "")
                 delimiter = max(DELIMITERS, key=header.count)
-                names = next(csv.reader([header], delimiter=delimiter, skipinitialspace=True), [])
+                whole = chain([header], lines_of_text)
+                lines = csv.reader(whole, delimiter=delimiter, skipinitialspace=True, strict=True)
+                names = next(lines, [])
                 columns, width = self._columns(names), len(self._columns_of_labels)
-                lines = csv.reader(lines_of_text, delimiter=delimiter, skipinitialspace=True, strict=True)
                 for cells in lines:
                     if not cells:
                         continue
                     if len(cells) != len(names):
-                        raise self._wrong(lines.line_num + 1, f"has {len(cells)} columns, expected {len(names)}")
+                        raise self._wrong(lines.line_num, f"has {len(cells)} columns, expected {len(names)}")
                     name, *texts = (cells[column].strip() for column in columns)
                     group = None if self.group_column is None else texts.pop()
                     label, split = tuple(texts[:width]), texts[width:]
-                    yield Row(lines.line_num + 1, name, label, split[0] if split else self.train_split, group)
+                    yield Row(lines.line_num, name, label, split[0] if split else self.train_split, group)
             except UnicodeDecodeError as error:
                 raise InputError(
                     f"dataset.path: {self.path} is not in UTF-8 ({error.reason}); save it in UTF-8"
                 ) from error
             except csv.Error as error:
-                raise self._wrong(lines.line_num + 1, f"cannot be read ({error})") from error
+                raise self._wrong(lines.line_num, f"cannot be read ({error})") from error
 
     def _lines(self, text: TextIO) -> Iterator[str]:
         """The lines of the table. Raises InputError: one is longer than any that names an image."""
