@@ -25,7 +25,7 @@ from lockstep.core.model_card import LABELS, SIGMOID, VALUES, ModelCard
 from lockstep.core.protocols import Task
 
 if TYPE_CHECKING:
-    from lockstep.inference.predictor import Predictor
+    from lockstep.training.trained import Trained
 
 
 @option("task")
@@ -90,7 +90,7 @@ class Distill(Multiclass):
     figures: ClassVar[tuple[str, ...]] = ("-distill/kl",)
 
     def absolute(self) -> Self:
-        from lockstep.inference.predictor import find_weights  # the other tasks need no predictor
+        from lockstep.training.trained import find_weights  # the other tasks need no teacher
 
         return replace(self, teacher=str(find_weights(self.teacher, "task.teacher").absolute()))
 
@@ -98,30 +98,30 @@ class Distill(Multiclass):
         return {"teacher": sha256(Path(self.teacher))[:16]}
 
     def ready(self, card: ModelCard, device: torch.device) -> Self:
-        from lockstep.inference.predictor import load
+        from lockstep.training.trained import load_trained
 
-        predictor = load(self.teacher, device=str(device))
+        network = load_trained(self.teacher, device=str(device))
         for key in ("classes", "class_names", "input_shape"):
-            own, other = getattr(card, key), getattr(predictor.card, key)
+            own, other = getattr(card, key), getattr(network.card, key)
             if own != other:
                 raise InputError(
                     f"task.teacher: the {key} of {self.teacher} are {other}, but this job has {own}; "
                     "train the teacher on the same data set, or name another one with task.teacher=RUN"
                 )
-        transforms, trained = predictor.transforms, predictor.card
+        trained, sums = network.card, network.precision.sums
         mean, std, own_mean, own_std = (
-            torch.tensor(values, device=transforms.scale.device, dtype=transforms.scale.dtype).view(1, -1, 1, 1)
+            torch.tensor(values, device=network.device, dtype=sums).view(1, -1, 1, 1)
             for values in (card.mean, card.std, trained.mean, trained.std)
         )
         scale, shift = std / own_std, (mean - own_mean) / own_std
-        return _Distilling(**vars(self), predictor=predictor, scale=scale, shift=shift)  # type: ignore[return-value]
+        return _Distilling(**vars(self), trained=network, scale=scale, shift=shift)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Distilling(Distill):
     """A distillation with its teacher in memory. `scale` and `shift` turn the student's pixels into the teacher's."""
 
-    predictor: Predictor
+    trained: Trained
     scale: Tensor
     shift: Tensor
 
@@ -129,7 +129,7 @@ class _Distilling(Distill):
         outputs = batch.network(batch.images)
         with torch.no_grad():
             pixels = batch.images.to(self.scale.dtype) * self.scale + self.shift
-            taught = self.predictor.model(pixels.to(self.predictor.precision.dtype))
+            taught = self.trained.model(pixels.to(self.trained.precision.dtype))
             taught = taught.to(outputs.dtype)[: len(outputs)]
         own, soft = (F.log_softmax(logits / self.temperature, 1) for logits in (outputs, taught))
         distance = F.kl_div(own, soft, reduction="none", log_target=True).sum(1)

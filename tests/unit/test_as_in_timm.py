@@ -97,7 +97,14 @@ def predictor_of(card: ModelCard) -> Predictor:
     transforms = DeviceTransforms.of(
         card, NoAugment(), device=torch.device("cpu"), precision=FP32(), seed=0, interpolation=card.interpolation
     )
-    return Predictor(card=card, model=torch.nn.Identity(), precision=FP32(), transforms=transforms)
+    return Predictor(
+        card=card,
+        model=torch.nn.Identity(),
+        precision=FP32(),
+        device=torch.device("cpu"),
+        memory_format=torch.contiguous_format,
+        transforms=transforms,
+    )
 
 
 @pytest.fixture(scope="module")

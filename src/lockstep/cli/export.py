@@ -34,9 +34,10 @@ from lockstep.core.table import markdown, markdown_code
 from lockstep.data.datasets.decode import RGB
 from lockstep.data.loading.reading import sample
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import Predictor, find_weights, load, run_of, say_which
+from lockstep.inference.predictor import Predictor, load, run_of, say_which
 from lockstep.precision import FP32
 from lockstep.telemetry.progress import progress
+from lockstep.training.trained import find_weights
 
 # The most that a logit may differ, and as shares of the largest logit: an exporter sums in another order and folds
 # batch norm into weights, and a model that has hardly trained can have large logits, or amplify roundings.

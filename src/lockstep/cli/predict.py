@@ -16,9 +16,10 @@ from lockstep.core.safe_write import check_out, write_atomic
 from lockstep.core.table import digits, row_lines
 from lockstep.data.loading.reading import in_order
 from lockstep.inference.images import files_in
-from lockstep.inference.predictor import THRESHOLD, Predictor, find_weights, load, say_which
+from lockstep.inference.predictor import THRESHOLD, Predictor, load, say_which
 from lockstep.runtime.host import cores
 from lockstep.telemetry.progress import progress
+from lockstep.training.trained import find_weights
 
 AT_ONCE = 32  # images in one batch of the model
 USUAL_TOP = 3  # classes of an image

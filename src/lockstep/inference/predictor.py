@@ -8,29 +8,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lockstep.checkpoint.files import MODEL, load_weights
-from lockstep.checkpoint.weights import check_tensors, read_card, weights_file
-from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.centre import evaluated_size
 from lockstep.core.errors import InputError
-from lockstep.core.model import best_classes, infinite_buffers, is_sound, log_odds, probabilities
+from lockstep.core.model import best_classes, log_odds, probabilities
 from lockstep.core.model_card import VALUES, ModelCard
-from lockstep.core.named_paths import pointed
-from lockstep.core.protocols import Model, Precision
-from lockstep.core.run_dir import LATEST, RunDir, relative
-from lockstep.core.safe_read import UnreadableFile
+from lockstep.core.protocols import Precision
+from lockstep.core.run_dir import RunDir, relative
 from lockstep.data.datasets.files import colour_of
 from lockstep.data.transforms.augment import NoAugment
 from lockstep.data.transforms.device import DeviceTransforms
 from lockstep.inference.images import ImageLike, stored_images
-from lockstep.models.nets import check_size, sketch, without_weights
-from lockstep.precision import FP32
 from lockstep.training.evaluate import logits_of
+from lockstep.training.trained import KEY, Trained, load_trained
 
-KEY = "weights"  # the first word of the errors
 THRESHOLD = 0.5  # above this probability a label is predicted
 
 
@@ -75,25 +68,18 @@ class Prediction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predictor:
+class Predictor(Trained):
     """A trained model on its device, with the preprocessing of its evaluation.
 
     Fields:
         card: the model card in its weights.
         model: the module, in evaluation mode: normalised images (B, C, h, w) to logits (B, classes).
         precision: the precision that it was evaluated in.
+        device: the device of the model.
         transforms: from stored uint8 images (B, C, H, W) to the input of the model.
     """
 
-    card: ModelCard
-    model: nn.Module
-    precision: Precision
     transforms: DeviceTransforms
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the model."""
-        return self.transforms.scale.device
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -162,59 +148,18 @@ class Predictor:
 
 
 def load(path: str | Path, *, device: str | None = None, precision: Precision | None = None) -> Predictor:
-    """The model at `path`, ready to be used.
-
-    Args:
-        path: a run folder (its best weights), `latest`, a checkpoint, or a safetensors file of Lockstep.
-        device: `cpu` or `cuda`; None is the GPU if there is one.
-        precision: the precision to compute in; None for the evaluation's.
-
-    Raises:
-        InputError: there are no weights, they do not describe their model, or it cannot be built here; or the device
-            is a GPU, and there is none.
-    """
-    file = find_weights(path)
-    card = read_card(file)
-    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise InputError(f"{KEY}: device is {target}, but PyTorch finds no GPU here; remove it, or use cpu")
-    try:
-        option = without_weights(components.build("model", card.model))
-        precision = precision or _precision(card, target)
-        model = _model_with_weights(option, card, precision, file)
-    except InputError as error:
-        if isinstance(error, UnreadableFile) or str(error).startswith(f"{KEY}: "):
-            raise
-        raise InputError(f"{KEY}: the model of {file} cannot be built: {error}") from error
-    return Predictor(
-        card=card,
-        model=model.to(target).to(memory_format=option.memory_format).eval(),
-        precision=precision,
-        transforms=DeviceTransforms.of(
-            card,
-            NoAugment(),
-            device=target,
-            precision=precision,
-            memory_format=option.memory_format,
-            seed=0,
-            interpolation=card.interpolation,
-        ),
+    """The model at `path`, ready to be used; the arguments and errors are those of `load_trained`."""
+    trained = load_trained(path, device=device, precision=precision)
+    transforms = DeviceTransforms.of(
+        trained.card,
+        NoAugment(),
+        device=trained.device,
+        precision=trained.precision,
+        memory_format=trained.memory_format,
+        seed=0,
+        interpolation=trained.card.interpolation,
     )
-
-
-def find_weights(path: str | Path, key: str = KEY) -> Path:
-    """The weights file for a path: the path itself, or a file in a run folder or a checkpoint.
-
-    For `latest` it is the newest run's file, or, if this run has none, the newest file of a run or a sweep's job.
-    Raises InputError if there are no weights; its sentence begins with `key`.
-    """
-    path = Path(path)
-    folder = pointed(path, Path("outputs"), key)
-    if path.name == LATEST and not path.is_dir() and not (folder / MODEL).is_file():
-        root = Path("outputs") if path == Path(LATEST) else path.parent
-        files = (file for depth in ("*", "sweeps/*/*") for file in root.glob(f"{depth}/{MODEL}"))
-        folder = max(files, key=lambda file: file.stat().st_mtime, default=folder / MODEL).parent
-    return weights_file(folder, key)
+    return Predictor(**vars(trained), transforms=transforms)
 
 
 def say_which(file: Path, card: ModelCard) -> None:
@@ -228,37 +173,3 @@ def run_of(file: Path) -> RunDir | None:
     """The run of a weights file: its best weights, or a file in a checkpoint; None if the file is outside a run."""
     folders = (folder for folder in (file.parent, *file.parents[2:3]) if RunDir(folder).config.is_file())
     return next(map(RunDir, folders), None)
-
-
-def _precision(card: ModelCard, device: torch.device) -> Precision:
-    """The precision of the card, or float32 if the device lacks it and the weights are float32."""
-    precision: Precision = components.build("precision", card.precision)
-    try:
-        precision.check(device.type)
-    except InputError as error:
-        if precision.storage != FP32.storage:
-            raise
-        log.show_warning(f"{error}; the model is used in float32 here")
-        return FP32()
-    return precision
-
-
-def _model_with_weights(option: Model, card: ModelCard, precision: Precision, file: Path) -> nn.Module:
-    try:
-        shapes = sketch(option, card.classes, card.input_shape)
-    except InputError:
-        raise
-    except Exception:  # the model of an extension may read numbers, which tensors on the meta device do not have
-        shapes = None
-    if shapes is not None:
-        check_tensors(shapes, file, KEY)
-        check_size(shapes)
-    with torch.random.fork_rng(devices=[]):
-        model = precision.convert(option.build(card.classes, card.input_shape))
-    infinite = infinite_buffers(model)
-    check_tensors(model, file, KEY)
-    model.load_state_dict(load_weights(file))
-    tensors = model.state_dict()
-    if broken := [name for name, tensor in tensors.items() if not is_sound(tensor, infinite=name in infinite)]:
-        raise InputError(f"{KEY}: {file} has numbers that are not finite in {len(broken)} tensors, e.g. {broken[0]}")
-    return model
