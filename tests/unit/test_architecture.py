@@ -19,7 +19,7 @@ from types import FrameType
 import pytest
 
 from helpers import ROOT, command, forked
-from lockstep.config.options import classes_of
+from lockstep.config.options import classes_of, modules_of
 from lockstep.config.schema import BLOCKS, GROUPS, Job
 from lockstep.core.tags import PAGES
 
@@ -178,6 +178,36 @@ def test_no_two_modules_import_each_other_not_even_in_a_circle() -> None:
 
 def test_modules_are_named_in_strings_where_a_config_chooses_among_them_only() -> None:
     assert {name for name, path in MODULES.items() if modules_named(path)} == NAMES_MODULES.keys()
+
+
+DEFAULT_JOB = """
+import atexit, runpy, sys
+atexit.register(lambda: print(*sorted(name for name in sys.modules if name.startswith("lockstep")), file=sys.stderr))
+sys.argv = ["train.py", "device=cpu", "steps=1", "telemetry.report=never", "output_root={}"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_default_job_imports_the_modules_of_its_own_options_alone(tmp_path: Path) -> None:
+    done = command(sys.executable, "-c", DEFAULT_JOB.format(tmp_path), cwd=ROOT)
+    assert done.code == 0, done.err
+    loaded = {name.removeprefix("lockstep.") for name in done.err.splitlines()[-1].split()} - {"lockstep"}
+    of_options = {name.removeprefix("lockstep.") for group in GROUPS for name in modules_of(group).values()}
+    own = {"models.nets", "data.datasets.builtin", "data.loading.loaders", "data.transforms.augment", "strategy.base"}
+    own |= {
+        "tasks",
+        "precision",
+        "launcher.spawn",
+        "optim.optimizers",
+        "optim.schedule",
+        "losses",
+        "telemetry.loggers",
+    }
+    elastic = {"launcher.elastic"}  # the command asks whether a job has several machines
+    assert loaded & of_options == own | elastic
+    assert len(loaded) <= 165
+    assert sum(len(MODULES[name].read_text().splitlines()) for name in loaded) <= 27_000
 
 
 # Attributes of torch, timm, Pillow, datasets and Python that only some versions or objects have.

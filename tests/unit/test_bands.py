@@ -21,7 +21,7 @@ from lockstep.core.errors import BrokenImage, InputError
 from lockstep.data.datasets import CSV, Folder
 from lockstep.data.datasets.decode import ImageFile
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.policies import RandAugment, TrivialAugment, check_channels
+from lockstep.data.transforms.policies import RandAugment, TrivialAugment
 from lockstep.inference.images import files_in, stored_image
 
 CHANNELS = 5
@@ -167,11 +167,11 @@ def test_bands_without_their_package_are_refused_with_the_command_that_helps(mon
         (RandomResizedCrop(grey=0.1), r"augment\.grey=0\.1 needs red, green and blue"),
     ],
 )
-def test_operations_on_colours_are_refused_for_other_channels(augment: object, says: str) -> None:
+def test_operations_on_colours_are_refused_for_other_channels(augment: RandomResizedCrop, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        check_channels(augment, CHANNELS)
-    check_channels(RandomResizedCrop(blur=0.5), CHANNELS)
-    check_channels(RandAugment(), 1)
+        augment.check_channels(CHANNELS)
+    RandomResizedCrop(blur=0.5).check_channels(CHANNELS)
+    RandAugment().check_channels(1)
 
 
 def test_means_and_augmentations_of_photos_are_refused_before_there_is_a_run(root: Path, tmp_path: Path) -> None:

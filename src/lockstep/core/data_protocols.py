@@ -289,6 +289,14 @@ class ImageLoader(Component, Protocol):
 class Augment(Component, Protocol):
     """Random changes of training images, a pure function of (seed, epoch, sample index)."""
 
+    def for_data(self, source: Source) -> Augment:
+        """The augmentation of these images, with a value for each `auto`."""
+        return self
+
+    def check_channels(self, channels: int) -> None:
+        """Raise InputError if images of so many channels cannot have it."""
+        return
+
     @abstractmethod
     def apply(self, images: Tensor, draws: SampleRNG, size: tuple[int, int]) -> Tensor:
         """Change a batch.

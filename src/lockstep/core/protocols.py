@@ -73,6 +73,10 @@ class Strategy(Component, Protocol):
         """Raise InputError if a compiled model does not work on so many ranks of that kind of device."""
         return
 
+    def micro_batches(self, number: int | str, ranks: int) -> int | str:
+        """The micro-batches of a step on so many ranks, for `train.micro_batches=number`. Raises InputError."""
+        return number
+
     def with_changing_graph(self) -> Self:
         """This strategy for steps without a gradient for frozen layers. Raises InputError if it has none."""
         return self
@@ -281,6 +285,10 @@ class Model(Component, Protocol):
     @abstractmethod
     def build(self, classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
         """The module: float images (B, C, H, W) to logits (B, classes)."""
+
+    def has_published(self) -> bool | None:
+        """Whether its library has published weights of it; None for a model of no library."""
+        return None
 
     def trained_input(self) -> TrainedInput | None:
         """The input that the pretrained weights expect; None if there are no such weights, or it is unknown."""

@@ -10,8 +10,6 @@ from lockstep.core.monitor import figure_text
 from lockstep.core.plan import Plan
 from lockstep.core.tags import TOP1
 from lockstep.diagnostics.verdict import Advice
-from lockstep.models.of_torchvision import Torchvision
-from lockstep.models.zoo import Timm
 from lockstep.training.resolved_job import ResolvedJob, describe, train_longer
 
 CONFIDENCE = 0.95
@@ -107,11 +105,7 @@ def _published_weights(job: ResolvedJob) -> str | None:
     """The override that starts from published weights; None if this job cannot simply have them."""
     if min(job.dataset.input_shape[1:]) < SMALLEST:
         return None
-    if isinstance(job.model, Timm):
-        import timm
-
-        return "model.pretrained=true" if timm.is_model_pretrained(job.model.name) else None
-    if isinstance(job.model, Torchvision):
-        return "model.pretrained=true"
+    if (published := job.model.has_published()) is not None:
+        return "model.pretrained=true" if published else None
     is_default = describe(job.model).endswith("()")  # another model would not take its keys
     return "model=resnet18 model.pretrained=true" if is_default else None

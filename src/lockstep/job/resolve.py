@@ -9,23 +9,19 @@ from lockstep.checkpoint.weights import trained_input
 from lockstep.config import components
 from lockstep.config.options import classes_of, options_with
 from lockstep.config.schema import InputBlock, Job, TrainBlock
-from lockstep.core.data_protocols import Augment, Source
+from lockstep.core.data_protocols import Source
 from lockstep.core.errors import InputError
 from lockstep.core.launch_env import Starter, in_agent, is_launched, launched_place, local_size, started_by
 from lockstep.core.model_card import INTERPOLATION, TrainedInput
 from lockstep.core.monitor import monitor_of
 from lockstep.core.protocols import Launcher, Strategy
-from lockstep.data.datasets.files import AUTO, keeps_whole, with_sizes
-from lockstep.data.transforms.augment import Auto, RandomResizedCrop
-from lockstep.data.transforms.policies import Policy
+from lockstep.data.datasets.files import AUTO, with_sizes
 from lockstep.job.auto_training import by_images, by_weights
 from lockstep.launcher.spawn import Auto as AutoLauncher
 from lockstep.launcher.spawn import Inline, Spawn
 from lockstep.runtime.host import cores
 from lockstep.strategy.base import Auto as AutoStrategy
 from lockstep.strategy.base import Single
-from lockstep.strategy.ddp import DDP
-from lockstep.strategy.strict import Strict
 from lockstep.training.resolved_job import ResolvedJob
 
 # The limits of `train.eval_batch=auto`: images and pixels of a block. 256 images of 336x336 usually take 10 GB.
@@ -57,7 +53,8 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
     ranks = _ranks(job.launcher, strategy, gpus, device)
     world_size = ranks * job.launcher.node_range[1]
     if type(strategy) is AutoStrategy:
-        strategy = DDP(sync_batchnorm=strategy.sync_batchnorm) if world_size > 1 else Single()
+        ddp = components.build_option("strategy", "ddp") if world_size > 1 else None
+        strategy = Single() if ddp is None else replace(ddp, sync_batchnorm=strategy.sync_batchnorm)
     if job.train.freeze_until is not None:
         strategy = strategy.with_changing_graph()
     resolved = replace(
@@ -68,10 +65,10 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         repro="strict" if strategy.fixed_order else "exact",
         train=replace(
             job.train,
-            micro_batches=_micro_batches(job.train, strategy, world_size),
+            micro_batches=strategy.micro_batches(job.train.micro_batches, world_size),
             eval_batch=_eval_batch(job.train, dataset),
         ),
-        augment=_augment(job.augment, dataset),
+        augment=job.augment.for_data(dataset),
         input=_input(job.input, dataset, trained),
         task=job.task.absolute(),
         metric=metrics,
@@ -82,16 +79,6 @@ def resolve(job: Job, *, sweep: bool, resumed: Path | None = None) -> ResolvedJo
         optimizer=job.optimizer.at_batch(batch, trained=job.starts_trained),
     )
     return ResolvedJob.of(resolved)
-
-
-def _augment(augment: Augment, dataset: Source) -> Augment:
-    usual = dataset.usual_augment
-    if isinstance(augment, Policy) and augment.crop == AUTO and usual != "standard":
-        return replace(augment, crop="pad")
-    augment = components.build_option("augment", usual) if isinstance(augment, Auto) else augment
-    if isinstance(augment, RandomResizedCrop) and augment.crop == AUTO:
-        return replace(augment, crop="none" if keeps_whole(dataset) else "resized")
-    return augment
 
 
 def with_targets(dataset: Source, targets: str) -> Source:
@@ -158,21 +145,8 @@ def _strategy(job: Job) -> Strategy:
             f"repro=strict adds gradients in a fixed order, which {type(job.strategy).__name__} does not keep; "
             "remove strategy=..., or use repro=exact"
         )
-    return Strict()
-
-
-def _micro_batches(train: TrainBlock, strategy: Strategy, ranks: int) -> int | str:
-    """The micro-batches of a step. With `repro=strict`, each virtual shard is a micro-batch."""
-    micro_batches = train.micro_batches
-    if not isinstance(strategy, Strict):
-        return micro_batches
-    if micro_batches != 1:
-        raise InputError(
-            f"train.micro_batches is {micro_batches}, but under repro=strict the virtual shards are the "
-            f"micro-batches; use train.micro_batches=1, and strategy=strict strategy.shards={2 * strategy.shards} "
-            "for smaller ones"
-        )
-    return max(1, strategy.shards // ranks)
+    strict: Strategy = components.build_option("strategy", "strict")
+    return strict
 
 
 def _eval_batch(train: TrainBlock, dataset: Source) -> int:

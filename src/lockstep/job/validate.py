@@ -22,7 +22,6 @@ from lockstep.core.observer import Logger
 from lockstep.core.protocols import Loss, Metric
 from lockstep.data.datasets.files import crops_files
 from lockstep.data.transforms.augment import RandomResizedCrop
-from lockstep.data.transforms.policies import check_channels
 from lockstep.models.nets import sketch
 from lockstep.runtime.host import available_memory, check_room, cores
 from lockstep.training.resolved_job import ResolvedJob
@@ -162,7 +161,7 @@ def check_job(job: ResolvedJob) -> None:
 
 def _check_crop(job: ResolvedJob) -> None:
     """The augmentation fits the images. Cropping from files needs boxes, and files that are read in every epoch."""
-    check_channels(job.augment, job.dataset.input_shape[0])
+    job.augment.check_channels(job.dataset.input_shape[0])
     if not crops_files(job.dataset):
         return
     if not isinstance(job.augment, RandomResizedCrop):

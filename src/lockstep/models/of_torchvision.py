@@ -113,6 +113,9 @@ class Torchvision(Network):
         if self.pretrained:
             self._fetched()
 
+    def has_published(self) -> bool:
+        return True
+
     def missing_weights(self) -> str:
         url = self._weights.url
         reason = "" if cached_file(url).is_file() else unreachable(url)

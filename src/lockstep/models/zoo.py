@@ -120,6 +120,11 @@ class Timm(Network):
         if self.pretrained:
             published_weights(self.name)
 
+    def has_published(self) -> bool:
+        import timm
+
+        return timm.is_model_pretrained(self.name)
+
     def missing_weights(self) -> str:
         return missing_weights(self.name)
 

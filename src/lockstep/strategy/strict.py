@@ -97,6 +97,15 @@ class Strict(Single):
             ranks *= 2
         return ranks
 
+    def micro_batches(self, number: int | str, ranks: int) -> int:
+        """Each virtual shard is a micro-batch."""
+        if number != 1:
+            raise InputError(
+                f"train.micro_batches is {number}, but under repro=strict the virtual shards are the micro-batches; "
+                f"use train.micro_batches=1, and strategy=strict strategy.shards={2 * self.shards} for smaller ones"
+            )
+        return max(1, self.shards // ranks)
+
     def check(self, ranks: int, device: str) -> None:
         if self.shards % ranks:
             raise InputError(

@@ -15,7 +15,6 @@ from lockstep.core.model import is_broken, log_odds, probabilities
 from lockstep.core.model_card import CLASSES, LABELS, VALUES, ModelCard
 from lockstep.core.observer import Observer
 from lockstep.core.world import World
-from lockstep.metrics import AveragePrecision
 from lockstep.scores import Block, EvaluationObserver
 from lockstep.telemetry import pictures
 
@@ -129,6 +128,8 @@ class CollectedLabels(CollectedPredictions):
         by_label = [part.sum(0).tolist() for part in (true, predicted, true & predicted)]
         fields = _counts(by_label) | {"targets": LABELS, "confusion": [], "curves": []}
         if len(odds):
+            from lockstep.metrics import AveragePrecision  # imported late: other tasks need no metric
+
             score = AveragePrecision(average="none").build_for(LABELS, self.names)
             score.update(odds, true)
             fields["average_precision"] = [_number(value) for value in score.compute().tolist()]

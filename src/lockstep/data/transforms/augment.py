@@ -5,23 +5,25 @@ A sample's own random numbers decide, so ranks, workers, batch sizes and resumes
 
 import math
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lockstep.config import components
 from lockstep.config.options import option, preset
-from lockstep.core.data_protocols import Augment
+from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, default_of, ranged
-from lockstep.core.model_card import INTERPOLATION
+from lockstep.core.model_card import INTERPOLATION, PAD, SQUASH
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import steps
 from lockstep.data.transforms.operations import operate_all
 
 # Tries to find a box that fits, as in torchvision. Their draws start at 2**20, far from all other draws.
 TRIES, FIRST_TRY = 10, 2**20
+COLOURED = (1, 3)  # the numbers of channels for which Pillow and torchvision have operations on colours
 
 
 @option("augment", "none")
@@ -40,6 +42,10 @@ class Auto(NoAugment):
     """The usual augmentation of the data set: `shift` for digits, `crop_flip` for small photographs (up to 64
     pixels), `standard` for large ones, `none` for others.
     """
+
+    def for_data(self, source: Source) -> Augment:
+        usual: Augment = components.build_option("augment", source.usual_augment)
+        return usual.for_data(source)
 
 
 @option("augment")
@@ -152,6 +158,20 @@ class RandomResizedCrop(Augment):
         sizes = torch.stack([torch.full_like(draws.indices, side) for side in images.shape[-2:]], 1)
         return self.after_crop(resized_crops(images, self.boxes(draws, sizes), size, interpolation), draws, size)
 
+    def for_data(self, source: Source) -> Augment:
+        crop = "none" if source.fit in (PAD, SQUASH) else "resized"
+        return replace(self, crop=crop) if self.crop == "auto" else self
+
+    def check_channels(self, channels: int) -> None:
+        have = images_have(channels)
+        if channels != 3 and self.grey:
+            raise InputError(f"augment.grey={self.grey:g} needs red, green and blue, but {have}: augment.grey=0")
+        for name, share in (("jitter", self.jitter), ("solarize", self.solarize)):
+            if channels not in COLOURED and share:
+                raise InputError(
+                    f"augment.{name}={share:g} is defined for grey and RGB, but {have}: augment.{name}=0"
+                )
+
     def boxes(self, draws: SampleRNG, sizes: Tensor) -> Tensor:
         numbers = torch.arange(FIRST_TRY, FIRST_TRY + 4 * TRIES, device=sizes.device)
         box, fits = first_box(draws.uniform(numbers), sizes, self.scale, self.ratio, most=sizes)
@@ -176,6 +196,10 @@ class RandomResizedCrop(Augment):
 
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
         return images
+
+
+def images_have(channels: int) -> str:
+    return f"the images have {channels} channel{'s' * (channels != 1)}"
 
 
 def listed(*parts: str) -> str:

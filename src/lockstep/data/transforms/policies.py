@@ -2,19 +2,20 @@
 
 import functools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lockstep.config.options import option
+from lockstep.core.data_protocols import Augment, Source
 from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, ranged
 from lockstep.core.model_card import INTERPOLATION
 from lockstep.core.rng import SampleRNG
 from lockstep.data.transforms import geometry as geo
 from lockstep.data.transforms import operations as to
-from lockstep.data.transforms.augment import CropFlip, RandomResizedCrop, listed
+from lockstep.data.transforms.augment import COLOURED, CropFlip, RandomResizedCrop, images_have, listed
 from lockstep.data.transforms.operations import Step, operate_all
 from lockstep.data.transforms.steps import FIRST_DRAW, NAMES, STRONGEST, Size, sigma, table, whole
 
@@ -45,6 +46,18 @@ class Policy(RandomResizedCrop):
         crop = CropFlip(pad=self.pad, reflect=self.reflect and self.pad > 0, flip=self.flip)
         return self.changed(crop.apply(images, draws, size), draws)
 
+    def for_data(self, source: Source) -> Augment:
+        padded = self.crop == "auto" and source.usual_augment != "standard"
+        return replace(self, crop="pad") if padded else super().for_data(source)
+
+    def check_channels(self, channels: int) -> None:
+        if channels not in COLOURED:
+            raise InputError(
+                f"augment: the operations of {type(self).__name__} are defined for grey and RGB, but "
+                f"{images_have(channels)}; use augment=standard or augment=crop_flip"
+            )
+        super().check_channels(channels)
+
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
         return self.operated(images, self.steps(draws, tuple(images.shape[2:])))
 
@@ -63,6 +76,14 @@ class _Moving(Policy):
     resample: str = choice("nearest", "nearest", "bilinear", "bicubic")
     # colour of pixels from outside the image: a value for all channels, or one for each
     fill: list[int] = ranged([0], least=0, most=255)
+
+    def check_channels(self, channels: int) -> None:
+        super().check_channels(channels)
+        if len(self.fill) not in (1, channels):
+            raise InputError(
+                f"augment.fill is {self.fill}, but {images_have(channels)}; give one value for all channels or one "
+                f"for each: augment.fill={(self.fill or [0])[:1]}"
+            )
 
     def operated(self, images: Tensor, steps: Iterable[Step]) -> Tensor:
         return operate_all(images, steps, resample=self.resample, fill=tuple(self.fill), compiled=self.compile)
@@ -223,32 +244,15 @@ class ThreeAugment(Policy):
     jitter: float = ranged(0.3, least=0, most=1)
     reflect: bool = True
 
+    def check_channels(self, channels: int) -> None:
+        if channels == 1:
+            have = images_have(channels)
+            raise InputError(
+                f"augment=three_augment needs red, green and blue, but {have}; use augment=trivialaugment"
+            )
+        super().check_channels(channels)
+
     def steps(self, draws: SampleRNG, size: Size) -> Iterator[Step]:
         place, blur = whole(draws.uniform(FIRST_DRAW), 3), sigma(draws.uniform(FIRST_DRAW + 1))
         op = torch.where(place == 0, to.COLOR, torch.where(place == 1, to.SOLARIZE, to.BLUR))
         yield op, torch.where(place == 0, -1.0, torch.where(place == 1, 128.0, blur))
-
-
-def check_channels(augment: object, channels: int) -> None:
-    """Refuse an augmentation that images of this number of channels cannot have."""
-    have = f"the images have {channels} channel{'s' * (channels != 1)}"
-    other = channels not in (1, 3)  # neither Pillow nor torchvision has operations on colours for them
-    if other and isinstance(augment, Policy):
-        raise InputError(
-            f"augment: the operations of {type(augment).__name__} are defined for grey and RGB, but {have}; use "
-            "augment=standard or augment=crop_flip"
-        )
-    if not isinstance(augment, RandomResizedCrop):
-        return
-    if channels != 3 and isinstance(augment, ThreeAugment):
-        raise InputError(f"augment=three_augment needs red, green and blue, but {have}; use augment=trivialaugment")
-    if channels != 3 and augment.grey:
-        raise InputError(f"augment.grey={augment.grey:g} needs red, green and blue, but {have}: augment.grey=0")
-    for name in ("jitter", "solarize"):
-        if other and (share := getattr(augment, name)):
-            raise InputError(f"augment.{name}={share:g} is defined for grey and RGB, but {have}: augment.{name}=0")
-    if isinstance(augment, _Moving) and len(augment.fill) not in (1, channels):
-        raise InputError(
-            f"augment.fill is {augment.fill}, but {have}; give one value for all channels or one for each: "
-            f"augment.fill={(augment.fill or [0])[:1]}"
-        )
