@@ -6,8 +6,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import composed
-from lockstep.cli.run import needs_of
+from lockstep.cli.run import needs_of, run_job
+from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
+from lockstep.core.locks import Lock
+from lockstep.core.run import State
+from lockstep.job.resume import Resume
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import Identity, Ledger
 
@@ -61,3 +65,17 @@ def test_a_job_has_the_gpus_that_its_strategy_uses(words: list[str], gpus: int) 
 def test_a_job_that_resumes_another_run_is_refused_in_a_sweep() -> None:
     with pytest.raises(InputError, match="resume"):
         job("resume=latest")
+
+
+def test_a_mistake_in_the_command_that_resumes_a_job_alone_leaves_the_record_of_the_job(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "sweep")
+    ledger.create(Identity())
+    (record,) = ledger.enter([(["seed=1"], "seed=1")])
+    stopped = ledger.end(ledger.start(record), State.stopped, exit_code=75, error="stopped")
+    folder, values = ledger.folder / record.folder, {**composed(), "epochs": 0}
+    called = Invocation(overrides=("epochs=0",), sweep=False, folder=None, hydra="")
+    own = {"composed": values, "values": values, "run": folder, "folder": folder, "overrides": called.overrides}
+    with pytest.raises(InputError, match="epochs is 0"):
+        run_job(Resume(invocation=called, may_fetch=True, **own), Lock())
+    assert ledger.read(record) == stopped
+    assert not folder.exists()

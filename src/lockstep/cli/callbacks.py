@@ -49,18 +49,6 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
             log.show(f"submitted job {number} of SLURM: {path}")
 
 
-def _refuse_as_rank() -> None:
-    """Exit if this process is a launched rank, because each rank would run the whole sweep."""
-    if not is_launched():
-        return
-    from lockstep.launcher.attach import following, leading  # imported late: it needs torch, and --help must be fast
-
-    with following() if follows() else leading():
-        raise InputError(
-            f"{started_by().label} would run the whole sweep in each rank; type {program_name()} -m ... instead"
-        )
-
-
 def _remove_sweep(ledger: Ledger, new: list[Path]) -> None:
     """Remove what this process has created, of `new`, for a sweep that was refused before its first job."""
     folder = ledger.folder
@@ -95,7 +83,12 @@ class SweepCallbacks(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         self.began, self.handled = time.monotonic(), sys.exc_info()[1]  # of a program that starts a sweep
         with program.bypass_hydra_errors():  # Hydra would only warn of an error in a callback
-            _refuse_as_rank()
+            if is_launched():  # each rank would run the whole sweep
+                from lockstep.launcher.attach import following, leading  # needs torch, and --help must be fast
+
+                by, line = started_by().label, f"{program_name()} -m ..."
+                with following() if follows() else leading():
+                    raise InputError(f"{by} would run the whole sweep in each rank; type {line} instead")
         folder = Path(config.hydra.sweep.dir).absolute()
         new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():

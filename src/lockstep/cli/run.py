@@ -62,8 +62,8 @@ def _run_agent(resume: Resume) -> float | None:
     """Run a job of several machines: here and there, torch's agent starts this command again, once for each rank."""
     if resume.invocation.sweep:
         raise InputError(
-            f"launcher.nodes is {resume.launcher['nodes']}, but the jobs of a sweep run on one machine, or each as a "
-            "job of SLURM; use launcher.nodes=1 or launcher=slurm"
+            f"launcher.nodes is {resume.values['launcher']['nodes']}, but the jobs of a sweep run on one machine, or "
+            "each as a job of SLURM; use launcher.nodes=1 or launcher=slurm"
         )
     job = prepare(resume)
     launcher = job.launcher

@@ -62,15 +62,10 @@ class Resume:
             raise InputError(refusal(*refused))
 
     @property
-    def launcher(self) -> Mapping[str, Any]:
-        """The config node of the launcher; empty if the config has none, which `components.build` refuses."""
-        node = self.values["launcher"]
-        return node if isinstance(node, Mapping) else {}
-
-    @property
     def has_several_machines(self) -> bool:
-        """Whether torch's agents start the ranks, on each of several machines."""
-        return str(self.launcher.get("nodes", 1)) not in ("1", "1:1")
+        """Whether torch's agents start the ranks, on each of several machines. Builds no job, which imports torch."""
+        node = self.values["launcher"]
+        return isinstance(node, Mapping) and str(node.get("nodes", 1)) not in ("1", "1:1")
 
     @cached_property
     def job(self) -> Job:
