@@ -126,19 +126,13 @@ def read_option(group: str, name: str, cls: type[Any], node: Mapping[str, Any], 
     for base in reversed(bases):
         comments.update(comments_of(base))
     last = {name: place for place, base in enumerate(bases) for name in vars(base)["__dataclass_fields__"]}
-    keys = sorted((field.name for field in dataclasses.fields(cls)), key=last.__getitem__)
-    for key in keys:
-        if key not in comments:
-            raise SystemExit(f"{place_of(cls)}.{key} has no comment that says what it is")
-    return Option(
-        name,
-        meaning,
-        tuple(
-            Key(f"{prefix}{key}", type_of(cls, key), as_yaml(node[key]), role_text(f"{prefix}{key}"), comments[key])
-            for key in keys
-        ),
-        node,
-    )
+    keys = []
+    for field in sorted((key.name for key in dataclasses.fields(cls)), key=last.__getitem__):
+        if field not in comments:
+            raise SystemExit(f"{place_of(cls)}.{field} has no comment that says what it is")
+        key, default = f"{prefix}{field}", as_yaml(node[field])
+        keys.append(Key(key, type_of(cls, field), default, role_text(key), comments[field]))
+    return Option(name, meaning, tuple(keys), node)
 
 
 def meaning_of(cls: type[Any]) -> str:
@@ -387,7 +381,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> None:
     if check and stale:
         files = ", ".join(str(path.relative_to(root)) for path in stale)
         raise SystemExit(
-            f"out of date: {files}; change the class or conf/config.yaml, and run `python docs/reference.py`"
+            f"out of date: {files}; run `python docs/reference.py`, which writes them from the options' classes "
+            "and from conf/config.yaml"
         )
     for path, text in stale.items():
         path.write_text(text)

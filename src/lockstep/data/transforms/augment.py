@@ -50,7 +50,10 @@ class Auto(NoAugment):
 
 @option("augment")
 class CropFlip(Augment):
-    """A crop of its own size out of the zero-padded image, and a mirror (He et al. 2016): for small photographs."""
+    """A crop of the original size out of the zero-padded image, and a mirror: for small photographs.
+
+    He et al. 2016, section 4.2.
+    """
 
     pad: int = ranged(4, least=0, most=1024)  # pixels added on each side before the crop
     reflect: bool = False  # fill the added pixels with the mirrored image instead of black
