@@ -200,3 +200,12 @@ def test_a_project_that_cannot_be_made_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     assert "mine exists" in forked("lockstep", "new", "mine", cwd=tmp_path).err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_fresh_process_of_a_program_has_its_extensions_without_its_import_path(tmp_path: Path) -> None:
+    folder = written(tmp_path / "project")
+    named = {"PYTHONSAFEPATH": "1", "LOCKSTEP_EXTENSIONS": json.dumps({"own": str(folder)})}
+    done = command(sys.executable, "train.py", "model=flat", "--cfg", "job", cwd=folder, **named)
+    assert done.code == 0, done.err
+    done = command(sys.executable, "train.py", "model=flat", "--cfg", "job", cwd=folder, PYTHONSAFEPATH="1")
+    assert "the extension own (named by train.py) is not a package that can be imported" in done.err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch.nn import functional as F
 
 from helpers import FAKE, Done, forked, records, weights
 from lockstep.core.rng import permutation
+from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Fake
+from lockstep.sweep.ledger import Ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 
@@ -24,6 +27,7 @@ from typing import ClassVar
 import lockstep
 import torch
 import yaml
+from lockstep.metrics import Calibration
 from lockstep.models.nets import Network
 from lockstep.tasks import Multiclass
 from torch import nn
@@ -86,6 +90,27 @@ class Undeclared(Multiclass):
         outputs = batch.network(batch.images)
         batch.log("nobody/knows", outputs[:, 0])
         return batch.loss(outputs, batch.targets), outputs
+
+
+@lockstep.option("metric")
+class Cost:
+    """Says by what it builds that less is better."""
+
+    def build(self, classes):
+        from torchmetrics.classification import MulticlassHingeLoss
+
+        return MulticlassHingeLoss(classes)
+
+
+@lockstep.option("metric")
+class Error(Calibration):
+    """Says it by what it derives from."""
+
+
+@lockstep.option("task")
+class Costly(Multiclass):
+    metrics: ClassVar[tuple[str, ...]] = ("cost",)
+    monitor: ClassVar[str] = "cost"
 
 
 @lockstep.option("task")
@@ -255,3 +280,23 @@ def test_a_figure_with_a_wrong_name_or_value_is_one_sentence(
     done = train(project, "-".join(words).replace(".", "-").replace("=", "-"), "model=linear", *words, code=2)
     assert sentence in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("words", "score"), [(("task=costly",), "cost"), (("monitor=error",), "error")])
+def test_a_sweep_by_a_metric_of_a_user_that_falls_finds_the_lowest(
+    project: Path, words: tuple[str, ...], score: str
+) -> None:
+    objectives = "sweep.objectives=[score,error]" if score == "cost" else "sweep.objectives=[score,loss]"
+    line = ("-m", "optimizer.lr=0.001,0.01,0.1", "metric=[error]", objectives, f"hydra.sweep.dir={score}", "steps=4")
+    done = forked("train.py", *JOB, *line, *words, cwd=project)
+    assert done.code == 0, done.err
+    ledger = Ledger(project / score)
+    runs = [Run(ledger.folder / record.folder) for record in ledger.records()]
+    lowest = [min(value for _, value in run.series(f"metric/{score}")) for run in runs]
+    assert [run.score for run in runs] == lowest
+    assert str(ledger.identity().monitor) == f"-{score}"
+    best = lowest.index(min(lowest))
+    assert (ledger.best or "").startswith(f"{best:03}")
+    assert f"best: job {best} with {score} " in done.out
+    table = forked("lockstep", "compare", str(ledger.folder), f"--sort=metric/{score}", "--json", cwd=project)
+    assert [row["jobs"] for row in json.loads(table.out)] == [[n] for n in sorted(range(3), key=lowest.__getitem__)]

@@ -572,6 +572,23 @@ def test_each_monitor_has_a_table_with_its_direction_and_a_column_for_each_metri
     ]
 
 
+def test_a_run_says_which_figures_of_its_options_are_better(tmp_path: Path, capsys: CAPSYS) -> None:
+    directions = {"loss/val": "minimize", "metric/cost": "minimize", "metric/worth": "maximize", "my/gap": "minimize"}
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        scores = {"top1": 50.0, "cost": value, "cost/x": value, "worth": value}
+        folder = judged(
+            tmp_path / name, f"model={name}", monitor="top1", score=50.0, scores=scores, directions=directions
+        )
+        RunDir(folder).metrics.write_text(json.dumps({"step": 1, "loss/val": value, "my/gap": value}) + "\n")
+    for column, order in (("cost", "ab"), ("metric/cost/x", "ab"), ("worth", "ba"), ("my/gap", "ab")):
+        assert [row["name"] for row in listed(capsys, tmp_path, sort=column)] == [*order], column
+        compare([str(tmp_path)], by=[], sort=column, form="markdown", columns=[column])
+        lines = table(capsys).splitlines()
+        assert f"**{2 if order == 'ba' else 1}**" in lines[2], column
+    compare([str(tmp_path)], by=[], sort=None, form="markdown", columns=["cost/x", "worth", "my/gap"])
+    assert "| model | val cost/x | val worth | my/gap |" in table(capsys)
+
+
 def test_a_listing_has_a_table_for_each_monitor_too(judged_runs: Path, capsys: CAPSYS) -> None:
     names = [row["name"] for row in listed(capsys, judged_runs, sort="score")]
     assert names == ["e", "d", "a0", "b0", "a1", "b1", "c", "g", "f"]

@@ -215,6 +215,14 @@ def check_wrong_values(run: RunDir, path: Path, depth: int) -> None:
     path.write_text(whole)
 
 
+def test_the_monitored_class_of_a_metric_comes_first_and_each_figure_of_an_option_has_a_chart(run: RunDir) -> None:
+    line = {"loss/val": 1.0, "metric/recall/a*": 0.5, "metric/recall/a*b": 0.5, "metric/f1": 0.5, "my/gap": 2.0}
+    run.metrics.write_text("".join(f"{json.dumps({'step': step, **line})}\n" for step in (1, 2)))
+    run.write_summary(monitor="recall/a*")
+    titles = page_of(run).titles()
+    assert titles[:4] == ["recall/a*, validation", "Loss", "f1, validation", "my/gap"]
+
+
 def test_any_value_of_another_type_still_gives_a_page(run: RunDir) -> None:
     for path, depth in ((run.summary, 3), (run.environment, 1), (run.validation, 3)):
         check_wrong_values(run, path, depth)

@@ -140,6 +140,22 @@ def test_an_evaluation_is_a_row_with_the_last_figures_of_training(tmp_path: Path
     assert not [name for name in row if "top" in name], "the job has no accuracy"
 
 
+def test_each_class_of_a_metric_has_a_column_also_behind_a_resume(tmp_path: Path) -> None:
+    path, tags = tmp_path / "metrics.csv", ["loss/val", "metric/f1", "metric/recall"]
+    table = CsvTable(path, PLAN, 0, tags=tags)
+    table.write(10, {"loss/val": 0.5, "metric/f1": 0.25, "metric/recall/a": 0.5, "metric/recall/b/c": math.nan})
+    table.write(20, {"loss/val": 0.5, "metric/f1": 0.5, "metric/recall/a": 0.75, "metric/recall/b/c": 1.0})
+    table.end("completed")
+    again = CsvTable(path, PLAN, 10.5, {"metric/f1": 0.25, "metric/recall/a": 0.5}, tags)
+    again.write(20, {"loss/val": 0.5, "metric/f1": 0.125, "metric/recall/a": 1.0, "metric/recall/b/c": 0.0})
+    again.end("completed")
+    names = ("step", "f1", "recall/a", "recall/b/c", "recall")
+    assert [[row.get(name) for name in names] for row in rows(path)] == [
+        ["10", "0.25", "0.5", "", None],
+        ["20", "0.125", "1", "0", None],
+    ]
+
+
 @pytest.mark.parametrize("tail", ["", "1", "30,3,0.5", "\n", "x,y\n"])
 def test_rows_of_steps_that_are_done_again_go_and_a_half_row_too(tmp_path: Path, tail: str) -> None:
     path = tmp_path / "metrics.csv"
@@ -241,6 +257,7 @@ def test_the_layout_shows_every_category(tmp_path: Path) -> None:
     shown = layout_pb2.Layout.FromString(stored)
     assert [category.title for category in shown.category] == [*layout([])]
     assert [chart.title for chart in shown.category[0].chart] == ["Loss", "Accuracy, %", "Metrics"]
+    assert layout(["loss/val", "metric/f1", "my/a.b"])["Options"] == {"my/a.b": [r"my/a\.b"]}
 
 
 @pytest.fixture(autouse=True)

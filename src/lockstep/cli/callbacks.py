@@ -21,6 +21,7 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.launch_env import follows, is_launched, started_by
 from lockstep.core.locks import Lock
+from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
@@ -28,6 +29,7 @@ from lockstep.job.slurm import Submission, preview, submit
 from lockstep.runtime import program
 from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
+from lockstep.telemetry.progress import loading
 
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
 NAMES = ("*", "*/*")  # what Hydra and Optuna may open in a folder, and in the folders of jobs
@@ -93,6 +95,8 @@ class SweepCallbacks(Callback):
         new = absent(*(folder / name for name in (*FILES, JOBS)))
         with program.bypass_hydra_errors():
             check_names(folder, *NAMES)
+            with loading():
+                configure_native_threads()  # before the classes that say which score decides import torch
             ledger = choose_folder(config)
         atexit.register(_remove_sweep, ledger, new)
         with program.bypass_hydra_errors():

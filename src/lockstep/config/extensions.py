@@ -69,20 +69,24 @@ class Extension:
 
 def use(packages: Sequence[str]) -> None:
     """Register packages as extensions of this program and of the ranks that it starts."""
+    _of_program()
     named = [_locate(package, f"named by {Path(sys.argv[0]).name}") for package in packages]
     if named:
         os.environ[VARIABLE] = json.dumps({extension.package: str(extension.folder.parent) for extension in named})
     active.cache_clear()
 
 
+def _of_program() -> list[str]:
+    """The extensions that the program named. Its ranks and jobs lack its import path, and get it."""
+    folders: dict[str, str] = json.loads(os.environ.get(VARIABLE, "{}"))
+    sys.path += [parent for package, parent in folders.items() if importlib.util.find_spec(package) is None]
+    return [*folders]
+
+
 @functools.cache
 def active() -> tuple[Extension, ...]:
     """All extensions. Raises InputError if one is not found, or has a config in no group or with a taken name."""
-    named = []
-    for package, parent in json.loads(os.environ.get(VARIABLE, "{}")).items():
-        if importlib.util.find_spec(package) is None:  # a rank lacks the import path of the program
-            sys.path.append(parent)
-        named.append(_locate(package, "named by the program"))
+    named = [_locate(package, "named by the program") for package in _of_program()]
     extensions = {extension.package: extension for extension in (*named, *_installed())}
     owner: dict[str, Extension] = {}
     for extension in extensions.values():

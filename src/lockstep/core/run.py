@@ -141,9 +141,10 @@ class Run:
     @property
     def directions(self) -> Directions:
         """The directions of the figures that it logs; an earlier version has written its scores alone."""
-        scores = {tag: Monitor().direction for tag in tagged(self.summary.get("scores") or {})}
-        named = {tag: Direction(text) for tag, text in (self.summary.get("directions") or {}).items()}
-        return scores | {VAL_LOSS: Direction.minimize, self.monitor.tags[-1]: self.monitor.direction} | named
+        scores = dict.fromkeys(tagged(self.summary.get("scores") or {}), Direction.maximize)
+        usual = {**scores, VAL_LOSS: Direction.minimize, self.monitor.tags[-1]: self.monitor.direction}
+        named = self.summary.get("directions") or usual
+        return {tag: Direction(text) for tag, text in named.items()}
 
     @property
     def columns(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.safe_read import read_lines
 from lockstep.core.safe_write import append, storing, write_atomic
 from lockstep.core.table import csv_row, digits
-from lockstep.core.tags import ACCURACY, FIGURES, VAL_LOSS, VAL_TOP1
+from lockstep.core.tags import ACCURACY, FIGURES, METRIC, VAL_LOSS, VAL_TOP1
 
 
 class TextFile(Observer):
@@ -103,7 +103,7 @@ class CsvTable(TextFile):
     """`metrics.csv`: a row per evaluation, which also has the last figures of training.
 
     `latest` are the last figures, by tag, up to `RunInfo.after`, from which the run resumes; `tags` are
-    `RunInfo.tags`. Each has a column, and without an accuracy there are no columns of it.
+    `RunInfo.tags`. Each has a column, or one for each of its classes, and without an accuracy there are none of it.
     """
 
     def __init__(
@@ -114,15 +114,24 @@ class CsvTable(TextFile):
         latest: Mapping[str, float] | None = None,
         tags: Sequence[str] = (VAL_TOP1,),
     ) -> None:
-        self.path, self.plan = path, plan
+        self.path, self.plan, self.tags = path, plan, tags
         self.latest = dict(latest or {})
+        self._open(after)
+
+    def _open(self, after: float) -> None:
+        """Open the file with a column for each figure. The first scores of a metric show if classes have them."""
+        tags: list[str] = []
+        for tag in self.tags:
+            tags += [other for other in self.latest if tag.startswith(METRIC) and other.startswith(f"{tag}/")] or [
+                tag
+            ]
         usual = {tag: name for tag, name in COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
         self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in COLUMNS}}
-        before = _cells(next(iter(read_lines(path)), None) or "") if path.exists() else []
+        before = _cells(next(iter(read_lines(self.path)), None) or "") if self.path.exists() else []
         before = before if before[:2] == ["step", "epoch"] else []
-        self.columns |= {
-            f"earlier/{n}": n for n in before[2:] if n not in self.columns.values()
-        }  # a resume has it not
+        # A resume may have other metrics.
+        known = {*self.columns.values(), *(name_of(tag) for tag in self.tags if tag not in self.latest)}
+        self.columns |= {f"earlier/{name}": name for name in before[2:] if name not in known}
         names = ["step", "epoch", *self.columns.values()]
 
         def adapted(line: str) -> str:
@@ -131,13 +140,16 @@ class CsvTable(TextFile):
 
         header = csv_row(names) + "\n"
         self.file = truncate_after(
-            path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header, adapted
+            self.path, after, lambda line: place_of(int(line.partition(",")[0]), COLUMNS), header, adapted
         )
         self.writer = csv.writer(self.file, lineterminator="\n")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         self.latest.update(scalars)
         if {VAL_LOSS, VAL_TOP1} & scalars.keys():
+            if any(tag.startswith(METRIC) and tag not in self.columns for tag in scalars):
+                self.close()
+                self._open(math.inf)
             epoch = step / self.plan.steps_per_epoch
             known = finite(self.latest)
             figures = [digits(known[key]) if key in known else "" for key in self.columns]
