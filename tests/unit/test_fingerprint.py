@@ -1,12 +1,15 @@
 """The fingerprint of a job: the facts that must be equal in a checkpoint and in the run that resumes from it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from helpers import built
+from lockstep.config import options
 from lockstep.core.errors import InputError
+from lockstep.core.fields import Role, ranged, with_role
 from lockstep.core.world import World
 from lockstep.models import DigitNet, Timm, Torchvision
 from lockstep.training.resolved_job import check_same_data, describe, fingerprint, plan_of, train_longer
@@ -29,7 +32,26 @@ def test_checkpoints_of_the_models_that_are_defaults_of_their_classes_have_no_na
 def test_how_a_job_is_run_is_not_what_it_is() -> None:
     words = ("model.compile=true", "model.channels_last=true", "epochs=99", "strategy=ddp", "precision=bf16")
     words += ("loader=streaming", "optimizer.lr=0.5", "train.micro_batches=4", "data_root=elsewhere")
+    words += ("launcher.threads=1", "train.eval_batch=7", "cost.usd_per_gpu_hour=2", "telemetry.report=never")
     assert fingerprint(built(*words), 1442) == fingerprint(built(), 1442)
+
+
+def test_a_resume_may_change_a_users_field_that_makes_no_other_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "_DECLARED", {**options._DECLARED})
+
+    @options.option("model")
+    class Mine(DigitNet):
+        depth: int = ranged(1, least=1, most=9)
+        fused: bool = with_role(Role.rounding, False)
+        shown: bool = with_role(Role.display, False)
+
+    facts = [
+        fingerprint(replace(built(), model=model), 1442)["model"] for model in (Mine(), Mine(fused=True, shown=True))
+    ]
+    assert facts == ["Mine()", "Mine()"]
+    assert fingerprint(replace(built(), model=Mine(depth=2)), 1442)["model"] == "Mine(depth=2)"
 
 
 CHANGES = {"model": "model.width=64 model=resnet18", "input_shape": "dataset.input_size=16", "batch": "batch=32"}

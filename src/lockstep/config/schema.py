@@ -181,7 +181,7 @@ class Job:
     batch: int | str = ranged(64, least=1, most=LONGEST, words=("auto",))
     seed: int = with_role(Role.sample, ranged(0, least=0, most=2**63 - 1))
     monitor: str = ruled("auto", TEXT)
-    repro: str = with_role(Role.rounding, choice("exact", "exact", "strict"))
+    repro: str = choice("exact", "exact", "strict")  # a resume cannot change it: batch norm counts other parts
     device: str = with_role(Role.rounding, choice("auto", "auto", "cpu", "cuda"))
     name: str = with_role(Role.place, ruled("job", TEXT))
     data_root: str = with_role(Role.place, pathname("data"))

@@ -145,7 +145,7 @@ def larger_batch(batch: int, examples: int) -> str | None:
 
 def of_training(job: ResolvedJob) -> frozenset[str]:
     """The fields of the model that say how it is computed and how it was initialised, not what it is."""
-    return fields_with("model", job.model, Role.rounding, Role.start)
+    return fields_with("model", job.model, Role.start, *(role for role in Role if not role.makes_another_run))
 
 
 def fingerprint(job: ResolvedJob, examples: int) -> dict[str, Any]:
