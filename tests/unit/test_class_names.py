@@ -1,6 +1,7 @@
 """The names and the order of classes: the same from every kind of data set, and by name between data and models."""
 
 import io
+import json
 import os
 import tarfile
 import unicodedata
@@ -15,8 +16,10 @@ import torch
 from PIL import Image
 from torchvision.datasets import ImageFolder
 
-from helpers import built, refusal
+import lockstep
+from helpers import built, refusal, train_here
 from lockstep.checkpoint.reading import difference
+from lockstep.cli.evaluate import evaluate
 from lockstep.data.datasets import CSV, HF, WebDataset, packed
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.folder import SYSTEM_FOLDERS, Folder
@@ -256,3 +259,27 @@ def test_names_weights_cannot_keep_are_refused_before_a_run(tmp_path: Path, monk
     says = "dataset: the names of its 2 classes take 16 characters, expected at most 15, because weights keep them; "
     data = ("dataset=folder", f"dataset.path={tmp_path}", "dataset.decode_size=8")
     assert says in refusal(tmp_path / "runs", *data)
+
+
+def test_a_class_whose_folder_has_bytes_that_are_no_text_is_trained_resumed_and_evaluated(tmp_path: Path) -> None:
+    owl = os.fsdecode(b"ow\xffl")
+    write(tmp_path / "images", *(f"{split}/{name}/1.png" for split in ("train", "val") for name in ("cat", owl)))
+    data = (
+        "dataset=folder",
+        f"dataset.path={tmp_path / 'images'}",
+        "dataset.decode_size=8",
+        "model=linear",
+        "batch=2",
+    )
+    words = (*data, "metric=[recall]", "metric.recall.average=none", "telemetry.report=always")
+    for steps in (1, 2):
+        run = train_here(tmp_path / "run", *words, f"steps={steps}")
+        summary = run.read_summary()
+        assert (summary["status"], summary["step"]) == ("completed", steps)
+        assert {"recall/cat", "recall/ow\\udcffl"} <= summary["scores"].keys()
+    predictor = lockstep.load(run.path, device="cpu")
+    assert predictor.predict(tmp_path / "images" / "val" / owl / "1.png")[0].names == ("cat", "ow\\udcffl")
+    evaluate(str(run.path), (), split="val", device="cpu", out=None)
+    evaluation = json.loads((run.path / "evaluation.json").read_text())
+    recalls = {f"recall/{facts['name']}": facts["recall"] for facts in evaluation["classes"]}
+    assert recalls == {name: value for name, value in summary["scores"].items() if name in recalls}

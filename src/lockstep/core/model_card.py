@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from lockstep.core.errors import shown
+from lockstep.core.errors import as_unicode, shown
 from lockstep.core.fields import TEXT, Check, Number, choice, rule_of, ruled
 from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.safe_read import MB, checked
@@ -36,8 +36,11 @@ VIEWS = (1, 2, 6)  # the numbers of views of an image that an evaluation can ave
 
 
 def class_name(text: str) -> str:
-    """A name in Unicode's composed form (NFC). Files of macOS have the decomposed form, which looks the same."""
-    return unicodedata.normalize("NFC", text)
+    """A name in Unicode's composed form (NFC). Files of macOS have the decomposed form, which looks the same.
+
+    Bytes of a folder's name that are no text are written as such: no file of a run may have them.
+    """
+    return unicodedata.normalize("NFC", as_unicode(text))
 
 
 Shape = tuple[int, int, int]
