@@ -29,7 +29,6 @@ from lockstep.job.resume import Resume, decide_resume, refuse_in_sweep
 from lockstep.job.slurm import Submission, submission
 from lockstep.job.worker import start
 from lockstep.launcher.attach import following, leading
-from lockstep.launcher.elastic import Elastic, Slurm
 from lockstep.runtime.forking import import_for_ranks
 from lockstep.sweep.devices import Needs
 from lockstep.sweep.ledger import Ledger, record_of, recorded
@@ -44,8 +43,11 @@ def run_job(resume: Resume, lock: Lock) -> float | Submission | None:
     in the sweep.
     """
     launcher = resume.job.launcher
-    if isinstance(launcher, Slurm) and not is_submitted():
-        return submission(resume, launcher, lock)
+    if launcher.submits and not is_submitted():
+        from lockstep.launcher.elastic import Slurm  # imported late: few jobs are for a cluster
+
+        if isinstance(launcher, Slurm):
+            return submission(resume, launcher, lock)
     run = partial(_run_agent, resume) if resume.has_several_machines else partial(_run_here, resume, lock)
     entry = record_of(resume.folder) if resume.folder is not None and not resume.invocation.sweep else None
     return run() if entry is None or entry[1].state is State.done else recorded(*entry, run)
@@ -65,6 +67,8 @@ def _run_agent(resume: Resume) -> float | None:
             f"launcher.nodes is {resume.values['launcher']['nodes']}, but the jobs of a sweep run on one machine, or "
             "each as a job of SLURM; use launcher.nodes=1 or launcher=slurm"
         )
+    from lockstep.launcher.elastic import Elastic  # imported late: few jobs have several machines
+
     job = prepare(resume)
     launcher = job.launcher
     assert isinstance(launcher, Elastic)
