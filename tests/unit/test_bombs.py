@@ -97,6 +97,7 @@ TARS: dict[str, tuple[bytes, str]] = {
     ),
     "a file of 4 TB": (member(size=2**42) + END, END_OF_DATA),
     "a file that is cut short": (member(name="b.jpg") + member(size=9000, content=b"x" * 5000), END_OF_DATA),
+    "a file that ends behind a member": (PHOTO, "it ends without a block of zeros"),
     "a header that is cut short": (PHOTO + member()[:300], "its header at byte 1,024 is damaged"),
     "a damaged header": (PHOTO + b"x" * 512, "its header at byte 1,024 is damaged"),
     "a description of nothing": (PHOTO + pax(path="b"), "header"),

@@ -211,7 +211,10 @@ def stored_files(archive: BinaryIO) -> Iterator[tuple[str, int, int]]:
                     yield member.name, member.offset_data, member.size
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep about 1 kB for each
             archive.seek(tar.offset)
-            if archive.read(tarfile.BLOCKSIZE).strip(b"\0"):  # tarfile takes a damaged header for the end
+            block = archive.read(tarfile.BLOCKSIZE)  # tarfile takes a damaged header, or none, for the end
+            if not block:
+                raise ValueError("it ends without a block of zeros: it was cut short, or not closed by its writer")
+            if block.strip(b"\0"):
                 raise ValueError(f"its header at byte {tar.offset:,} is damaged")
     except (tarfile.TarError, OverflowError) as error:
         raise ValueError(str(error)) from error
