@@ -228,7 +228,7 @@ def test_a_ladder_has_the_ranks_of_the_gpus(monkeypatch: pytest.MonkeyPatch, gpu
     class Planned(Exception):
         pass
 
-    def planned(job: object, number: int, scripts: object) -> None:
+    def planned(job: object, number: int, scripts: object, own: str) -> None:
         assert number == ranks
         raise Planned
 
