@@ -27,6 +27,7 @@ from lockstep.losses import CrossEntropy, MaskedLoss
 from lockstep.models import DigitNet
 from lockstep.precision import FP32, FP64
 from lockstep.scores import Block, EvaluationObserver, Scores
+from lockstep.strategy import Single
 from lockstep.tasks import Multiclass
 from lockstep.training.evaluate import evaluate, weighted_views
 from thread_ranks import ThreadRanks
@@ -108,10 +109,13 @@ def test_ranks_score_as_one_does_with_mains_running_statistics(block: int, monke
         model[0].running_mean.fill_(rank)
         return model
 
-    models = [normed(rank) for rank in range(3)]
+    def evaluated(world: World) -> Any:
+        model = normed(world.rank)
+        Single().share_buffers(model, world)
+        return scores(model, source, block=block, world=world)
+
     expected = scores(normed(0), source)
-    ranks = ThreadRanks(3, monkeypatch)
-    for actual in ranks.run(lambda world: scores(models[world.rank], source, block=block, world=world)):
+    for actual in ThreadRanks(3, monkeypatch).run(evaluated):
         assert actual == pytest.approx(expected, rel=1e-12)
 
 

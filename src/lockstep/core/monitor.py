@@ -11,13 +11,10 @@ from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lockstep.core.errors import as_unicode
 from lockstep.core.tags import AVERAGED, LOSS, METRIC, PERCENT, TAGS, TEST, TOP1, TOP5, VAL_LOSS
-
-if TYPE_CHECKING:  # the protocols import torch
-    pass
 
 T = TypeVar("T")
 
