@@ -53,8 +53,9 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.core.errors import LockstepError
 from lockstep.core.world import World
 from lockstep.models.zoo import Timm
+from lockstep.runtime.host import is_out_of_memory
 from lockstep.telemetry.profile import peak_flops, training_flops
-from lockstep.training import dry_run, experiment
+from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob
 from measure import Figures, Rows, console, in_turns, parser, show, write
 from runs import prepared
@@ -163,7 +164,7 @@ def beside_raw(setting: Setting, words: list[str]) -> Figures:
     try:
         rates = in_turns(cases, setting.repeats)
     except (RuntimeError, LockstepError) as error:
-        if not dry_run.is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return {}
     figures = {f"{name}, img/s": rate for name, rate in rates.items()} | gigabytes

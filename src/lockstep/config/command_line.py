@@ -12,7 +12,6 @@ from typing import NoReturn
 
 from hydra.main import get_args_parser
 
-from lockstep.config import suggest
 from lockstep.config.commands import key_of, program_name
 from lockstep.config.options import TORCHVISION, tagged_names
 from lockstep.core.errors import InputError, did_you_mean
@@ -77,6 +76,8 @@ def check_flags(words: Sequence[str]) -> None:
     unknown = [word for word in rest if word.startswith("-")]
     if not unknown:
         return
+    from lockstep.config import suggest  # a line without a mistake needs no guesses
+
     proposals = []
     for flag in unknown:
         name, sign, value = flag.lstrip("-").partition("=")

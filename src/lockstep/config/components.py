@@ -16,7 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lockstep.config import extensions, options
-from lockstep.config.messages import sentence, unreadable
 from lockstep.config.schema import BLOCKS, CONF, GROUPS, MANY, Job
 from lockstep.core import fields
 from lockstep.core.errors import InputError, collecting, did_you_mean, shown
@@ -140,10 +139,12 @@ def _in_sentences(prefix: str = "") -> Iterator[None]:
     """Turn the errors of OmegaConf into an InputError; `prefix` is put before the key."""
     try:
         yield
-    except OmegaConfBaseException as error:
-        raise InputError(sentence(error, prefix)) from error
-    except (OverflowError, RecursionError) as error:
-        raise unreadable(error) from error
+    except (OmegaConfBaseException, OverflowError, RecursionError) as error:
+        from lockstep.config import messages  # a job without a mistake needs none
+
+        if isinstance(error, OmegaConfBaseException):
+            raise InputError(messages.sentence(error, prefix)) from error
+        raise messages.unreadable(error) from error
 
 
 @functools.cache

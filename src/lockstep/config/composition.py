@@ -20,7 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lockstep.config import hydra_policy, messages
+from lockstep.config import hydra_policy
 from lockstep.config.commands import (
     check_sign,
     check_word,
@@ -32,10 +32,9 @@ from lockstep.config.commands import (
     shell_command,
 )
 from lockstep.config.hydra_policy import as_typed, own_hydra
-from lockstep.config.messages import UNEXPECTED, sentence, translate, unreadable
 from lockstep.config.schema import CONF, GROUPS, Job
 from lockstep.core import log
-from lockstep.core.errors import InputError
+from lockstep.core.errors import UNEXPECTED, InputError
 from lockstep.core.fields import leaves
 from lockstep.core.terminal import fill
 
@@ -167,10 +166,10 @@ def to_dict(composed: DictConfig) -> dict[str, Any]:
     # Key by key, because a copy without `hydra` takes longer than all the rest.
     try:
         plain = {str(key): _plain(composed[key]) for key in composed if key != "hydra"}
-    except OmegaConfBaseException as error:
-        raise InputError(sentence(error)) from error
-    except UNEXPECTED as error:
-        raise unreadable(error) from error
+    except (OmegaConfBaseException, *UNEXPECTED) as error:
+        from lockstep.config import messages  # a job without a mistake needs none
+
+        raise messages.translate(error) or messages.unreadable(error) from error
     for key in (field.name for field in dataclasses.fields(Job)):
         if key not in plain:
             raise InputError(f"{key}: this key is required; remove ~{key}")
@@ -245,7 +244,9 @@ def _compose(name: str, overrides: list[str], *, with_hydra: bool = False) -> Di
     try:
         return compose(name, overrides=overrides, return_hydra_config=with_hydra)
     except Exception as error:
-        raise translate(error) or messages.translate_before_job(error) or error from error
+        from lockstep.config import messages
+
+        raise messages.translate(error) or messages.translate_before_job(error) or error from error
 
 
 def typed_words(words: Iterable[str]) -> list[str]:

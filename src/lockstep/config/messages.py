@@ -15,11 +15,16 @@ from lockstep.config import suggest
 from lockstep.config.commands import key_of, override, parsed, program_name, program_words, shell_command
 from lockstep.config.options import options_of
 from lockstep.config.schema import GROUPS, MANY, Job
-from lockstep.core.errors import InputError, LockstepError, StorageError, did_you_mean, out_of_memory, shown
+from lockstep.core.errors import (
+    UNEXPECTED,
+    InputError,
+    LockstepError,
+    StorageError,
+    did_you_mean,
+    out_of_memory,
+    shown,
+)
 from lockstep.core.safe_write import FULL
-
-# The exceptions that Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
-UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 
 
 def translate(error: BaseException) -> LockstepError | None:

@@ -17,6 +17,8 @@ _QUERY_SECRET = re.compile(
 SHOWN_CHARACTERS, SHOWN_DIGITS = 80, 30
 # The categories of Unicode for controls, formats (such as the writing direction), surrogates, and ends of lines.
 UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+# What Hydra and OmegaConf raise, without a message for users, for a value that they do not expect.
+UNEXPECTED = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError, AssertionError)
 INTERRUPTED = "interrupted twice: stopped at once; a resume continues from the last checkpoint"
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from lockstep.checkpoint.weights import trained_input
 from lockstep.config import components
 from lockstep.config.options import classes_of, options_with
 from lockstep.config.schema import InputBlock, Job, TrainBlock
@@ -162,8 +161,12 @@ def _trained_input(job: Job, resumed: Path | None) -> TrainedInput | None:
     places = [] if resumed is None else [resumed]
     if job.init_from is not None and not job.model.pretrained:  # having both is refused later
         places.append(Path(job.init_from).expanduser())
-    known = next(filter(None, map(trained_input, places)), None)
-    return job.model.trained_input() if known is None and job.starts_trained else known
+    if places:
+        from lockstep.checkpoint.weights import trained_input  # most jobs start without weights
+
+        if known := next(filter(None, map(trained_input, places)), None):
+            return known
+    return job.model.trained_input() if job.starts_trained else None
 
 
 def _input(block: InputBlock, dataset: Source, trained: TrainedInput | None) -> InputBlock:

@@ -5,6 +5,7 @@ torch is imported where it is needed: the plugins of a sweep read the cores befo
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from lockstep.core.errors import InputError
+from lockstep.core.native_threads import is_own_process
 
 if TYPE_CHECKING:
     from lockstep.core.world import World
@@ -31,6 +33,16 @@ MEMORY = (
     ("memory.high", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
+# Words in the errors of libraries that do not raise torch.OutOfMemoryError. In this order: CUDA, NCCL and Triton;
+# cuBLAS and cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
+OUT_OF_MEMORY = (
+    "out of memory",
+    "ALLOC_FAILED",
+    "ALLOCATION_FAILED",
+    "can't allocate memory",
+    "could not create a primitive",
+)
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
 
 def format_bytes(size: float) -> str:
@@ -107,6 +119,29 @@ def free_memory(world: World) -> float:
 def available_memory() -> float:
     """The bytes of host memory within the container's limits that are free or only cache files."""
     return min(float(psutil.virtual_memory().available), memory_left())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    import torch
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
+
+
+def keep_freed_memory(world: World, *, keep: bool) -> None:
+    """On the CPU: have the C library keep freed memory for the next step (`keep`), or return it.
+
+    By default glibc maps new memory for each tensor above 32 MB, and the kernel clears its pages at the first write,
+    for large activations at every step. Kept memory is fragmented, so a job that is short of memory (it has
+    micro-batches) does not keep it. A program that uses Lockstep as a library is not changed.
+    """
+    libc = ctypes.CDLL(None)
+    if is_own_process() and world.device.type == "cpu" and hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_MAX, 0 if keep else 65536)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)
+        if not keep:
+            libc.malloc_trim(0)  # return what an earlier job of this process kept
 
 
 def idle_seconds() -> float:

@@ -15,7 +15,6 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.config.commands import check_word
-from lockstep.config.messages import translate, translate_before_job
 from lockstep.core.errors import InputError, LockstepError, RankFailed, Stopped, StorageError, escaped
 from lockstep.core.log import wrapped
 from lockstep.core.terminal import SafeStream, impatient, standard
@@ -115,6 +114,8 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
         stop.ignore_signals()
         # An interrupted library may have turned the stop into another exception.
         early = Stopped(stopped) if stop.requested else None
+        from lockstep.config.messages import translate, translate_before_job  # a program without an error needs none
+
         if isinstance(raised, JobError):
             _end(raised.error, translate(raised.error) or early, full)
         _end(raised, early or translate(raised) or translate_before_job(raised), full)

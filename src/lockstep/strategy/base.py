@@ -15,7 +15,6 @@ from lockstep.core.model import UpdateScope, has_batchnorm
 from lockstep.core.plan import Plan
 from lockstep.core.protocols import NO_CONTEXT, Optimizer, Precision, Strategy
 from lockstep.core.world import World
-from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm
 
 # What a rank steps under a strategy of this `widest` scope, and the optimizers that look at no more.
 STEPPED = {
@@ -143,6 +142,8 @@ class Distributed(Single):
         if world.size == 1:
             return model
         if self.sync_batchnorm:
+            from lockstep.strategy.sync_batchnorm import convert_sync_batchnorm  # one rank needs none
+
             model = convert_sync_batchnorm(model)
         share_weights(model)
         return self.replicate(model, plan, example)

@@ -18,7 +18,6 @@ from lockstep.data.loading.shards import EvalLoader, Loader
 from lockstep.data.transforms.augment import RandomResizedCrop
 from lockstep.data.transforms.device import DeviceTransforms, Erase, Mix
 from lockstep.runtime.host import GB
-from lockstep.training.dry_run import choose_micro_batches, training_rate
 from lockstep.training.resolved_job import ResolvedJob, check_same_data, fingerprint, plan_of
 
 
@@ -58,9 +57,11 @@ def build_data(job: ResolvedJob, world: World) -> tuple[ResolvedJob, TrainingDat
     train, val, test = _splits(job, world)
     context = _loader_context(job, train, val, world)
     if job.train.micro_batches == "auto":
+        from lockstep.training.dry_run import choose_micro_batches  # few jobs need it
+
         chosen = choose_micro_batches(job, world, held_gb=job.loader.held_gb(context))
         job = replace(job, train=replace(job.train, micro_batches=chosen))
-        context = replace(context, training_rate=lambda: training_rate(job, world))
+        context = replace(context, training_rate=partial(_training_rate, job, world))
     facts = fingerprint(job, len(train))
     check_same_data(facts, world)
     loader, reason = world.broadcast(job.loader.choose(context))
@@ -155,8 +156,14 @@ def _loader_context(job: ResolvedJob, train: Split, val: Split, world: World) ->
         gigabytes=(len(train) + len(val)) * math.prod(job.dataset.image_shape) / GB,
         reads=(plan.total_steps * plan.batch + evaluations * len(val)) * world.local_size // own.size,
         boxes=crops_files(job.dataset),
-        training_rate=lambda: training_rate(job, world),
+        training_rate=partial(_training_rate, job, world),
     )
+
+
+def _training_rate(job: ResolvedJob, world: World) -> float | None:
+    from lockstep.training.dry_run import training_rate  # images in memory need no measurement
+
+    return training_rate(job, world)
 
 
 def _transforms(job: ResolvedJob, plan: Plan, world: World) -> DeviceTransforms:

@@ -1,6 +1,5 @@
 """Tries steps on a throw-away model: how long they take, and which fit into memory."""
 
-import ctypes
 import gc
 import math
 import resource
@@ -19,10 +18,9 @@ import torch
 
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, LockstepError
-from lockstep.core.native_threads import is_own_process
 from lockstep.core.plan import Plan
 from lockstep.core.world import World
-from lockstep.runtime.host import GB, available_memory
+from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_freed_memory
 from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
 from lockstep.training.resolved_job import ResolvedJob, card_of
@@ -32,18 +30,8 @@ from lockstep.training.train_step import TrainStep
 T = TypeVar("T")
 # The rate is tried with few examples first, and with a full micro-batch if that takes less than LONG_S seconds.
 FEW, LONG_S = 8, 1.0
-# Words in the errors of libraries that do not raise torch.OutOfMemoryError. In this order: CUDA, NCCL and Triton;
-# cuBLAS and cuSOLVER; cuDNN; torch's allocator for host memory; oneDNN.
-OUT_OF_MEMORY = (
-    "out of memory",
-    "ALLOC_FAILED",
-    "ALLOCATION_FAILED",
-    "can't allocate memory",
-    "could not create a primitive",
-)
 LAST = 2**40  # a step after which nothing thaws
 MARGIN = 1.2  # later steps may need a little more memory than the first, because of fragmentation
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # glibc's numbers for two options of `mallopt` (malloc.h)
 
 
 def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], object]:
@@ -127,12 +115,6 @@ def unless_out_of_memory(function: Callable[[], T]) -> T | None:
         return None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY)
-
-
 @contextmanager
 def trial(device: torch.device) -> Iterator[None]:
     """A context for throw-away models: it restores torch's generator and threads, and frees a GPU's memory."""
@@ -145,21 +127,6 @@ def trial(device: torch.device) -> Iterator[None]:
             torch.set_num_threads(threads)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def keep_freed_memory(world: World, *, keep: bool) -> None:
-    """On the CPU: have the C library keep freed memory for the next step (`keep`), or return it.
-
-    By default glibc maps new memory for each tensor above 32 MB, and the kernel clears its pages at the first write,
-    for large activations at every step. Kept memory is fragmented, so a job that is short of memory (it has
-    micro-batches) does not keep it. A program that uses Lockstep as a library is not changed.
-    """
-    libc = ctypes.CDLL(None)
-    if is_own_process() and world.device.type == "cpu" and hasattr(libc, "mallopt"):
-        libc.mallopt(M_MMAP_MAX, 0 if keep else 65536)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1 if keep else 128 * 1024)
-        if not keep:
-            libc.malloc_trim(0)  # return what an earlier job of this process kept
 
 
 def micro_batches_that_fit(

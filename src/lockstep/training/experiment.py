@@ -20,6 +20,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.data.loading.shards import Loader
 from lockstep.data.transforms.device import DeviceTransforms
+from lockstep.runtime.host import is_out_of_memory, keep_freed_memory
 from lockstep.runtime.signals import StopRequest
 from lockstep.scores import Scores
 from lockstep.stochastic.convert import ForwardDraws
@@ -27,8 +28,6 @@ from lockstep.telemetry.hardware_watch import HardwareWatch
 from lockstep.training import train_state
 from lockstep.training.build_data import TrainingData, build_data, build_loader, build_test_loader
 from lockstep.training.build_observers import build_observers
-from lockstep.training.dry_run import is_out_of_memory, keep_freed_memory, oom_advice
-from lockstep.training.graph_step import GraphStep
 from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
 from lockstep.training.resolved_job import ResolvedJob, card_of, named
@@ -129,7 +128,11 @@ def inputs_of(transforms: DeviceTransforms, draws: ForwardDraws, micro: Shard) -
 
 def step_class(job: ResolvedJob, world: World) -> type[TrainStep]:
     """The step of a job: one that replays CUDA graphs, if the job requests it and the device has them."""
-    return GraphStep if job.train.cuda_graph and world.device.type == "cuda" else TrainStep
+    if job.train.cuda_graph and world.device.type == "cuda":
+        from lockstep.training.graph_step import GraphStep  # few jobs request it
+
+        return GraphStep
+    return TrainStep
 
 
 def train(
@@ -181,6 +184,8 @@ def explaining(
         raise
     except (RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
+            from lockstep.training.dry_run import oom_advice  # few runs need it
+
             raise oom_advice(error, job, world, trainer.progress.step + 1) from None
         raise
 

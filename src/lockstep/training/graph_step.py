@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError
-from lockstep.training.dry_run import is_out_of_memory
+from lockstep.runtime.host import is_out_of_memory
 from lockstep.training.train_state import TrainState
 from lockstep.training.train_step import StepListener, TrainStep
 

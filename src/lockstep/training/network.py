@@ -33,7 +33,6 @@ from lockstep.core.protocols import Strategy
 from lockstep.core.world import World
 from lockstep.stochastic.convert import untouched
 from lockstep.strategy.base import DataParallel
-from lockstep.strategy.sync_batchnorm import SyncBatchNorm
 
 BACKBONE = "backbone"  # all layers but the head, if no layer has this name
 SHOWN = 30
@@ -187,6 +186,8 @@ class BlankExample(nn.Module):
         images, *keys = inputs
         if len(images):
             return self.network(*inputs)
+        from lockstep.strategy.sync_batchnorm import SyncBatchNorm  # few runs have a rank without an example
+
         norms = [module for module in self.modules() if isinstance(module, BatchNorm) and module.training]
         for norm in norms:
             norm.training, norm.blank = isinstance(norm, SyncBatchNorm), True  # type: ignore[assignment]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint import reading
 from lockstep.checkpoint.reading import LoadedCheckpoint, check_fingerprint, load_newest
-from lockstep.checkpoint.weights import load_start
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core import log
 from lockstep.core.errors import InputError
@@ -150,7 +149,11 @@ def build_state(job: ResolvedJob, world: World, plan: Plan, images: Callable[[in
     job.model.initialise(model, images)
     infinite = infinite_buffers(model)
     model = precision.convert(model.to(world.device)).to(memory_format=job.model.memory_format)
-    start = job.init_from and load_start(model, Path(job.init_from), job.dataset.class_names)
+    start = None
+    if job.init_from is not None:
+        from lockstep.checkpoint.weights import load_start  # most jobs start without weights
+
+        start = load_start(model, Path(job.init_from), job.dataset.class_names)
     frozen = frozen_names(model, job.train.freeze)
     until = job.train.freeze_until
     until = None if until is None else plan.in_steps("train.freeze_until", until)
