@@ -109,10 +109,11 @@ def test_ranks_score_as_one_does_with_mains_running_statistics(block: int, monke
         model[0].running_mean.fill_(rank)
         return model
 
+    models = [normed(rank) for rank in range(3)]
+
     def evaluated(world: World) -> Any:
-        model = normed(world.rank)
-        Single().share_buffers(model, world)
-        return scores(model, source, block=block, world=world)
+        Single().share_buffers(models[world.rank], world)
+        return scores(models[world.rank], source, block=block, world=world)
 
     expected = scores(normed(0), source)
     for actual in ThreadRanks(3, monkeypatch).run(evaluated):
