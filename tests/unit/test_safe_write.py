@@ -3,11 +3,13 @@
 import errno
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from lockstep.checkpoint.writing import Checkpointer
@@ -98,3 +100,16 @@ def test_a_file_that_a_user_names_is_new_or_a_plain_one(tmp_path: Path) -> None:
     for name in ("folder.onnx", "new.png", "none/new.onnx"):
         with pytest.raises(InputError, match=r"--out is .*, expected a file whose name ends with \.onnx in a folder"):
             check_out(tmp_path / name, ".onnx")
+
+
+def test_a_full_disk_is_one_sentence_also_where_safetensors_writes(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        sentence = r"timm cannot be written \(File too large\); free disk space there"
+        with pytest.raises(StorageError, match=sentence), safe_write.storing(tmp_path / "timm"):
+            save_file({"weight": torch.zeros(1000)}, tmp_path / "a.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(ValueError, match="of no system"), safe_write.storing(tmp_path):
+        raise ValueError("of no system")

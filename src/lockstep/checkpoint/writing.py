@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from lockstep.core.model_card import ModelCard
 from lockstep.core.run import candidates, step_of
 from lockstep.core.run_dir import MANIFEST, RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.core.safe_write import make_folder, replacing, sync, write_atomic
+from lockstep.core.safe_write import make_folder, replacing, sync, system_error, write_atomic
 
 RETRY_S = 30.0  # seconds between a failed save and the next one
 
@@ -36,8 +35,7 @@ def _reason(error: BaseException) -> str:
     """The words of the system for a write that failed. torch raises another error on top of the system's."""
     while not isinstance(error, OSError) and error.__context__ is not None:
         error = error.__context__
-    quoted = re.search(r"os error (\d+)", str(error))  # how safetensors passes it on
-    number = error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
+    number = system_error(error)
     return str(error) if number is None else os.strerror(number).lower()
 
 

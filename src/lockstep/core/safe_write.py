@@ -8,6 +8,7 @@ too. For files that a library opens, `check_names` looks before it does.
 import errno
 import fcntl
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterable, Iterator
@@ -121,9 +122,17 @@ def storing(path: Path) -> Iterator[None]:
     """Turn a failed write of `path` into StorageError."""
     try:
         yield
-    except OSError as error:
-        remedy = "; free disk space there, and rerun the command" if error.errno in FULL else ""
-        raise StorageError(f"{path} cannot be written ({error.strerror}){remedy}") from error
+    except Exception as error:
+        if (number := system_error(error)) is None:
+            raise
+        remedy = "; free disk space there, and rerun the command" if number in FULL else ""
+        raise StorageError(f"{path} cannot be written ({os.strerror(number)}){remedy}") from error
+
+
+def system_error(error: BaseException) -> int | None:
+    """The number of the system's error that this one is, or that it quotes, as safetensors' do; None for others."""
+    quoted = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno if isinstance(error, OSError) else int(quoted[1]) if quoted else None
 
 
 @contextmanager
