@@ -35,7 +35,7 @@ from lockstep.core.plan import Plan
 from lockstep.core.world import World
 from lockstep.data.loading.sampler import shard_indices
 from lockstep.job import worker
-from lockstep.launcher.attach import POLL_S
+from lockstep.launcher.processes import POLL_S
 from lockstep.telemetry.display import Display
 from lockstep.telemetry.meter import Telemetry
 from lockstep.telemetry.time_spent import STEPS, TimeSpent

@@ -256,7 +256,7 @@ def gang(folder: Path, ranks: int, cases: list[Case]) -> None:
 def forks() -> Forks:
     """The interpreter from which commands and gangs are forked. The first use starts it."""
     commands = ("lockstep.job.worker", "lockstep.job.prepare", "lockstep.sweep.pool", "lockstep.cli.main")
-    commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.optim.schedule")
+    commands = (*commands, "lockstep.cli.train", "lockstep.cli.run", "lockstep.cli.needs", "lockstep.optim.schedule")
     # An optimizer wants `torch._dynamo`. The others come with a metric, a log in TensorBoard, and a folder of images.
     scores = ("sklearn.metrics", "scipy.special", "scipy.stats")
     written = ("torch.utils.tensorboard", "tensorboard.plugins.custom_scalar.summary")

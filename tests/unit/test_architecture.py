@@ -53,6 +53,8 @@ ASKS_FOR_MAIN: dict[str, str] = {
 
 # The lines of ours that an import of the training step may load.
 MOST_LINES_OF_STEP = 4500
+# What the default job may load, and how many files its start may run.
+MOST_OF_JOB = {"modules": 147, "lines": 24_400, "files of its start": 97}
 
 # Modules outside the strategies that ask whether a tensor is on the meta device, as other stages of a pipeline are.
 ASKS_FOR_META: dict[str, str] = {
@@ -197,8 +199,15 @@ def test_the_default_job_imports_the_modules_of_its_own_options_alone(tmp_path: 
     own = {"models.nets", "data.datasets.builtin", "data.loading.loaders", "data.transforms.augment", "strategy.base"}
     own |= {"tasks", "precision", "launcher.spawn", "optim.optimizers", "optim.schedule", "losses"}
     assert loaded & of_options == own | {"telemetry.loggers"}
-    assert len(loaded) <= 165
-    assert sum(len(MODULES[name].read_text().splitlines()) for name in loaded) <= 27_000
+
+
+@pytest.mark.slow
+def test_the_default_job_takes_no_more_of_the_source_than_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    figures = importlib.import_module("house").of_job()
+    assert figures["job"]["modules"] <= MOST_OF_JOB["modules"]
+    assert figures["job"]["lines"] <= MOST_OF_JOB["lines"]
+    assert figures["start"]["files"] <= MOST_OF_JOB["files of its start"]
 
 
 # Attributes of torch, timm, Pillow, datasets and Python that only some versions or objects have.

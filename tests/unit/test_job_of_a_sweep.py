@@ -6,7 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from helpers import composed
-from lockstep.cli.run import needs_of, run_job
+from lockstep.cli.needs import needs_of
+from lockstep.cli.run import run_job
 from lockstep.config.composition import Invocation
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock

@@ -23,7 +23,7 @@ from lockstep.core.launch_env import (
     without_local_rank,
 )
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import addresses, attach
+from lockstep.launcher import addresses, attach, processes
 
 STEP = {
     "SLURM_JOB_ID": "70001",
@@ -206,7 +206,7 @@ def test_a_rank_that_never_starts_ends_the_wait_with_a_sentence(
 ) -> None:
     as_rank(monkeypatch, 0, store.port)
     monkeypatch.setattr(attach, "JOIN_S", 0.3)
-    monkeypatch.setattr(attach, "SHOWN_S", 0.1)
+    monkeypatch.setattr(processes, "SHOWN_S", 0.1)
     with pytest.raises(SystemExit) as left:
         join()
     assert left.value.code == 70

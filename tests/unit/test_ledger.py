@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig
 
 from helpers import ROOT, view_of
-from lockstep.cli.run import kind
+from lockstep.cli.needs import kind
 from lockstep.core.errors import InputError, Interrupted, NumericalError, Stopped, StorageError
 from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import State, born

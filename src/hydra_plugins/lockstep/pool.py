@@ -26,7 +26,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from lockstep.config.commands import command_of_program
 from lockstep.config.composition import words_of_job
 from lockstep.config.hydra_policy import as_typed
-from lockstep.config.messages import translate
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError
 from lockstep.core.fields import check_whole
 from lockstep.core.locks import Lock
@@ -217,6 +216,8 @@ class PoolLauncher(Launcher, Callback):
                 check_figures(needs.figures, needs.monitor, self.objectives)
                 self.planned[key] = config, needs
             except Exception as error:
+                from lockstep.config.messages import translate  # Hydra imports this module for each job
+
                 if not isinstance(known := translate(error), InputError):
                     raise
                 self.planned[key] = known

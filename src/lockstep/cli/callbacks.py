@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
@@ -25,10 +25,12 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
-from lockstep.job.slurm import Submission, preview, submit
 from lockstep.runtime import program
 from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
+
+if TYPE_CHECKING:
+    from lockstep.job.slurm import Submission
 from lockstep.telemetry.progress import loading
 
 FILES = ("multirun.yaml", SWEEP, "optuna.log")  # of a sweep before its first job: Hydra's, the ledger's, Optuna's
@@ -40,6 +42,10 @@ def submit_all(submissions: Sequence[Submission], folder: Path | None = None) ->
 
     Consecutive jobs with the same launcher settings become one array.
     """
+    if not submissions:
+        return
+    from lockstep.job.slurm import preview, submit  # few jobs are for a cluster
+
     for launcher, same in groupby(submissions, key=lambda submission: submission.launcher):
         if launcher.dry_run:
             for line in preview([*same], folder).splitlines():
@@ -68,8 +74,9 @@ class SweepCallbacks(Callback):
         self.submissions: list[Submission] = []  # of the jobs that have ended so far
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if job_return.status is JobStatus.COMPLETED and isinstance(job_return.return_value, Submission):
-            self.submissions.append(job_return.return_value)
+        if job_return.status is JobStatus.COMPLETED:
+            returned = job_return.return_value  # its objective, or what it submits to SLURM
+            self.submissions += [] if isinstance(returned, int | float | None) else [returned]
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         with program.bypass_hydra_errors():

@@ -62,7 +62,7 @@ class Training:
             return run.follow() if follows() else run.lead(values, invocation, lock)
 
     def needs(self, composed: DictConfig, machine: Any) -> Any:
-        from lockstep.cli.run import needs_of  # the pool has imported torch
+        from lockstep.cli.needs import needs_of  # the pool has imported torch
 
         return needs_of(composed, machine)
 

@@ -3,15 +3,12 @@
 import json
 import os
 import socket
-import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
@@ -21,13 +18,11 @@ from lockstep.core.errors import InputError, LockstepError, RankFailed, reason_o
 from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, launched_place, store_address
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import addresses
-from lockstep.launcher.processes import POLL_S
+from lockstep.launcher.processes import REACHED_S, in_thread, is_listening, wait
 from lockstep.runtime import program
 
-# Seconds to wait for main's message, which main sends after it has prepared the data; for the other ranks; and for an
-# agent's store, which exists before its ranks.
-WAIT_S, JOIN_S, REACHED_S = 30 * 60.0, 10 * 60.0, 15.0
-SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
+# Seconds to wait for main's message, which main sends after it has prepared the data; and for the other ranks.
+WAIT_S, JOIN_S = 30 * 60.0, 10 * 60.0
 READ_S = 60.0  # seconds to wait until the other ranks have read that main has failed
 # Seconds for a file of another machine to become visible: NFS caches a folder for 3 to 60 s by default.
 SEEN_S = 30.0
@@ -37,8 +32,6 @@ ONLY = "0"  # the attempt of ranks that no agent starts again
 ARRIVED, ANSWER, SEEN = "lockstep/arrived/{}/{}", "lockstep/run_dir/{}", "lockstep/run_dir/{}/seen/{}"
 # Keys of an agent's store: the name of a rank, the attempt that main invites a name to, the folder of all attempts.
 NAME, INVITED, FOLDER = "lockstep/name/{}", "lockstep/invited/{}", "lockstep/folder"
-
-T = TypeVar("T")
 
 
 class Followers:
@@ -223,39 +216,6 @@ def _store(*, serve: bool) -> TCPStore:
                 "address of this machine, the same for all ranks"
             ) from error
         raise RankFailed(f"no store at {where}: {reason_of(error)}") from error
-
-
-def in_thread(call: Callable[[], T]) -> futures.Future[T]:
-    """The result of a call in a thread, which does not keep this process from ending."""
-    future: futures.Future[T] = futures.Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return future
-
-
-def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
-    try:
-        socket.create_connection((address, port), timeout=seconds).close()
-    except OSError:
-        return False
-    return True
-
-
-def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:
-    """Wait until the condition holds, at most so long; returns its last value. Polls, so that signals are heard."""
-    start = time.monotonic()
-    while not (holds := condition()) and (waited := time.monotonic() - start) < seconds:
-        if show and waited > SHOWN_S:
-            log.show(f"{show} (at most {seconds:g} s)")
-            show = ""
-        time.sleep(POLL_S)
-    return holds
 
 
 def _value(store: TCPStore, key: str) -> str:

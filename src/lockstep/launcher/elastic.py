@@ -18,7 +18,7 @@ from lockstep.core.launch_env import AGENT
 from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run_dir import RunDir
 from lockstep.launcher import addresses
-from lockstep.launcher.attach import is_listening, wait
+from lockstep.launcher.processes import is_listening, wait
 from lockstep.launcher.spawn import Inline, Spawn, killed
 from lockstep.runtime.signals import STOP_SIGNALS
 

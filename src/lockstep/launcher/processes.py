@@ -2,20 +2,29 @@
 
 import os
 import signal
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from contextlib import contextmanager
+from threading import Thread
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+from lockstep.core import log
 from lockstep.core.errors import Interrupted, LockstepError
 from lockstep.runtime.signals import LAUNCHER, STOP_SIGNALS, StopRequest, stop_signals
 
 POLL_S = 0.05
+REACHED_S = 15.0  # seconds to wait for the store of an agent or a launcher, which exists before its ranks
+SHOWN_S = 10.0  # seconds after which a rank shows what it waits for
 # Seconds that the other ranks have to end after one has failed: they may hang in a collective.
 RANKS_GRACE_S = 5.0
 # Why a process gets a SIGKILL that nobody of ours has sent.
 KILLED = "probably because the machine, or its memory cgroup (container), ran out of memory"
+
+T = TypeVar("T")
 
 
 class Process(Protocol):
@@ -108,3 +117,36 @@ def starting() -> Iterator[None]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         del os.environ[LAUNCHER]
+
+
+def in_thread(call: Callable[[], T]) -> futures.Future[T]:
+    """The result of a call in a thread, which does not keep this process from ending."""
+    future: futures.Future[T] = futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def is_listening(address: str, port: int, seconds: float = REACHED_S) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except OSError:
+        return False
+    return True
+
+
+def wait(condition: Callable[[], T], seconds: float, *, show: str = "") -> T:
+    """Wait until the condition holds, at most so long; returns its last value. Polls, so that signals are heard."""
+    start = time.monotonic()
+    while not (holds := condition()) and (waited := time.monotonic() - start) < seconds:
+        if show and waited > SHOWN_S:
+            log.show(f"{show} (at most {seconds:g} s)")
+            show = ""
+        time.sleep(POLL_S)
+    return holds

@@ -21,15 +21,17 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.launcher.addresses import LOOPBACK, loopback_server
-from lockstep.launcher.attach import REACHED_S, in_thread, wait
 from lockstep.launcher.processes import (
     KILLED,
     POLL_S,
     RANKS_GRACE_S,
+    REACHED_S,
     Fresh,
     Process,
     forwarding,
+    in_thread,
     starting,
+    wait,
 )
 from lockstep.runtime import child
 from lockstep.runtime.forking import Fork, can_fork

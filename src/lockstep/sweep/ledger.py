@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.messages import translate
 from lockstep.config.roles import identity_of
 from lockstep.core import safe_read
 from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
@@ -251,6 +250,8 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
             error = signals.not_begun(Run(ledger.folder / record.folder).saved)
+        from lockstep.config.messages import translate  # a job without an error needs none
+
         translated = translate(error) if isinstance(error, Exception) else None
         known = translated or as_known(error)
         # A full disk is not the job's fault: a rerun of the command resumes it.

@@ -18,8 +18,6 @@ from lockstep.core.errors import InputError
 from lockstep.core.fields import choice, default_of, ranged
 from lockstep.core.model_card import INTERPOLATION, PAD, SQUASH
 from lockstep.core.rng import SampleRNG
-from lockstep.data.transforms import steps
-from lockstep.data.transforms.operations import operate_all
 
 # Tries to find a box that fits, as in torchvision. Their draws start at 2**20, far from all other draws.
 TRIES, FIRST_TRY = 10, 2**20
@@ -194,8 +192,14 @@ class RandomResizedCrop(Augment):
 
     def changed(self, images: Tensor, draws: SampleRNG) -> Tensor:
         """What is done to the pixels after the crop and the mirror."""
+        images = self.operate(images, draws)
+        if not (self.jitter or self.grey or self.blur or self.solarize):
+            return images
+        from lockstep.data.transforms import steps  # only photographs change their colours
+        from lockstep.data.transforms.operations import operate_all
+
         changes = steps.colours(draws, jitter=self.jitter, grey=self.grey, blur=self.blur, solarize=self.solarize)
-        return operate_all(self.operate(images, draws), changes, resample="bilinear", compiled=self.compile)
+        return operate_all(images, changes, resample="bilinear", compiled=self.compile)
 
     def operate(self, images: Tensor, draws: SampleRNG) -> Tensor:
         return images

@@ -63,8 +63,6 @@ def table(policy: str, size: Size, device: torch.device) -> Table:
 
 def colours(draws: SampleRNG, *, jitter: float, grey: float, blur: float, solarize: float) -> Iterator[Step]:
     """Jitter (brightness, contrast and colour in random order, as torchvision), then grey, blur and solarize."""
-    if not (jitter or grey or blur or solarize):
-        return
     uniform = draws.uniform(torch.arange(COLOUR_DRAW, COLOUR_DRAW + 10, device=draws.indices.device)).double()
     if jitter:
         amounts = jitter * (2 * uniform[:, :3] - 1)
