@@ -3,7 +3,7 @@
 A run that has lost its checkpoints, but not its best weights, must not start again: it would overwrite them.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from lockstep.checkpoint import files
-from lockstep.checkpoint.files import Facts, find_corruption
+from lockstep.checkpoint.files import Facts, find_corruption, header, load_weights
 from lockstep.checkpoint.state import restore_optimizer
 from lockstep.config.commands import override, program_words, shell_command
 from lockstep.core import log
@@ -23,6 +23,7 @@ from lockstep.core.errors import InputError
 from lockstep.core.model import load_whole
 from lockstep.core.run import candidates, read_overrides
 from lockstep.core.run_dir import RunDir
+from lockstep.core.safe_read import UnreadableFile
 
 SHOWN = 4  # an error lists at most this many differences between two runs
 Say = Callable[[str], None]
@@ -181,3 +182,31 @@ def restore(
             "take only its weights with init_from=PATH"
         ) from error
     return dict(loaded.facts["progress"])
+
+
+def load_exported(model: nn.Module, file: Path) -> None:
+    """Fill `model`, or this rank's parts of it, with the exported weights of its own run. Raises InputError."""
+    check_tensors(model, file, "weights")
+    load_whole(model, load_weights(file))
+
+
+def check_tensors(model: nn.Module, file: Path, key: str) -> None:
+    """Raise InputError if the names or shapes of a file's tensors do not match `model`, before it is read."""
+    check_shapes(model, read_header(file, key)[0], file, key)
+
+
+def check_shapes(
+    model: nn.Module, saved: Mapping[str, tuple[int, ...]], file: Path, key: str, leave_out: Sequence[str] = ()
+) -> None:
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    names = sorted((own.keys() | saved.keys()) - set(leave_out))
+    if different := [name for name in names if own.get(name) != saved.get(name)]:
+        examples = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
+        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {examples}")
+
+
+def read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    try:
+        return header(file)
+    except UnreadableFile as error:
+        raise InputError(f"{key}: {error}") from error

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.files import MODEL, check_archive, header, load_weights
+from lockstep.checkpoint.reading import check_shapes, read_header
 from lockstep.config.suggest import WEIGHTS
 from lockstep.core.errors import InputError, reason_of, shown
-from lockstep.core.model import head_parameters, load_whole
+from lockstep.core.model import head_parameters
 from lockstep.core.model_card import METADATA_KEY, ModelCard, TrainedInput, class_name
 from lockstep.core.named_paths import near_path
 from lockstep.core.run_dir import BEST, LATEST
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 def read_card(file: Path, key: str = "weights") -> ModelCard:
     """The description in a weights file. `key` begins the errors, which are InputErrors."""
-    _, metadata = _read_header(file, key)
+    _, metadata = read_header(file, key)
     try:
         return ModelCard.parse(metadata)
     except ValueError as error:
@@ -72,7 +73,7 @@ def trained_input(path: Path) -> TrainedInput | None:
 def _saved(file: Path) -> tuple[dict[str, tuple[int, ...]], Callable[[], Mapping[str, Tensor]]]:
     """The shapes of the tensors in a weights file, and a function that reads the tensors, on the CPU."""
     if file.suffix == SAFETENSORS:
-        return _read_header(file, START)[0], partial(load_weights, file)
+        return read_header(file, START)[0], partial(load_weights, file)
     tensors = _unpickled(file)
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}, lambda: tensors
 
@@ -136,7 +137,7 @@ def load_start(model: nn.Module, path: Path, classes: Sequence[str] = ()) -> str
     fits = all(saved.get(name) == (len(there) if moved else len(own[name]), *own[name].shape[1:]) for name in head)
     new_head = head if not fits or (moved and not labels) else ()
     stems = [name for name in _stems(model) if _is_rgb_of(saved.get(name, ()), own[name].shape)]
-    _check_shapes(model, saved, file, START, leave_out=[*(head if moved else new_head), *stems])
+    check_shapes(model, saved, file, START, leave_out=[*(head if moved else new_head), *stems])
     tensors = {name: tensor for name, tensor in _by_own_names(read(), own).items() if name not in new_head}
     for name in head if moved and not new_head else ():
         old, tensors[name] = tensors[name], own[name].clone()
@@ -164,31 +165,3 @@ def _stems(model: nn.Module) -> tuple[str, ...]:
 def _is_rgb_of(saved: tuple[int, ...], own: torch.Size) -> bool:
     """Whether `saved` is the shape of an RGB convolution's weights, and `own` its shape for other channels."""
     return len(saved) == 4 and saved == (own[0], 3, *own[2:]) != own
-
-
-def load_exported(model: nn.Module, file: Path) -> None:
-    """Fill `model`, or this rank's parts of it, with the exported weights of its own run. Raises InputError."""
-    check_tensors(model, file, "weights")
-    load_whole(model, load_weights(file))
-
-
-def check_tensors(model: nn.Module, file: Path, key: str) -> None:
-    """Raise InputError if the names or shapes of a file's tensors do not match `model`, before it is read."""
-    _check_shapes(model, _read_header(file, key)[0], file, key)
-
-
-def _check_shapes(
-    model: nn.Module, saved: Mapping[str, tuple[int, ...]], file: Path, key: str, leave_out: Sequence[str] = ()
-) -> None:
-    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    names = sorted((own.keys() | saved.keys()) - set(leave_out))
-    if different := [name for name in names if own.get(name) != saved.get(name)]:
-        examples = ", ".join(f"{name} (here {own.get(name)}, there {saved.get(name)})" for name in different[:3])
-        raise InputError(f"{key}: {file} is of another model: {len(different)} tensors differ, e.g. {examples}")
-
-
-def _read_header(file: Path, key: str) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    try:
-        return header(file)
-    except UnreadableFile as error:
-        raise InputError(f"{key}: {error}") from error

@@ -114,10 +114,13 @@ def command_line(*, stopped: str = STOPPED_EARLY) -> Iterator[None]:
         stop.ignore_signals()
         # An interrupted library may have turned the stop into another exception.
         early = Stopped(stopped) if stop.requested else None
-        from lockstep.config.messages import translate, translate_before_job  # a program without an error needs none
+        error = raised.error if isinstance(raised, JobError) else raised
+        if isinstance(error, LockstepError):  # with nothing to import: the source may have changed during a long run
+            _end(error, error if isinstance(raised, JobError) else early or error, full)
+        from lockstep.config.messages import translate, translate_before_job
 
         if isinstance(raised, JobError):
-            _end(raised.error, translate(raised.error) or early, full)
+            _end(error, translate(error) or early, full)
         _end(raised, early or translate(raised) or translate_before_job(raised), full)
     stop.ignore_signals()
 

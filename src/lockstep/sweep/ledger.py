@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.config.roles import identity_of
 from lockstep.core import safe_read
-from lockstep.core.errors import InputError, Interrupted, Stopped, StorageError, as_known
+from lockstep.core.errors import InputError, Interrupted, LockstepError, Stopped, StorageError, as_known
 from lockstep.core.monitor import Direction, Monitor
 from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
@@ -250,9 +250,11 @@ def recorded(ledger: Ledger, record: Record, function: Callable[[], float | None
         error = raised.error if isinstance(raised, JobError) else raised
         if isinstance(error, StopNow | KeyboardInterrupt):
             error = signals.not_begun(Run(ledger.folder / record.folder).saved)
-        from lockstep.config.messages import translate  # a job without an error needs none
+        translated = error if isinstance(error, LockstepError) else None
+        if translated is None and isinstance(error, Exception):
+            from lockstep.config.messages import translate  # a job that ends well needs none
 
-        translated = translate(error) if isinstance(error, Exception) else None
+            translated = translate(error)
         known = translated or as_known(error)
         # A full disk is not the job's fault: a rerun of the command resumes it.
         state = State.stopped if isinstance(known, Stopped | Interrupted | StorageError) else State.failed

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from lockstep.checkpoint.files import MODEL, load_weights
-from lockstep.checkpoint.weights import check_tensors, read_card, weights_file
+from lockstep.checkpoint.reading import check_tensors
+from lockstep.checkpoint.weights import read_card, weights_file
 from lockstep.config import components
 from lockstep.core import log
 from lockstep.core.errors import InputError

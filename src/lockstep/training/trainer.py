@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.reading import load_exported
 from lockstep.checkpoint.writing import Checkpointer
 from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import NumericalError, Stopped, as_unicode
@@ -220,8 +221,6 @@ class Trainer:
         self.checkpointer.wait()
         if self.world.any(bool(self.checkpointer.failure)):  # closing will raise it
             return
-        from lockstep.checkpoint.weights import load_exported  # most runs have no test split
-
         model = self.state.model if self.state.ema is None else self.state.ema.module
         load_exported(model, self.checkpointer.run_dir.weights)
         try:
