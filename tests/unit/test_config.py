@@ -112,12 +112,19 @@ def test_a_node_can_name_no_code_but_the_classes_of_its_group(group: str, target
         components.build(group, {"_target_": target})
 
 
+def star_import(module: str) -> dict[str, Any]:
+    names: dict[str, Any] = {}
+    exec(f"from {module} import *", names)
+    return names
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_the_package_of_a_group_has_each_class_and_imports_its_module_alone(group: str) -> None:
     package = importlib.import_module(GROUPS[group])
     ours = {cls for cls in classes_of(group).values() if cls.__module__.startswith("lockstep.")}
     assert {cls.__name__: cls.__module__ for cls in ours} == modules_of(group)
     assert all(getattr(package, cls.__name__) is cls for cls in ours)
+    assert modules_of(group).keys() <= {*dir(package)} & {*star_import(GROUPS[group])}
     assert not hasattr(package, "OptimizerOption" if group == "optimizer" else "Policy")
     targets = re.findall(r"_target_: (\S+)", "".join(path.read_text() for path in (CONF / group).glob("*.yaml")))
     assert {*targets} == {f"{GROUPS[group]}.{name}" for name in modules_of(group)}

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -64,15 +65,17 @@ def modules_of(group: str) -> dict[str, str]:
     return {name: module for module, file in files.items() for name in declared_here.findall(file.read_text())}
 
 
-def lazy_classes(group: str) -> Callable[[str], type[Any]]:
-    """`__getattr__` of the group's package: it has each class of the group, and imports the module of one alone."""
+def lazy_classes(group: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of the group's package: it has each class, and imports the module of one alone."""
 
-    def attribute(name: str) -> type[Any]:
+    def attribute(name: str) -> Any:
+        if name == "__all__":
+            return [*modules_of(group)]
         if name not in modules_of(group):
             raise AttributeError(f"module {GROUPS[group]!r} has no attribute {name!r}")
         return vars(importlib.import_module(modules_of(group)[name]))[name]
 
-    return attribute
+    return attribute, lambda: sorted({*vars(sys.modules[GROUPS[group]]), *modules_of(group)})
 
 
 def preset(group: str, name: str, component: Any, meaning: str) -> None:

@@ -6,4 +6,4 @@ different thing: it decides how the jobs of a sweep are run.)
 
 from lockstep.config.options import lazy_classes
 
-__getattr__ = lazy_classes("launcher")
+__getattr__, __dir__ = lazy_classes("launcher")

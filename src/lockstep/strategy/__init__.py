@@ -6,4 +6,4 @@ scales the loss by the number that the strategy divides the ranks' sum by (`grad
 
 from lockstep.config.options import lazy_classes
 
-__getattr__ = lazy_classes("strategy")
+__getattr__, __dir__ = lazy_classes("strategy")

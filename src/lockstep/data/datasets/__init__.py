@@ -2,4 +2,4 @@
 
 from lockstep.config.options import lazy_classes
 
-__getattr__ = lazy_classes("dataset")
+__getattr__, __dir__ = lazy_classes("dataset")
