@@ -25,6 +25,7 @@ from tensorboard.plugins.hparams import plugin_data_pb2
 from lockstep.cli.compare import causes, compare
 from lockstep.cli.runs import report, runs
 from lockstep.config import components
+from lockstep.config.options import value_text
 from lockstep.core import log
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
@@ -352,7 +353,12 @@ def test_equal_runs_are_said_to_be_equal(tmp_path: Path, capsys: CAPSYS) -> None
     words = {"a": ["logger=jsonl", "name=a"], "b": ["output_root=other", "cost.usd_per_gpu_hour=2"]}
     paths = [str(run(tmp_path / name, "batch=64", *words[name], score=1.0)) for name in "ab"]
     compare(paths, by=[], sort=None, form="table")
-    assert "the same run: nothing differs" in table(capsys)
+    assert "the same run: nothing differs that makes another run" in table(capsys)
+
+
+def test_a_table_shows_values_in_the_words_of_a_config() -> None:
+    texts = {"null": None, "true": True, "0.5": 0.5, "a": "a", "none": [], "1, null": [1, None]}
+    assert [*map(value_text, texts.values())] == [*texts]
 
 
 def listed(capsys: CAPSYS, folder: Path, **options: Any) -> list[dict[str, Any]]:

@@ -157,4 +157,4 @@ def _show_causes(runs: Sequence[Run], rows: Sequence[Row], form: str) -> None:
         heads = {"cause": "likely cause", "key": "key", "A": "A", "B": "B"}
         show_table([Column(head, [row[key] for row in rows]) for key, head in heads.items()], form)
     else:
-        log.show("the same run: nothing differs that their folders know of (data, config, code, versions, machine)")
+        log.show("the same run: nothing differs that makes another run (data, config, code, versions, machine)")

@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -273,4 +274,7 @@ def differences(composed: Mapping[str, Any], choices: Mapping[str, str]) -> Iter
 
 
 def value_text(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+    """A value in the words of a config: `null`, `true`. A list has no brackets, and an empty one is `none`."""
+    if isinstance(value, list):
+        return ", ".join(map(value_text, value)) or "none"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

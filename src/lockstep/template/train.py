@@ -1,4 +1,4 @@
-"""Train with `python train.py experiment=first`; `python train.py --help` shows all options and keys."""
+"""Train with `python train.py experiment=first`; `python train.py --help` shows Lockstep's options and keys."""
 
 import lockstep
 
