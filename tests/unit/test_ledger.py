@@ -871,6 +871,14 @@ def test_a_line_goes_on_with_the_sweep_that_it_names_and_with_no_other(tmp_path:
         choose_folder(line(tmp_path, f"sweep.resume={folders[0]}", "seed=7"))
 
 
+def test_a_strict_strategy_makes_another_sweep_as_repro_does(tmp_path: Path) -> None:
+    exact = choose_folder(line(tmp_path, f"hydra.sweep.dir={tmp_path}/sweeps/exact")).folder
+    strict = choose_folder(line(tmp_path, "strategy=strict", f"hydra.sweep.dir={tmp_path}/sweeps/strict")).folder
+    assert choose_folder(line(tmp_path)).folder == exact
+    for words in (["strategy=strict"], ["repro=strict"], ["repro=strict", "strategy=strict"]):
+        assert choose_folder(line(tmp_path, *words)).folder == strict, words
+
+
 SAME_RUNS = ("telemetry.report=never", "cost.usd_per_gpu_hour=2", "strategy=fsdp", "launcher.threads=1", "name=other")
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.config import extensions, options
-from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, Job
+from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, STRICT, Job
 from lockstep.core.errors import InputError
 from lockstep.core.fields import Component, Role, declared_role, leaves
 
@@ -71,6 +71,8 @@ def identity_of(values: Mapping[str, Any]) -> dict[str, Any]:
     such a key is left out: it is what the options without the key do.
     """
     deciding = {key: value for key, value in leaves(values) if role_of(key, values).makes_another_run}
+    if isinstance(node := values.get("strategy"), Mapping) and node.get(TARGET) == STRICT:
+        deciding["repro"] = "strict"  # as the start of a job decides
     return {
         key: value
         for key, value in deciding.items()
