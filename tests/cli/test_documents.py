@@ -132,22 +132,26 @@ def proves(text: str) -> None:
 
 Check = Callable[[str], object]
 VENV = "python3 -m venv .venv && .venv/bin/pip install -r"
+QUICK = '-n 3 --dist loadfile -m "not slow"'
 ATEN = "ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_ENABLE_INSTRUCTIONS=SSE4_2"
 ELASTIC = "python train.py launcher=elastic launcher.nodes=2 launcher.rendezvous"
 # The checks of the commands that cannot run here, or that another test runs.
 CHECKS: dict[Check, tuple[str, ...]] = {
     installs: (
         f"{VENV} requirements.txt && .venv/bin/python train.py",
-        f"{VENV} requirements-dev.txt && .venv/bin/python -m pytest -n 3 --dist loadfile",
+        f"{VENV} requirements-dev.txt && .venv/bin/python -m pytest {QUICK}",
         f"{VENV} requirements-dev.txt",
     ),
     is_in_ci: (
-        *("ruff check .", "ruff format --check .", "mypy", "python -m pytest -n 3 --dist loadfile"),
+        *("ruff check .", "ruff format --check .", "mypy"),
         "sphinx-build -M html . build -c docs -W --keep-going -q",
         f'{ATEN} python -m pytest -n 3 --dist loadfile -m "numerics and not slow"',
     ),
     is_executable: (".ci/run",),
-    is_declared: ("python -m pytest tests/unit", 'python -m pytest -m "not slow"', "python -m pytest -m gpu"),
+    is_declared: (
+        *("python -m pytest tests/unit", "python -m pytest -m slow", "python -m pytest -m gpu"),
+        f"python -m pytest {QUICK}",
+    ),
     # They download, or need two machines or SLURM; test_launchers.py, test_machines.py and test_slurm.py have those.
     composes: (
         "torchrun --standalone --nproc-per-node 2 train.py",
