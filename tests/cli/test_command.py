@@ -29,6 +29,7 @@ def sentence(done: Done) -> str:
     return lines[0].removeprefix("lockstep: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

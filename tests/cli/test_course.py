@@ -27,6 +27,7 @@ def drawn_texts(folder: Path) -> dict[str, list[str]]:
     return {path.name: re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text()) for path in folder.glob("*.svg")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", PITFALLS, ids=lambda path: path.stem)
 def test_an_experiment_shows_its_damage_and_the_right_way_has_none(script: Path, tmp_path: Path) -> None:
     done = forked(str(script), cwd=tmp_path)

@@ -139,6 +139,7 @@ def test_the_fold_of_an_image_is_the_one_whose_run_evaluated_it(sweeps: dict[str
         ]
 
 
+@pytest.mark.slow
 def test_each_setting_and_seed_has_its_scores(tmp_path: Path) -> None:
     photos(tmp_path / "data")
     words = ("dataset.label_column=one", "dataset.folds=2", "dataset.fold=0,1", "seed=1,2", "optimizer.lr=0.1,0.01")

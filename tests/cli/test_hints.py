@@ -67,6 +67,7 @@ def configs(folder: Path, recipe: str = "") -> tuple[str, ...]:
     return f"--config-dir={folder}", f"output_root={folder}/runs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda text: text.strip()[22:])
 def test_a_recipe_is_answered_with_the_line_that_works(tmp_path: Path, recipe: str) -> None:
     words, expected = configs(tmp_path, recipe), RECIPES[recipe]

@@ -107,6 +107,7 @@ def refused(done: Done, mark: Path) -> str:
     return done.err
 
 
+@pytest.mark.slow
 def test_no_node_of_hydras_config_makes_an_object(run: Run, tmp_path: Path) -> None:
     """Every eighth node there is, each by another way through Hydra; where it makes objects, by one of three."""
     written = ("runtime", "job.override_dirname", "job.config_name")  # by Hydra, over what a file says
@@ -151,6 +152,7 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_hydra_makes_nothing_outside_the_whitelist_even_without_our_policy(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     factory = {"()": "shutil.copyfile", "src": __file__, "dst": str(mark)}
@@ -221,6 +223,7 @@ def test_no_node_of_a_job_makes_an_object(tmp_path: Path) -> None:
         assert not list(tmp_path.glob("runs/2*")), place  # a folder of a run begins with its time
 
 
+@pytest.mark.slow
 def test_no_option_of_a_group_is_a_class_from_elsewhere(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for group in schema.GROUPS:

@@ -65,6 +65,7 @@ def test_a_new_kind_of_file_is_in_the_wheel_but_not_what_python_leaves(tmp_path:
     assert packed_files(build_wheel(tmp_path, source)) == expected
 
 
+@pytest.mark.slow
 def test_a_wheel_that_is_built_from_the_sdist_has_the_same_content(wheel: Path, tmp_path: Path) -> None:
     code = "from setuptools import build_meta; import sys; build_meta.build_sdist(sys.argv[1])"
     done = command(sys.executable, "-c", code, str(tmp_path), cwd=copied_source(tmp_path / "source"))
@@ -107,6 +108,7 @@ def test_the_commands_of_a_document_work_where_the_wheel_is_installed(
         assert (done.code, "could not be written" in done.err) == (0, False), f"{text}\n{done.err}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("editable", [True, False])
 def test_installing_an_extra_as_errors_and_documents_propose_keeps_the_installation(
     editable: bool, wheel: Path, tmp_path: Path

@@ -134,6 +134,7 @@ def test_a_mistake_in_another_command_is_answered_with_what_to_type(
     assert done.code == 0, done.out + done.err
 
 
+@pytest.mark.slow
 def test_no_command_line_ends_in_a_traceback_or_leaves_something_behind() -> None:
     done = forked("benchmarks/reliability/fuzz_command_line.py", "--overrides", "60", "--seed", "0")
     assert done.code == 0, done.out + done.err

@@ -120,6 +120,7 @@ def trapped(path: Path, trap: str, secret: Path) -> os.stat_result:
     return path.lstat()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trap", ["a link to nothing", "a hard link", "a pipe"])
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_command_that_would_write_through_a_strangers_name_is_refused(tmp_path: Path, name: str, trap: str) -> None:

@@ -69,6 +69,7 @@ def test_the_folder_of_the_runs_stays_only_to_look_at_a_fault(
     assert len(list(tmp_path.iterdir())) == stays
 
 
+@pytest.mark.slow
 def test_a_proof_that_is_stopped_leaves_nothing(tmp_path: Path) -> None:
     process = forks().start("lockstep", "prove", "model=linear", "--steps=1000000", TMPDIR=str(tmp_path))
     wait_for(lambda: bool(list(tmp_path.glob("lockstep-prove-*/single/metrics.jsonl"))))

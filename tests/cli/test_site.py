@@ -75,6 +75,7 @@ def test_a_page_loads_nothing_from_the_network(site: Path) -> None:
         assert not re.search(r"@import|url\([\"']?(?:https?:)?//", sheet.read_text()), sheet
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(DRIVER is None or CHROMIUM is None, reason="needs chromium and its driver")
 def test_a_browser_searches_it_and_loads_nothing_from_elsewhere(site: Path, tmp_path: Path) -> None:
     handler = functools.partial(SilentHandler, directory=site)

@@ -199,6 +199,7 @@ def test_clean_says_what_all_would_free(place: Path, tmp_path: Path) -> None:
     assert "--all" not in forked("lockstep", "clean", "outputs", cwd=tmp_path).out
 
 
+@pytest.mark.slow
 def test_an_exported_model_takes_the_size_that_the_model_sees(place: Path, tmp_path: Path) -> None:
     """The same photo, cropped and resized by Pillow as docs/use.md says, gets the same class."""
     onnxruntime = pytest.importorskip("onnxruntime")

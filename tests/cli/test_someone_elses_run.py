@@ -36,6 +36,7 @@ def keep(run: Path, *overrides: str) -> None:
     (run / ".hydra" / "config.yaml").write_text(yaml.safe_dump(composed(*words)))
 
 
+@pytest.mark.slow
 def test_no_interpreter_of_a_resume_imports_from_the_run_folder(sent: Path, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     for name in MODULES:
@@ -119,6 +120,7 @@ def test_all_places_of_a_run_are_refused_and_allowed_at_once(sent: Path, tmp_pat
     assert shlex.split(removed) == [f"{place.partition('=')[0]}=null" for place in places]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["mlflow", "{0}/outputs/mlflow", "{0}/sent/mlflow"])
 def test_a_run_continues_at_a_place_inside_or_that_the_command_names(sent: Path, tmp_path: Path, place: str) -> None:
     pytest.importorskip("mlflow")
@@ -128,6 +130,7 @@ def test_a_run_continues_at_a_place_inside_or_that_the_command_names(sent: Path,
     assert Path(tmp_path, place.format(tmp_path), "mlflow.db").is_file()
 
 
+@pytest.mark.slow
 def test_the_command_that_continues_a_run_has_the_places_that_the_user_named(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     (home := tmp_path / "home").mkdir()

@@ -123,6 +123,7 @@ def test_no_process_of_a_sweep_stays_alive(seeds: tuple[Path, Done]) -> None:
     assert processes(seeds[0]) == set()
 
 
+@pytest.mark.slow
 def test_the_same_line_runs_only_what_is_new_and_a_job_is_the_run_that_it_is_alone(tmp_path: Path) -> None:
     first = sweep(tmp_path, "seed=1,2", "model=linear", *SHORT)
     assert first.code == 0, first.err
@@ -155,6 +156,7 @@ def test_a_wrong_job_is_named_before_any_starts_and_nothing_is_left(tmp_path: Pa
     assert not (tmp_path / "sweeps").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path) -> None:
     words = ("precision=fp16,fp32", "strategy=single", *SHORT)
     done = sweep(tmp_path, *words)
@@ -176,6 +178,7 @@ def test_a_failed_job_ends_no_sweep_and_is_tried_again_on_request(tmp_path: Path
     assert processes(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_another_line_is_another_sweep_and_is_refused_where_one_is_named(tmp_path: Path) -> None:
     assert sweep(tmp_path, "seed=1,2", "model=linear", *SHORT).code == 0
     folder = ledger(tmp_path).folder
@@ -250,6 +253,7 @@ def test_a_killed_job_ends_no_sweep_and_an_interrupt_saves_the_jobs_and_ends_it(
     assert processes(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_leaves_nothing_alive_and_its_line_goes_on_where_each_job_was(tmp_path: Path) -> None:
     words = ("-m", "seed=1,2", *LONG, "model=linear", "steps=150", "launcher.threads=1", f"output_root={tmp_path}")
     process = background(tmp_path, sys.executable, "train.py", *words)
@@ -265,6 +269,7 @@ def test_a_killed_sweep_leaves_nothing_alive_and_its_line_goes_on_where_each_job
     assert len(steps) == 150, "each step is in the log once"
 
 
+@pytest.mark.slow
 def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_is_alone(tmp_path: Path) -> None:
     rates = ("0.00001", "0.003", "0.0001", "0.0003")
     words = ("model=linear", "steps=80", "train.eval_every=12.5%", *SHORT[1:])
@@ -292,6 +297,7 @@ def test_halving_ends_with_the_winner_of_the_grid_whose_run_is_the_one_that_it_i
     assert best.number == 1
 
 
+@pytest.mark.slow
 def test_the_sentences_of_halving_stand_above_the_live_lines(tmp_path: Path) -> None:
     words = ("optimizer.lr=1e-3,1e-2,2e-2,3e-2", "model=linear", *SHORT, "train.eval_every=25%", "sweep.halving=2")
     code, shown = on_a_terminal("-m", *words, f"output_root={tmp_path}")
@@ -315,6 +321,7 @@ def rows(out: str) -> int:
     return len(re.findall(r"^ +\d .* done\b", out, re.MULTILINE))
 
 
+@pytest.mark.slow
 def test_a_search_runs_its_trials_as_jobs_and_the_same_line_goes_on_with_it(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     space = ("optimizer.lr=tag(log,interval(1e-4,0.1))", "optimizer=adamw,sgd", "model=linear", *SHORT)
@@ -353,6 +360,7 @@ app()
 """
 
 
+@pytest.mark.slow
 def test_any_hydra_app_can_use_the_pool(tmp_path: Path) -> None:
     (tmp_path / "app.py").write_text(APP)
     words = ("-m", "+x=1,2,3", "hydra/launcher=pool", "hydra.output_subdir=null", f"hydra.sweep.dir={tmp_path}/sweep")

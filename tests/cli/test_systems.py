@@ -106,6 +106,7 @@ def start(root: Path, environment: dict[str, str], *words: str) -> Process:
     return background(root, *TRAIN, f"output_root={root}", *words, afresh=True, **environment)
 
 
+@pytest.mark.slow
 def test_the_default_job_is_the_one_on_linux(tmp_path: Path, environment: dict[str, str]) -> None:
     words = ("steps=3", "launcher.threads=1", "telemetry.interval=1", "device=cpu")
     other = train_afresh(*words, f"hydra.run.dir={tmp_path}/other", f"output_root={tmp_path}", **environment)

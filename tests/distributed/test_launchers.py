@@ -67,6 +67,7 @@ def fork_beside_a_temporary_folder() -> None:
     print(fork.exitcode, Path(folder.name).is_dir(), flush=True)
 
 
+@pytest.mark.slow
 def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
     script = """
         import sys
@@ -86,6 +87,7 @@ def test_ranks_import_nothing_of_ours_after_the_fork(tmp_path: Path) -> None:
     assert done.out.endswith("\n[]\n"), done.err or done.out
 
 
+@pytest.mark.slow
 def test_torchrun_whose_rank_is_killed_gives_the_run_of_elastic_in_one_folder(
     reference: Path, tmp_path: Path
 ) -> None:

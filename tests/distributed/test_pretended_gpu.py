@@ -74,6 +74,7 @@ def test_no_step_and_no_log_point_waits_for_the_device(tmp_path: Path) -> None:
     assert few == many
 
 
+@pytest.mark.slow
 def test_a_resume_on_a_gpu_is_the_run_that_was_not_stopped(tmp_path: Path) -> None:
     on_gpu(tmp_path / "whole", *SMALL, "steps=8", "schedule=constant")
     on_gpu(tmp_path / "cut", *SMALL, "steps=4", "schedule=constant")
@@ -84,6 +85,7 @@ def test_a_resume_on_a_gpu_is_the_run_that_was_not_stopped(tmp_path: Path) -> No
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_gpus_have_a_rank_each_and_the_steps_of_two_ranks_of_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import pretended_gpu\npretended_gpu.plug_in()\n")
     job = (*SMALL, "steps=5", "strategy=allreduce")  # the ranks are fresh, and DDP would import a compiler

@@ -181,6 +181,7 @@ def test_a_log_point_counts_the_steps_before_the_stop_too(rare: Path, tmp_path: 
     assert losses(run) == losses(rare)
 
 
+@pytest.mark.slow
 def test_several_ranks_resume_to_the_bit_and_other_ranks_go_on_to_summation_order(tmp_path: Path) -> None:
     here, two = (*COMMON, "precision=fp64"), (*COMMON, "precision=fp64", "strategy=ddp")
     paths = {name: tmp_path / name for name in ("whole", "stopped", "elastic")}

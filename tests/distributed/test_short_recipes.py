@@ -64,6 +64,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
         yield started
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_two_steps_of_a_recipe_are_the_same_on_two_ranks_that_stop_and_go_on(
     recipe: str, folder: Path, two_ranks: Gang, tmp_path: Path

@@ -104,6 +104,7 @@ def with_streams(code: str) -> None:
     sys.stdout.write(f"wrong: {wrong}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [0, *ERRORS])
 def test_no_stream_changes_an_exit_code(code: int) -> None:
     done = forked("test_streams:with_streams", str(code))
@@ -176,6 +177,7 @@ def test_a_run_does_not_wait_for_a_reader(tmp_path: Path, stream: str, state: st
     assert "val top-1" in log_file.read_text(), "the log has what nobody has read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", UNREAD)
 def test_a_stop_and_a_hang_are_seen_though_nobody_reads(tmp_path: Path, state: str) -> None:
     stopped, hangs = tmp_path / "stopped", tmp_path / "hangs"

@@ -75,6 +75,7 @@ def passed_and_evaluated(case: Case, rank: int | None = None) -> dict[str, Tenso
     return {**results, "evaluated": norm.eval()(batches[0]).detach()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", UNEVEN)
 def test_every_layer_on_ranks_with_uneven_shares_is_torchs_layer_over_all_examples(tmp_path: Path, size: int) -> None:
     launch(exit_as_rank, tmp_path, size)

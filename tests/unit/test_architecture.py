@@ -257,6 +257,7 @@ def trace(source: str, root: str, *landmarks: str) -> None:
     runpy.run_path("train.py", run_name="__main__")
 
 
+@pytest.mark.slow
 def test_the_step_is_read_without_the_rest_of_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     assert importlib.import_module("house").of_step()["lines"] <= MOST_LINES_OF_STEP

@@ -624,6 +624,7 @@ def failing(number: int, code: int) -> Iterator[list[str]]:
         yield calls
 
 
+@pytest.mark.slow
 def test_no_failed_system_call_of_a_save_ends_the_training(tmp_path: Path) -> None:
     codes = [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EBUSY, errno.ENOTEMPTY, errno.EACCES, errno.ENOSPC]
     contents, first = parts(), RunDir.at(tmp_path / "first")

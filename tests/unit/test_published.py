@@ -71,6 +71,7 @@ def test_unavailable_weights_are_one_sentence_at_once(
     assert time.monotonic() - began < 20  # with its retries the hub takes 50 s
 
 
+@pytest.mark.slow
 def test_a_resume_and_inference_need_no_published_weights(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(cache)  # `outputs/latest` is written there
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

@@ -223,6 +223,7 @@ def test_the_monitored_class_of_a_metric_comes_first_and_each_figure_of_an_optio
     assert titles[:4] == ["recall/a*, validation", "Loss", "f1, validation", "my/gap"]
 
 
+@pytest.mark.slow
 def test_any_value_of_another_type_still_gives_a_page(run: RunDir) -> None:
     for path, depth in ((run.summary, 3), (run.environment, 1), (run.validation, 3)):
         check_wrong_values(run, path, depth)
@@ -465,6 +466,7 @@ def test_a_sweep_without_scores_has_a_page_with_the_line_that_makes_it_again(
     assert line.format(relative(ledger.folder)) in page.texts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs Debian's chromium and chromedriver")
 def test_a_browser_shows_pages_without_errors_on_phones_and_desks(run: RunDir, sweep: Ledger, tmp_path: Path) -> None:
     predictions = vars(Predictions.read(run.validation)) | {"names": [HOSTILE] * 10}

@@ -84,6 +84,7 @@ def test_every_key_of_the_schema_and_of_every_option_has_a_role() -> None:
     assert {block for block in BLOCKS if role_of(block) not in (Role.identity,)} >= {"telemetry", "cost", "budget"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", Role)
 def test_runs_are_told_apart_by_the_keys_that_make_another_run_alone(role: Role, tmp_path: Path) -> None:
     for key, config in configs().items():

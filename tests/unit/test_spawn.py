@@ -85,6 +85,10 @@ def entry(path: Path) -> None:
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Has the launcher start these pretended ranks instead of fresh interpreters."""
 
+    def store(*_: object, master_listen_fd: int, **options: object) -> object:
+        os.close(master_listen_fd)
+        return options
+
     def pretend(*codes: int | None, act: Callable[[], object] = lambda: None) -> None:
         waiting = iter(codes)
 
@@ -93,7 +97,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             return Rank(next(waiting))
 
         monkeypatch.setattr(spawn, "Fresh", start)
-        monkeypatch.setattr(spawn, "TCPStore", lambda *_, master_listen_fd, **options: os.close(master_listen_fd))
+        monkeypatch.setattr(spawn, "TCPStore", store)
         monkeypatch.setattr(Spawn, "can_fork", lambda self: False)
 
     return pretend

@@ -362,6 +362,7 @@ def test_an_image_in_memory_has_its_number_in_the_whole_split_in_every_fold() ->
     assert torch.equal(limited.images, whole.images[[int(limited.name(index)) for index in range(len(limited))]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(a|a)*$", "(a*)*b", "(.*a){12}$"])
 def test_a_pattern_that_does_not_end_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pattern: str

@@ -215,6 +215,7 @@ lockstep.main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["0.png", "list.csv", "train.tar", "manifest.json"])
 def test_a_run_with_a_file_that_cannot_be_read_ends_with_74_whatever_it_may_skip(
     root: Path, tmp_path: Path, ending: str
