@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -179,7 +180,7 @@ prove.prove(["strategy=mine", "strategy.scale={}", "model=linear", "device=cpu"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (2.0, "FAIL")])
+@pytest.mark.parametrize(("scale", "verdict"), [(1.0, "pass"), (2.0, "FAIL"), (math.nan, "FAIL")])
 def test_a_project_proves_its_own_strategy(tmp_path: Path, scale: float, verdict: str) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "__init__.py").write_text(MINE)

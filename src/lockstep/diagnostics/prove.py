@@ -54,6 +54,8 @@ COMMON = (
 )
 OF_RUNS = {"steps", "epochs", "output_root", "train.eval_every", *map(key_of, COMMON), *OF_RUN}
 LOSS_TOLERANCE, WEIGHT_TOLERANCE = 1e-12, 1e-10
+REFUSED, FAILED = "refused", "FAIL"  # verdicts of a run without figures
+OF_FAILURES = (LockstepError.exit_code, NumericalError.exit_code)  # of a run that its strategy may have ended
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ def _folder_of_runs() -> Iterator[Path]:
     try:
         yield folder
     except LockstepError as error:
-        if is_kept := error.exit_code in (LockstepError.exit_code, NumericalError.exit_code):
+        if is_kept := error.exit_code in OF_FAILURES:
             raise type(error)(f"{error}; the runs are kept in {folder}") from error
         raise
     finally:
@@ -121,18 +123,21 @@ def _compare_all(planned: Sequence[Case], folder: Path, overrides: Sequence[str]
             words = [*for_strategy(case, overrides), *COMMON, f"steps={steps}"]
             # What is compared with a refused run was refused with it.
             comparable = not reference or reference in results
-            result = _run_unless_refused(case, folder, words, steps, form) if comparable else None
+            result = _run(case, folder, words, steps, form) if comparable else REFUSED
             advance(1)
-            facts = {} if result is None else compare(case, result, (results | {case.name: result})[case.reference])
-            if result is not None:
+            facts: dict[str, Any] = {}
+            if isinstance(result, str):
+                verdict = result
+            else:
                 results[case.name] = result
-            verdict = "refused" if result is None else "pass" if facts["passes"] else "FAIL"
+                facts = compare(case, result, results[case.reference])
+                verdict = "pass" if facts["passes"] else FAILED
             rows.append({"run": case.name, "against": reference or None, **facts, "verdict": verdict})
             if form == "table":
                 print_row(case.name, reference, *(texts(facts) if facts else ["", "", ""]), verdict)
     if form == "json":
         show_json(rows)
-    if failed := [row["run"] for row in rows if row["verdict"] == "FAIL"]:
+    if failed := [row["run"] for row in rows if row["verdict"] == FAILED]:
         raise LockstepError(f"not the same run: {', '.join(failed)}")
     if form == "table":
         refused = f", {len(planned) - len(results)} refused" * (len(results) < len(planned))
@@ -253,20 +258,25 @@ def _sizes(ranks: str | None) -> list[int]:
     return sorted(set(sizes) - {1})
 
 
-def _run_unless_refused(case: Case, folder: Path, overrides: list[str], steps: int, form: str) -> RunResult | None:
-    """Run a case; None if its strategy is not installed or refuses the config.
+def _run(case: Case, folder: Path, overrides: list[str], steps: int, form: str) -> RunResult | str:
+    """Run a case; the verdict of one without a result: its strategy refuses the config, is not installed, or fails.
 
-    `single` and `ddp` work with every valid config. A run that was killed was accepted at its first start. Errors in
-    these cases are raised.
+    `single` and `ddp` work with every valid config, and all others are compared with `single`. A run that was killed
+    was accepted at its first start. Their errors are raised.
     """
     try:
         return run_case(case, folder / case.name.replace(" ", "-"), overrides, steps)
     except InputError as error:
         if case.killed or not {"strategy=single", "strategy=ddp"}.isdisjoint(case.overrides):
             raise
-        if form == "table":
-            log.show(f"  without {case.name}: {error}")
-        return None
+        verdict, sentence = REFUSED, f"without {case.name}: {error}"
+    except LockstepError as error:
+        if error.exit_code not in OF_FAILURES or "strategy=single" in case.overrides:
+            raise
+        verdict, sentence = FAILED, str(error)
+    if form == "table":
+        log.show(f"  {sentence}")
+    return verdict
 
 
 def run_case(case: Case, folder: Path, overrides: list[str], steps: int) -> RunResult:
