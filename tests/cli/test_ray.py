@@ -76,7 +76,7 @@ def test_a_stopped_line_goes_on_and_the_job_of_a_lost_node_goes_on_elsewhere(tmp
         os.kill(process.pid, signal.SIGINT)
         wait_for(lambda: all(asked_to_stop(record.pid) for record in records(tmp_path)))
         release(tmp_path)
-        assert ended(process)[0] == 75
+        assert (end := ended(process))[0] == 75, end
         assert [record.state for record in records(tmp_path)] == ["stopped", "stopped"]
         assert processes(tmp_path) == set()
         stopped = max(record.ended for record in records(tmp_path))
