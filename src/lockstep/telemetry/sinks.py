@@ -122,9 +122,9 @@ class CsvTable(TextFile):
         """Open the file with a column for each figure. The first scores of a metric show if classes have them."""
         tags: list[str] = []
         for tag in self.tags:
-            tags += [other for other in self.latest if tag.startswith(METRIC) and other.startswith(f"{tag}/")] or [
-                tag
-            ]
+            is_metric = tag.startswith(METRIC)
+            of_classes = [other for other in self.latest if is_metric and other.startswith(f"{tag}/")]
+            tags += of_classes or [tag]
         usual = {tag: name for tag, name in COLUMNS.items() if VAL_TOP1 in tags or not tag.startswith(ACCURACY)}
         self.columns = {**usual, **{tag: name_of(tag) for tag in tags if tag not in COLUMNS}}
         before = _cells(next(iter(read_lines(self.path)), None) or "") if self.path.exists() else []

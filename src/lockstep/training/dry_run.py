@@ -23,7 +23,7 @@ from lockstep.core.world import World
 from lockstep.runtime.host import GB, available_memory, is_out_of_memory, keep_freed_memory
 from lockstep.strategy.base import Single
 from lockstep.training.evaluate import evaluate
-from lockstep.training.resolved_job import ResolvedJob, card_of
+from lockstep.training.resolved_job import ResolvedJob, card_of, step_settings
 from lockstep.training.train_state import blank_labels, build_loss, build_state, without_start
 from lockstep.training.train_step import TrainStep
 
@@ -53,11 +53,7 @@ def dry_run_step(job: ResolvedJob, world: World, examples: int) -> Callable[[], 
         world=world,
         plan=plan,
         state=state,
-        strategy=job.strategy,
-        precision=job.precision,
-        schedule=job.schedule,
-        lr=job.optimizer.lr,
-        clip_norm=job.train.clip_norm,
+        **step_settings(job),
         task=job.task.ready(card_of(job), world.device),
         loss=build_loss(job, labels, world, skip=0),
         inputs=lambda micro: [images, *state.draws.keys_of(micro), labels, labels],

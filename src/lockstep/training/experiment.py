@@ -30,7 +30,7 @@ from lockstep.training.build_data import TrainingData, build_data, build_loader,
 from lockstep.training.build_observers import build_observers
 from lockstep.training.patience import Patience
 from lockstep.training.predictions import collected
-from lockstep.training.resolved_job import ResolvedJob, card_of, named
+from lockstep.training.resolved_job import ResolvedJob, card_of, named, step_settings
 from lockstep.training.run_record import RunRecord
 from lockstep.training.train_step import StepListener, TrainStep
 from lockstep.training.trainer import Trainer
@@ -73,11 +73,7 @@ def run(
         world=world,
         plan=data.plan,
         state=state,
-        strategy=job.strategy,
-        precision=job.precision,
-        schedule=job.schedule,
-        lr=job.optimizer.lr,
-        clip_norm=job.train.clip_norm,
+        **step_settings(job),
         task=task,
         loss=loss,
         inputs=partial(inputs_of, data.transforms, state.draws),
@@ -259,11 +255,7 @@ def build_parts(job: ResolvedJob) -> Parts:
         world=world,
         plan=data.plan,
         state=state,
-        strategy=job.strategy,
-        precision=job.precision,
-        schedule=job.schedule,
-        lr=job.optimizer.lr,
-        clip_norm=job.train.clip_norm,
+        **step_settings(job),
         task=job.task.ready(card_of(job), world.device),
         loss=train_state.build_loss(job, data.train.labels, world, skip=data.skip),
         inputs=partial(inputs_of, data.transforms, state.draws),

@@ -108,6 +108,17 @@ def plan_of(job: ResolvedJob, examples: int) -> Plan:
     )
 
 
+def step_settings(job: ResolvedJob) -> dict[str, Any]:
+    """What a `TrainStep` takes from a job, besides its task."""
+    return {
+        "strategy": job.strategy,
+        "precision": job.precision,
+        "schedule": job.schedule,
+        "lr": job.optimizer.lr,
+        "clip_norm": job.train.clip_norm,
+    }
+
+
 def decisions(job: ResolvedJob, plan: Plan) -> Decisions:
     """Each duration of a job in steps of its plan, by key, and the number of its steps."""
     return {"steps": [plan.total_steps]} | {
