@@ -103,6 +103,18 @@ def test_each_observer_ends_even_if_one_of_them_fails() -> None:
     assert ended == ["completed"] * 3
 
 
+def test_several_observers_are_told_all_that_one_is_told() -> None:
+    methods = {name for name in vars(Observer) if not name.startswith("_")}
+    assert methods <= vars(Observers).keys()
+    calls: list[tuple[Any, ...]] = []
+    for name in methods - {"commands", "findings", "write", "flush", "end"}:  # which have tests of their own
+        observer, values = Observer(), [object()] * (vars(Observer)[name].__code__.co_argcount - 1)
+        setattr(observer, name, lambda *arguments: calls.append(arguments))
+        getattr(Observers(observer, observer), name)(*values)
+        assert calls == [tuple(values)] * 2, name
+        calls.clear()
+
+
 @pytest.mark.parametrize("chosen", ["[]", "jsonl", "tensorboard", "[jsonl,tensorboard]"])
 def test_a_run_has_the_files_of_its_loggers(tmp_path: Path, chosen: str) -> None:
     run = train_here(tmp_path / "run", *SMALL, f"logger={chosen}").path

@@ -10,10 +10,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from lockstep.config import components
 from lockstep.config.options import name_of
+from lockstep.core.data_protocols import Shard
 from lockstep.core.errors import InputError, shown
-from lockstep.core.figures import check_declared, figures_of, read_figures
+from lockstep.core.figures import Predictions, check_declared, figures_of, read_figures
 from lockstep.core.log import close_all
 from lockstep.core.model_card import VALUES
 from lockstep.core.monitor import Monitor, tagged
@@ -76,6 +79,30 @@ class Observers(Observer):
     def commands(self) -> Sequence[str]:
         return [command for observer in self.observers for command in observer.commands]
 
+    def _tell(self, tell: Callable[[Observer], None]) -> None:
+        """Call `tell` with each observer, in order."""
+        with self.lock:
+            for observer in self.observers:
+                tell(observer)
+
+    def first_batch(self, micro: Shard, images: Tensor) -> None:
+        self._tell(lambda observer: observer.first_batch(micro, images))
+
+    def write_gpu(self, step: int, scalars: Mapping[str, float]) -> None:
+        self._tell(lambda observer: observer.write_gpu(step, scalars))
+
+    def evaluated(self, step: int, scores: Mapping[str, float], best: bool) -> None:
+        self._tell(lambda observer: observer.evaluated(step, scores, best))
+
+    def predicted(self, predictions: Predictions) -> None:
+        self._tell(lambda observer: observer.predicted(predictions))
+
+    def saved(self, step: int, checkpoint: Path) -> None:
+        self._tell(lambda observer: observer.saved(step, checkpoint))
+
+    def completed(self, summary: Mapping[str, Any]) -> None:
+        self._tell(lambda observer: observer.completed(summary))
+
     def write_logged(self) -> None:
         """Write the figures that wait for the next ones."""
         if self.logged:
@@ -91,19 +118,6 @@ class Observers(Observer):
         ends = (lambda observer=observer: observer.end(outcome) for observer in self.observers)
         with self.lock, close_all(self.write_logged, *ends):
             pass
-
-
-def _to_all(name: str) -> Callable[..., None]:
-    def call_all(self: Observers, *values: object) -> None:
-        with self.lock:
-            for observer in self.observers:
-                getattr(observer, name)(*values)
-
-    return call_all
-
-
-for _name in ("first_batch", "write_gpu", "evaluated", "predicted", "saved", "completed"):
-    setattr(Observers, _name, _to_all(_name))
 
 
 def build_observers(
