@@ -26,8 +26,8 @@ from pathlib import Path
 from safetensors.torch import load_file
 
 from lockstep.core.run import State
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Record
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import Record
 from measure import parser, timed
 
 ROOT = Path(__file__).parent.parent

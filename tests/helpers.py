@@ -46,9 +46,9 @@ from lockstep.job import resolve, worker
 from lockstep.job.prepare import create_run
 from lockstep.job.resume import decide_resume
 from lockstep.launcher.spawn import Spawn
+from lockstep.records.ledger import Ledger
 from lockstep.runtime.commands import Command, running
 from lockstep.runtime.signals import StopRequest
-from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.view import SweepView
 from lockstep.training import experiment
 from lockstep.training.resolved_job import ResolvedJob, load_job

@@ -126,7 +126,7 @@ sweep/pool.py: a sweep that is stopped starts the jobs that waited [ledger]
 -                         waiting.clear()
 -                         request
 +                         request
-sweep/ledger.py: the job that ended last is named the best one [ledger]
+records/ledger.py: the job that ended last is named the best one [ledger]
 - best = best_of(self.records(), self.identity().direction)
 + best = max(self.records(), key=lambda record: record.ended)
 sweep/pool.py: a retry runs the jobs that are done too [ledger]

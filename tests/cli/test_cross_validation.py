@@ -17,7 +17,7 @@ from PIL import Image
 from helpers import Done, forked
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 IMAGES = 24
 TARGETS = {"multiclass": "label_column=one", "multilabel": "label_columns=[x,y]", "regression": "label_columns=[u,v]"}

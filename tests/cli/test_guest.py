@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from helpers import ROOT, command, forked
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

@@ -37,7 +37,7 @@ Run = Callable[..., Done]
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     """Commands that end before they need torch."""
-    light = Forks("lockstep.cli.main", "lockstep.sweep.ledger")
+    light = Forks("lockstep.cli.main", "lockstep.records.ledger")
     yield lambda *words: result(light.start(*words))
     light.close()
 

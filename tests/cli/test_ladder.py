@@ -20,9 +20,9 @@ from lockstep.cli.ladder_table import row_of, show
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir
+from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.commands import running
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.ledger import Identity, Ledger
 from processes import wait_for
 
 JOB = ("model=linear", "dataset=fake", "dataset.examples=64", "dataset.size=8", "batch=32", "steps=4", "name=tiny")

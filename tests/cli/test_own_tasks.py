@@ -17,7 +17,7 @@ from lockstep.core.rng import permutation
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.data.datasets.builtin import Fake
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.numerics]
 

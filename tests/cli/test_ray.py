@@ -17,7 +17,7 @@ import pytest
 from helpers import losses, train_here
 from hydra_plugins.lockstep.ray_launcher import CONFIG, RayLauncher
 from lockstep.core.errors import InputError
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 from processes import PATIENCE, background, close, ended, processes, wait_for
 
 JOB = ("model=linear", "optimizer=sgd", "device=cpu", "steps=1500", "schedule=constant", "launcher.threads=1")

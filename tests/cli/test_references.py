@@ -15,7 +15,7 @@ import yaml
 
 from helpers import ROOT, command, composed, forked, train
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 APP = """import hydra, json
 from omegaconf import OmegaConf

@@ -19,10 +19,10 @@ import torch
 from helpers import Done, forked, losses, on_a_terminal, train_here, weights
 from lockstep.core.locks import Lock
 from lockstep.core.run import State
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import Record
 from lockstep.runtime.signals import AGAIN_S
-from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import to_run
-from lockstep.sweep.record import Record
 from processes import FORKS, PATIENCE, background, close, ended, processes, ranks, wait_for
 
 SHORT = ("steps=3", "telemetry.interval=1", "device=cpu", "logger=jsonl", "launcher.threads=1")

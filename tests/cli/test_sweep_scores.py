@@ -10,7 +10,7 @@ import pytest
 
 from helpers import Done, forked, train
 from lockstep.core.run import Run
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 pytestmark = pytest.mark.slow
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from helpers import QUICK, Done, command, losses, train, train_afresh
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 from processes import PATIENCE, Process, background, ended, steps_done, wait_for
 
 # A `sitecustomize` module, which every interpreter imports when it starts. psutil is let through: it reads /proc for

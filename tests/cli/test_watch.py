@@ -20,7 +20,7 @@ from lockstep.cli.servers import WatchServer
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.records.ledger import Identity, Ledger
 from processes import wait_for
 
 

@@ -20,7 +20,7 @@ from lockstep.config.commands import override
 from lockstep.core.launch_env import adopt_srun, launched_place
 from lockstep.core.run import State
 from lockstep.job.worker import own_gpu
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 from processes import JOB, ended, start, steps_done, summary, wait_for
 
 pytestmark = pytest.mark.slow

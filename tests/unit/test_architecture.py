@@ -306,8 +306,9 @@ def test_a_pipeline_is_known_to_its_strategy() -> None:
 
 def test_launchers_sweeps_and_the_trainer_know_nothing_of_what_they_run() -> None:
     assert packages_imported(*sources(PACKAGE / "launcher")) == {"core", "config", "runtime", "launcher"}
+    assert packages_imported(*sources(PACKAGE / "records")) == {"core", "config", "runtime", "records"}
     known = packages_imported(*sources(PACKAGE / "sweep", PLUGINS))
-    assert known == {"core", "config", "runtime", "launcher", "telemetry", "sweep"}
+    assert known == {"core", "config", "runtime", "records", "launcher", "telemetry", "sweep"}
     loop = [MODULES[f"training.{name}"] for name in ("trainer", "train_step", "evaluate")]
     known = {name for path in loop for name in modules_imported(path)}
     assert not {package_of(name) for name in known} & {"config", "strategy", "precision", "models", "launcher"}

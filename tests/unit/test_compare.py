@@ -33,9 +33,9 @@ from lockstep.core.observer import RunInfo
 from lockstep.core.plan import make_plan
 from lockstep.core.run import Run, State, born
 from lockstep.core.run_dir import RunDir, slug
-from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Record, best_of
-from lockstep.sweep.runs import differing, groups, interval, read_runs
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import Record, best_of
+from lockstep.records.runs import differing, groups, interval, read_runs
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.trained import find_weights
 

@@ -18,10 +18,10 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile, read_name
 from lockstep.core.safe_write import append, make_folder, replacing, write_atomic
+from lockstep.records.ledger import JOBS, Identity, Ledger, output_of
+from lockstep.records.record import Record
 from lockstep.report.run_page import write_report
 from lockstep.runtime.watchdog import dump_stacks_on_crash
-from lockstep.sweep.ledger import JOBS, Identity, Ledger, output_of
-from lockstep.sweep.record import Record
 from lockstep.telemetry.sinks import truncate_after
 
 IDENTITY = Identity(base={}, swept=("seed",), words=())

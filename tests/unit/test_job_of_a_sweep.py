@@ -13,8 +13,8 @@ from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.run import State
 from lockstep.job.resume import Resume
+from lockstep.records.ledger import Identity, Ledger
 from lockstep.sweep.devices import Needs
-from lockstep.sweep.ledger import Identity, Ledger
 
 CPU = Needs(cores=4)
 

@@ -16,8 +16,8 @@ from lockstep.cli.sweep_report import write_sweep_report
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
-from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import check_figures, directions, objectives_of, trade_offs
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import check_figures, directions, objectives_of, trade_offs
 
 NAMES = ("score", "seconds", "megabytes")
 FIGURES = st.lists(st.integers(0, 4).map(float), min_size=3, max_size=3)

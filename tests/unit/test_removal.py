@@ -22,8 +22,8 @@ from lockstep.core.run_dir import RunDir
 from lockstep.inference.predictor import load
 from lockstep.models import DigitNet
 from lockstep.optim import SGD, AdamW, Muon, Timm
+from lockstep.records.ledger import Identity, Ledger
 from lockstep.runtime.host import format_bytes
-from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.training.banner import state_bytes
 
 

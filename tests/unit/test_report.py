@@ -25,8 +25,8 @@ from lockstep.core.figures import Predictions
 from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
+from lockstep.records.ledger import Identity, Ledger
 from lockstep.report.run_page import LONG_S, is_due, write_report
-from lockstep.sweep.ledger import Identity, Ledger
 from lockstep.telemetry import pictures
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"

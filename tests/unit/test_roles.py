@@ -17,8 +17,8 @@ from lockstep.config.roles import fields_with, identity_of, role_of
 from lockstep.config.schema import BLOCKS, FIELDS, GROUPS, MANY, Job
 from lockstep.core.fields import Role, declared_role, leaves, ranged, with_role
 from lockstep.core.run_dir import RunDir
-from lockstep.sweep.ledger import Identity
-from lockstep.sweep.runs import differing, groups, read_runs
+from lockstep.records.ledger import Identity
+from lockstep.records.runs import differing, groups, read_runs
 
 ANOTHER = {role for role in Role if role.makes_another_run}
 SAME = {*Role} - ANOTHER - {Role.rounding}

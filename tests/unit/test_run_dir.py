@@ -23,10 +23,10 @@ from lockstep.core.safe_write import write_atomic
 from lockstep.job.resume import decide_resume
 from lockstep.job.run_folder import Preparation
 from lockstep.launcher.spawn import Inline, first_failure
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import Record
 from lockstep.runtime.signals import StopNow, StopRequest
-from lockstep.sweep.ledger import Ledger
 from lockstep.sweep.pool import Pool
-from lockstep.sweep.record import Record
 
 
 def test_a_name_becomes_one_safe_folder_name_and_two_long_ones_stay_two() -> None:

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from hydra_plugins.lockstep.search import CONFIG, OptunaSweeper, distribution
 from lockstep.core.errors import InputError, StorageError
 from lockstep.core.run import State
-from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.records.ledger import Identity, Ledger
 from lockstep.sweep.search import Search
 
 optuna = pytest.importorskip("optuna")

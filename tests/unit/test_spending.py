@@ -16,9 +16,9 @@ from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.world import World
 from lockstep.job.validate import check_effects
+from lockstep.records.record import Record
 from lockstep.report.run_page import facts_of
 from lockstep.runtime.signals import StopRequest
-from lockstep.sweep.record import Record
 from lockstep.telemetry.hardware_watch import HardwareWatch, Spending, rates
 from lockstep.telemetry.progress import format_duration
 from lockstep.training import experiment

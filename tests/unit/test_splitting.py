@@ -25,9 +25,9 @@ from lockstep.data.datasets.builtin import ArraySource
 from lockstep.data.datasets.files import FileSource
 from lockstep.data.datasets.splitting import Examples
 from lockstep.diagnostics.inspection import inspect
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import Record
-from lockstep.sweep.runs import JobRun, groups
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import Record
+from lockstep.records.runs import JobRun, groups
 
 
 def folder_of(root: Path, sizes: dict[str, int]) -> str:

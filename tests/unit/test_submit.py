@@ -21,7 +21,7 @@ from lockstep.job.resume import Resume
 from lockstep.job.slurm import Submission, preview, submission, submit
 from lockstep.job.slurm_task import Task
 from lockstep.launcher import Slurm
-from lockstep.sweep.ledger import Ledger
+from lockstep.records.ledger import Ledger
 
 Programs = Callable[..., None]
 

@@ -36,10 +36,10 @@ from lockstep.core.run_dir import slug
 from lockstep.core.safe_write import absent, remove_empty
 from lockstep.core.table import shortened
 from lockstep.core.terminal import impatient
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
 from lockstep.runtime.program import say
 from lockstep.sweep.devices import Devices, Needs
-from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import SCORE, Record, check_figures, checked_direction, job_key, swept_keys, varied
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task

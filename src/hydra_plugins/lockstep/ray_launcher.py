@@ -23,11 +23,11 @@ from hydra.core.config_store import ConfigStore
 from hydra_plugins.lockstep import pool
 from lockstep.core.errors import InputError, Stopped, check_installed, reason_of
 from lockstep.core.safe_write import append
+from lockstep.records.ledger import Ledger, output_of
+from lockstep.records.record import Record
 from lockstep.runtime.host import VISIBLE
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.ledger import Ledger, output_of
-from lockstep.sweep.record import Record
 
 if TYPE_CHECKING:
     from lockstep.sweep.pool import Pool, Task

@@ -35,9 +35,9 @@ from lockstep.core.locks import Lock
 from lockstep.core.monitor import Direction
 from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.safe_write import append
-from lockstep.sweep.ledger import Identity, Ledger
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import SCORE, directions, job_key
 from lockstep.sweep.line import params_of
-from lockstep.sweep.record import SCORE, directions, job_key
 from lockstep.sweep.search import JOURNAL, Search
 
 if TYPE_CHECKING:

@@ -25,8 +25,8 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.core.run_dir import relative
 from lockstep.core.safe_write import absent, check_names, remove_empty
 from lockstep.core.terminal import impatient
+from lockstep.records.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.runtime import program
-from lockstep.sweep.ledger import JOBS, SWEEP, Ledger, record_of
 from lockstep.sweep.line import choose_folder
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from lockstep.core.run import SEED, Run, State
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, shortened, show_rows, show_table
 from lockstep.core.tags import part_words
-from lockstep.sweep.record import directions_of
-from lockstep.sweep.runs import (
+from lockstep.records.record import directions_of
+from lockstep.records.runs import (
     Row,
     check_columns,
     differing,
@@ -26,7 +26,7 @@ from lockstep.sweep.runs import (
     read_runs,
     settings,
 )
-from lockstep.sweep.tables import show_groups
+from lockstep.records.tables import show_groups
 from lockstep.telemetry.progress import format_duration, format_timestamp
 
 # What may differ between two runs, the likeliest cause of another score first.

@@ -37,10 +37,10 @@ from lockstep.data.datasets.files import FileSource, with_input, with_sizes
 from lockstep.data.datasets.targets import SPLIT_NAMES
 from lockstep.inference.predictor import Predictor, load, run_of, say_which
 from lockstep.job.resolve import with_targets
+from lockstep.records.ledger import Ledger
+from lockstep.records.runs import by_values, differing, read_jobs
+from lockstep.records.runs import settings as settings_of
 from lockstep.runtime.host import cores
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.runs import by_values, differing, read_jobs
-from lockstep.sweep.runs import settings as settings_of
 from lockstep.training.resolved_job import fingerprint_of
 from lockstep.training.trained import find_weights
 

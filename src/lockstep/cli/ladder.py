@@ -1,7 +1,7 @@
 """`lockstep ladder`: one job on each rung from one device to many, and how the rungs compare on this machine.
 
 A ladder is a sweep whose jobs are rungs. They run one at a time, in interleaved repeats, and have the folders and
-records of a sweep (`lockstep.sweep.ledger`). An interrupted rung is measured again from its start.
+records of a sweep (`lockstep.records.ledger`). An interrupted rung is measured again from its start.
 """
 
 import hashlib
@@ -45,12 +45,12 @@ from lockstep.job.prepare import job_of
 from lockstep.job.resume import refuse_resume
 from lockstep.job.validate_with_data import check_plan
 from lockstep.models.nets import sketch
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import Record
+from lockstep.records.runs import Row
 from lockstep.runtime import host
 from lockstep.runtime.commands import ending, running
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import Record
-from lockstep.sweep.runs import Row
 from lockstep.telemetry.pictures import cut
 from lockstep.telemetry.progress import progress
 from lockstep.training.resolved_job import ResolvedJob

@@ -8,7 +8,7 @@ from lockstep.core import log
 from lockstep.core.run import Run
 from lockstep.core.table import Column, show_table
 from lockstep.core.tags import TRAIN_LOSS
-from lockstep.sweep.runs import Row
+from lockstep.records.runs import Row
 from lockstep.telemetry.pictures import COLOURS, cut, svg
 
 NOTE = (

@@ -12,10 +12,10 @@ from lockstep.core.fields import Role, leaves
 from lockstep.core.monitor import monitor_of
 from lockstep.core.tags import LOSS
 from lockstep.job.resume import refuse_in_sweep
+from lockstep.records.ledger import Ledger
+from lockstep.records.runs import is_below
 from lockstep.runtime.forking import import_for_ranks
 from lockstep.sweep.devices import Needs
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.runs import is_below
 
 
 def kind(values: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from lockstep.core.terminal import forgive_output
 from lockstep.job.prepare import create_run, prepare
 from lockstep.job.resume import Resume, decide_resume
 from lockstep.job.worker import start
-from lockstep.sweep.ledger import record_of, recorded
+from lockstep.records.ledger import record_of, recorded
 from lockstep.training.resolved_job import load_job
 
 if TYPE_CHECKING:

@@ -22,11 +22,9 @@ from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import storing
 from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
-from lockstep.report.run_page import write_report
-from lockstep.runtime.host import format_bytes
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
-from lockstep.sweep.runs import (
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
+from lockstep.records.runs import (
     JobRun,
     Row,
     check_columns,
@@ -42,7 +40,9 @@ from lockstep.sweep.runs import (
     spread_of,
     tables,
 )
-from lockstep.sweep.tables import column_of_figure, columns_of_keys
+from lockstep.records.tables import column_of_figure, columns_of_keys
+from lockstep.report.run_page import write_report
+from lockstep.runtime.host import format_bytes
 from lockstep.telemetry.progress import format_timestamp, progress
 
 

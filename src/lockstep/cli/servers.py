@@ -25,10 +25,10 @@ from lockstep.core.safe_read import MB
 from lockstep.data.datasets.folder import suffixes_of
 from lockstep.inference.predictor import THRESHOLD, Predictor, load, say_which
 from lockstep.launcher.addresses import LOOPBACK, loopback_server
+from lockstep.records.ledger import Ledger
+from lockstep.records.runs import existing, run_folders
 from lockstep.report.run_page import run_page
 from lockstep.runtime.signals import leave, listen
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.runs import existing, run_folders
 from lockstep.training.trained import find_weights
 
 JSON, HTML = "application/json", "text/html; charset=utf-8"

@@ -15,11 +15,11 @@ from lockstep.core.monitor import Monitor, figure_text
 from lockstep.core.run import SEED, Run
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.core.safe_write import write_atomic
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
+from lockstep.records.runs import JobRun, groups
 from lockstep.report.charts import SHOWN, Curve, line_chart
 from lockstep.report.run_page import number, rendered
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Record, best_of, cells, columns_of, directions_of, head, swept_keys, varied
-from lockstep.sweep.runs import JobRun, groups
 from lockstep.telemetry import pictures
 
 SPENDING = {"seconds": "seconds", "kWh": "kwh", "USD": "usd"}  # their keys in `summary.json`

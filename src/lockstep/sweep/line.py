@@ -23,8 +23,8 @@ from lockstep.core.monitor import Monitor, monitor_of
 from lockstep.core.named_paths import pointed
 from lockstep.core.run import State
 from lockstep.core.run_dir import LATEST, relative
-from lockstep.sweep.ledger import Identity, Ledger
-from lockstep.sweep.record import OBJECTIVES, SCORE, checked_direction
+from lockstep.records.ledger import Identity, Ledger
+from lockstep.records.record import OBJECTIVES, SCORE, checked_direction
 
 SWEEPS = "sweeps"  # the folder of the sweeps, in `output_root`
 POOLS = ("pool", "ray")  # the launchers with a ledger

@@ -19,13 +19,13 @@ from lockstep.core.errors import Interrupted, LockstepError, Stopped
 from lockstep.core.run import Run, State
 from lockstep.core.safe_write import append
 from lockstep.launcher.processes import KILLED, Fresh, Process, forwarding
+from lockstep.records.ledger import Ledger, output_of, recorded
+from lockstep.records.record import Record
 from lockstep.runtime import signals
 from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.program import say
 from lockstep.runtime.signals import PARENT, STOP_SIGNALS, leave
 from lockstep.sweep.devices import Devices, Needs, Share
-from lockstep.sweep.ledger import Ledger, output_of, recorded
-from lockstep.sweep.record import Record
 from lockstep.sweep.view import SweepView
 
 REFRESH_S = 0.5

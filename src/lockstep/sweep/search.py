@@ -20,9 +20,9 @@ from lockstep.core.errors import Stopped
 from lockstep.core.monitor import Direction
 from lockstep.core.run import Run, State
 from lockstep.core.safe_write import storing
+from lockstep.records.ledger import Ledger
+from lockstep.records.record import SCORE, Identify, Record, job_key, objectives_of
 from lockstep.runtime.signals import RUNG_END
-from lockstep.sweep.ledger import Ledger
-from lockstep.sweep.record import SCORE, Identify, Record, job_key, objectives_of
 
 if TYPE_CHECKING:
     import optuna

@@ -22,9 +22,8 @@ from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.table import Column, column_of_settings, lines_of, shortened
 from lockstep.core.tags import RATE
-from lockstep.runtime.program import say
-from lockstep.sweep.ledger import Ledger, output_of
-from lockstep.sweep.record import (
+from lockstep.records.ledger import Ledger, output_of
+from lockstep.records.record import (
     SCORE,
     Record,
     best_of,
@@ -37,8 +36,9 @@ from lockstep.sweep.record import (
     unmeasured,
     varied,
 )
-from lockstep.sweep.runs import JobRun, Row, groups
-from lockstep.sweep.tables import job_numbers, show_groups
+from lockstep.records.runs import JobRun, Row, groups
+from lockstep.records.tables import job_numbers, show_groups
+from lockstep.runtime.program import say
 from lockstep.telemetry.progress import ALWAYS, FigureColumn, fitting, format_duration
 
 

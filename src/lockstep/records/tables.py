@@ -8,8 +8,8 @@ from lockstep.core.monitor import Directions, Monitor, figure_text
 from lockstep.core.run import TEST, Run
 from lockstep.core.run_dir import relative
 from lockstep.core.table import Column, column_of_settings, show_table
-from lockstep.sweep.record import SCORE, columns_of, directions_of, head, score_text
-from lockstep.sweep.runs import JobRun, Row, column_direction, spread_of, tables
+from lockstep.records.record import SCORE, columns_of, directions_of, head, score_text
+from lockstep.records.runs import JobRun, Row, column_direction, spread_of, tables
 
 INTERVAL = (
     "±: the standard deviation. [ ]: Welch's 95 % interval of the difference of the means; where it contains 0, "

@@ -31,10 +31,10 @@ from lockstep.core.run import Run, State, born, read_overrides
 from lockstep.core.run_dir import SWEEP, RunDir
 from lockstep.core.safe_read import UnreadableFile
 from lockstep.core.safe_write import fail_if_full, make_folder, storing, write_atomic
+from lockstep.records.record import SCORE, Identify, Record, best_of, job_key, parsed_record
 from lockstep.runtime import signals
 from lockstep.runtime.program import JobError
 from lockstep.runtime.signals import StopNow
-from lockstep.sweep.record import SCORE, Identify, Record, best_of, job_key, parsed_record
 
 VERSION = 1
 JOBS, BEST = "jobs", "best"

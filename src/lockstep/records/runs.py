@@ -22,8 +22,8 @@ from lockstep.core.named_paths import pointed
 from lockstep.core.run import TEST, Run, State
 from lockstep.core.run_dir import RunDir
 from lockstep.core.table import Setting
-from lockstep.sweep.ledger import Ledger, record_of
-from lockstep.sweep.record import SCORE, Record, columns_of, figure_of
+from lockstep.records.ledger import Ledger, record_of
+from lockstep.records.record import SCORE, Record, columns_of, figure_of
 
 CONFIDENCE = 0.95
 Row = Mapping[str, Any]
