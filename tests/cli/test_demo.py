@@ -22,9 +22,9 @@ from PIL import Image
 import lockstep
 from browser import CHROMIUM, DRIVER, browser
 from helpers import FAKE, NARROW, forked, forks, result, train_here
-from lockstep.cli.servers import LARGEST, DemoServer
 from lockstep.core.errors import InputError
 from lockstep.core.run_dir import RunDir
+from lockstep.inference.demo import LARGEST, DemoServer
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from helpers import resolved
-from lockstep.cli.data import LEAST, caption, show, stored_pixels
 from lockstep.core.errors import InputError
+from lockstep.diagnostics.show import LEAST, caption, show, stored_pixels
 from lockstep.telemetry.pictures import LINE
 from lockstep.training.experiment import Parts, build_parts
 

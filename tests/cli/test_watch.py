@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from helpers import Done, forks, result, train_here
-from lockstep.cli.servers import WatchServer
 from lockstep.core.errors import InputError
 from lockstep.core.run import State
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Identity, Ledger
+from lockstep.report.watch import WatchServer
 from processes import wait_for
 
 
@@ -99,11 +99,12 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
 # A page that is being made for ever, of the run at the end of the line; `asked` is then in the folder.
 ENDLESS = """
 import pathlib, sys, time
-from lockstep.cli import main, servers
+from lockstep.cli import main
+from lockstep.report import watch
 def endless(run, refresh):
     pathlib.Path(run.path, "asked").touch()
     time.sleep(10**6)
-servers.run_page = endless
+watch.run_page = endless
 main.main()
 """
 

@@ -411,7 +411,7 @@ READS: dict[str, str] = {
     "data.datasets.photos": "images, from bytes that were read",
     "data.datasets.webdataset": "images in shards, as those in folders; the index is read by the guarded reader",
     "telemetry.pictures": "images, from bytes that were read",
-    "cli.servers": "its page, which is part of the program",
+    "inference.demo": "its page, which is part of the program",
     "cli.new": "the template, which is part of the program",
     "diagnostics.prove": "the files that `lockstep prove` has just had written",
 }
@@ -425,7 +425,7 @@ LISTS_KEYS: dict[str, str] = {
     "config.commands.STARTS": "keys with paths of runs, quoted for Hydra before any class of an option is imported",
     "config.commands.FOLDERS": "the keys with other paths",
     "data.datasets.files.SIZES": "what `auto` chooses by the weights",
-    "cli.compare.DATA": "facts of checkpoints, not keys",
+    "report.compare.DATA": "facts of checkpoints, not keys",
     "cli.export.INPUT, OUTPUT, BATCH": "names in exported files",
     "core.model_card.FITS": "values of a key",
     "core.run.SEED, FOLD": "two keys by name, for those who ask for their values",

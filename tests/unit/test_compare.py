@@ -22,8 +22,6 @@ from scipy.stats import ttest_ind
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from lockstep.cli.compare import causes, compare
-from lockstep.cli.runs import report, runs
 from lockstep.config import components
 from lockstep.config.options import value_text
 from lockstep.core import log
@@ -36,6 +34,9 @@ from lockstep.core.run_dir import RunDir, slug
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import Record, best_of
 from lockstep.records.runs import differing, groups, interval, read_runs
+from lockstep.report.compare import causes, compare
+from lockstep.report.report import report
+from lockstep.report.runs import runs
 from lockstep.telemetry.loggers import TensorBoard
 from lockstep.training.trained import find_weights
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from helpers import built, composed
-from lockstep.cli.data import pack
+from lockstep.cli.pack import pack
 from lockstep.config import components
 from lockstep.config.options import classes_of
 from lockstep.config.schema import GROUPS, MANY, CheckpointBlock, Job, TelemetryBlock, TrainBlock

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.runs import clean
+from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError, LockstepError
 from lockstep.core.log import LogFile
 from lockstep.core.named_paths import pointed

@@ -23,7 +23,8 @@ from lockstep.core.launch_env import (
     without_local_rank,
 )
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import addresses, attach, processes
+from lockstep.launcher import attach, processes
+from lockstep.runtime import addresses
 
 STEP = {
     "SLURM_JOB_ID": "70001",

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from helpers import view_of
-from lockstep.cli.sweep_report import write_sweep_report
 from lockstep.core.errors import InputError
 from lockstep.core.monitor import Direction
 from lockstep.core.run import State
 from lockstep.records.ledger import Identity, Ledger
 from lockstep.records.record import check_figures, directions, objectives_of, trade_offs
+from lockstep.report.sweep_page import write_sweep_report
 
 NAMES = ("score", "seconds", "megabytes")
 FIGURES = st.lists(st.integers(0, 4).map(float), min_size=3, max_size=3)

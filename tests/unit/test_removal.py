@@ -14,7 +14,7 @@ from helpers import train_here
 from lockstep.checkpoint.files import best_scored
 from lockstep.checkpoint.reading import load_newest
 from lockstep.checkpoint.state import optimizer_state
-from lockstep.cli.runs import clean
+from lockstep.cli.clean import clean
 from lockstep.core.errors import InputError
 from lockstep.core.locks import Lock
 from lockstep.core.run import State, candidates

@@ -18,7 +18,6 @@ import pytest
 from browser import CHROMIUM, DRIVER, browser
 from helpers import train_here
 from lockstep.api import Result
-from lockstep.cli.runs import report
 from lockstep.config import components
 from lockstep.core.errors import InputError
 from lockstep.core.figures import Predictions
@@ -26,7 +25,9 @@ from lockstep.core.monitor import chosen_on_itself
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
 from lockstep.records.ledger import Identity, Ledger
-from lockstep.report.run_page import LONG_S, is_due, write_report
+from lockstep.report.listener import LONG_S, is_due
+from lockstep.report.report import report
+from lockstep.report.run_page import write_report
 from lockstep.telemetry import pictures
 
 HOSTILE = "\"'><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7919 * 7907 }}$\\frac{&amp;\u202e日本語"

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from helpers import composed
-from lockstep.cli.compare import causes
 from lockstep.config import components, options
 from lockstep.config.options import classes_of, option
 from lockstep.config.roles import fields_with, identity_of, role_of
@@ -19,6 +18,7 @@ from lockstep.core.fields import Role, declared_role, leaves, ranged, with_role
 from lockstep.core.run_dir import RunDir
 from lockstep.records.ledger import Identity
 from lockstep.records.runs import differing, groups, read_runs
+from lockstep.report.compare import causes
 
 ANOTHER = {role for role in Role if role.makes_another_run}
 SAME = {*Role} - ANOTHER - {Role.rounding}

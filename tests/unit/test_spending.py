@@ -9,7 +9,6 @@ import pytest
 from sklearn.datasets import load_digits
 
 from helpers import built, composed, run_dir, train_here
-from lockstep.cli.sweep_report import costs_of
 from lockstep.config.schema import BudgetBlock
 from lockstep.core.errors import InputError, Stopped
 from lockstep.core.run import Run
@@ -18,6 +17,7 @@ from lockstep.core.world import World
 from lockstep.job.validate import check_effects
 from lockstep.records.record import Record
 from lockstep.report.run_page import facts_of
+from lockstep.report.sweep_page import costs_of
 from lockstep.runtime.signals import StopRequest
 from lockstep.telemetry.hardware_watch import HardwareWatch, Spending, rates
 from lockstep.telemetry.progress import format_duration

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from helpers import command, photos_of_two_classes
-from lockstep.cli.data import pack
+from lockstep.cli.pack import pack
 from lockstep.core import safe_read
 from lockstep.core.errors import BrokenImage, StorageError
 from lockstep.core.run import Run

@@ -115,8 +115,8 @@ class SweepCallbacks(Callback):
         folder = Path(config.hydra.sweep.dir)
         with program.bypass_hydra_errors():
             submit_all(self.submissions, folder)
-        from lockstep.cli.sweep_report import write_sweep_report  # needs numpy, and --help must be fast
-        from lockstep.report.run_page import is_due
+        from lockstep.report.listener import is_due
+        from lockstep.report.sweep_page import write_sweep_report  # needs numpy, and --help must be fast
 
         if Ledger(folder).records() and is_due(config.telemetry.report, time.monotonic() - self.began):
             with program.bypass_hydra_errors(), impatient():

@@ -11,14 +11,13 @@ from lockstep.core.native_threads import configure_native_threads
 from lockstep.runtime import signals
 
 SHELL_COMPLETION = {"-sc", "--shell-completion"}  # Hydra's flag, with which the shell asks for completions
-# Each has a function of its name, which takes its options as arguments, in a module of its name or in one of these.
-COMMANDS = (
-    *("new", "prove", "ladder", "doctor", "show", "lr-find", "pack", "evaluate", "predict", "export", "demo"),
-    *("runs", "compare", "report", "watch", "clean"),
-)
-MODULES = {"show": "cli.data", "pack": "cli.data", "report": "cli.runs", "clean": "cli.runs"}
-MODULES |= {"demo": "cli.servers", "watch": "cli.servers"}
-MODULES |= {name: f"diagnostics.{name}" for name in ("prove", "doctor", "lr_find")}
+# The package of each. The command is the function of its name, in the module of its name.
+COMMANDS = {
+    **dict.fromkeys(("new", "ladder", "pack", "evaluate", "predict", "export", "clean"), "cli"),
+    **dict.fromkeys(("prove", "doctor", "show", "lr-find"), "diagnostics"),
+    **dict.fromkeys(("runs", "compare", "report", "watch"), "report"),
+    "demo": "inference",
+}
 
 
 def main() -> None:
@@ -70,5 +69,5 @@ def run_command() -> None:
         with loading():
             if options.command != "new":
                 configure_native_threads()  # the others import torch
-            module = importlib.import_module(f"lockstep.{MODULES.get(function, f'cli.{function}')}")
+            module = importlib.import_module(f"lockstep.{COMMANDS[options.command]}.{function}")
         getattr(module, function)(**values)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # importing the package must be fast
 
 Outcome = Literal["completed", "stopped", "failed"]
 # Modules whose `Listener` observes every run. Training needs none of them: an absent package does not listen.
-LISTENERS = ("lockstep.diagnostics.listener", "lockstep.report.run_page")
+LISTENERS = ("lockstep.diagnostics.listener", "lockstep.report.listener")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,7 @@ from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_write import full_disk, write_atomic
 from lockstep.core.terminal import forgive_output, impatient
 from lockstep.core.world import World
-from lockstep.launcher import addresses
-from lockstep.runtime import program, watchdog
+from lockstep.runtime import addresses, program, watchdog
 from lockstep.runtime.forking import Fork
 from lockstep.runtime.signals import LAUNCHER, StopRequest, leave, listen, stop_signals
 from lockstep.training import experiment

@@ -17,9 +17,8 @@ from lockstep.core import log
 from lockstep.core.errors import InputError, LockstepError, RankFailed, reason_of
 from lockstep.core.launch_env import ATTEMPT, RUN_FOLDER, launched_place, store_address
 from lockstep.core.run_dir import RunDir
-from lockstep.launcher import addresses
 from lockstep.launcher.processes import REACHED_S, in_thread, is_listening, wait
-from lockstep.runtime import program
+from lockstep.runtime import addresses, program
 
 # Seconds to wait for main's message, which main sends after it has prepared the data; and for the other ranks.
 WAIT_S, JOIN_S = 30 * 60.0, 10 * 60.0

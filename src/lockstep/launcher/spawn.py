@@ -20,7 +20,6 @@ from lockstep.core.protocols import Entry, Launcher
 from lockstep.core.run import Run
 from lockstep.core.run_dir import RunDir
 from lockstep.core.safe_read import UnreadableFile
-from lockstep.launcher.addresses import LOOPBACK, loopback_server
 from lockstep.launcher.processes import (
     KILLED,
     POLL_S,
@@ -34,6 +33,7 @@ from lockstep.launcher.processes import (
     wait,
 )
 from lockstep.runtime import child
+from lockstep.runtime.addresses import LOOPBACK, loopback_server
 from lockstep.runtime.forking import Fork, can_fork
 from lockstep.runtime.signals import StopNow, not_begun
 

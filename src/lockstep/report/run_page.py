@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.config.commands import shell_command
 from lockstep.config.options import differences, value_text
-from lockstep.core import log, safe_read
+from lockstep.core import safe_read
 from lockstep.core.errors import masked
 from lockstep.core.fields import leaves
 from lockstep.core.figures import Predictions
@@ -30,9 +29,7 @@ from lockstep.core.monitor import (
     name_of,
     telling,
 )
-from lockstep.core.observer import Observer, RunInfo
 from lockstep.core.run import Run
-from lockstep.core.run_dir import relative
 from lockstep.core.safe_read import is_number
 from lockstep.core.safe_write import write_atomic
 from lockstep.core.tags import CPU, EPOCH_LOSS, FIGURES, GPU, LOSS, METRIC, TOP1, TRAIN_LOSS, part_words
@@ -42,25 +39,8 @@ from lockstep.telemetry.progress import format_duration, format_timestamp
 
 CONTROLS = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 32), *range(127, 160))}  # as a page shows them
 CHECKED = ("item", "state", "reason", "override")  # of an entry of the checklist
-LONG_S = 30  # a report of a shorter run would take a noticeable part of it
 TABLE_CLASSES = 50  # of more classes the table has those with the lowest recall
 CONFUSED = 10  # confusions in the list
-
-
-class Listener(Observer):
-    """Writes the report of a run that is long enough, and shows where it is, or the command that writes it."""
-
-    def __init__(self, run: RunInfo) -> None:
-        self.run = run
-
-    def completed(self, summary: Mapping[str, Any]) -> None:
-        report = shell_command(["lockstep", "report", relative(self.run.folder)])
-        if is_due(self.run.config["telemetry"]["report"], summary["seconds"]):
-            try:
-                report = str(relative(write_report(Run(self.run.folder))))
-            except Exception as error:  # a plotting library can raise anything, and the run is done
-                log.warn(f"report.html could not be written ({type(error).__name__}: {error})")
-        log.say_command("report", report)
 
 
 def write_report(run: Run) -> Path:
@@ -71,11 +51,6 @@ def write_report(run: Run) -> Path:
 def run_page(run: Run, *, refresh: int | None = None) -> str:
     """The page of a run. A browser loads it again every `refresh` seconds."""
     return rendered("run.html", refresh=refresh, **facts_of(run))
-
-
-def is_due(when: str, seconds: float) -> bool:
-    """Whether a run or a sweep that took `seconds` ends with a report, by `telemetry.report`."""
-    return when == "always" or (when == "auto" and seconds >= LONG_S)
 
 
 def rendered(page: str, **facts: Any) -> str:

@@ -1,27 +1,21 @@
-"""`lockstep runs`, `report` and `clean`: what a folder of runs holds, as a table, as pages, and what can go of it."""
+"""`lockstep runs`: what a folder of runs holds, as a table."""
 
 import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from lockstep.checkpoint.files import Removable, removable, remove
-from lockstep.cli.compare import show_run
-from lockstep.cli.sweep_report import write_sweep_report
 from lockstep.config.commands import shell_command
 from lockstep.config.roles import is_sample
 from lockstep.core import log
 from lockstep.core.errors import InputError
-from lockstep.core.locks import Lock
 from lockstep.core.monitor import Directions, Monitor
 from lockstep.core.run import Run, State
 from lockstep.core.run_dir import RunDir, relative
-from lockstep.core.safe_write import storing
-from lockstep.core.table import Column, Setting, show_json, show_rows, show_table
+from lockstep.core.table import Column, Setting, show_rows, show_table
 from lockstep.records.ledger import Ledger
 from lockstep.records.record import SCORE, Record, best_of, columns_of, directions_of, figure_of
 from lockstep.records.runs import (
@@ -41,9 +35,9 @@ from lockstep.records.runs import (
     tables,
 )
 from lockstep.records.tables import column_of_figure, columns_of_keys
-from lockstep.report.run_page import write_report
+from lockstep.report.compare import show_run
 from lockstep.runtime.host import format_bytes
-from lockstep.telemetry.progress import format_timestamp, progress
+from lockstep.telemetry.progress import format_timestamp
 
 
 @dataclass(frozen=True)
@@ -198,95 +192,3 @@ def _fits(row: Row, condition: str, known: set[str]) -> bool:
         return float(value or "none") < float(limit) if sign == "<" else float(value or "none") > float(limit)
     except ValueError:
         return False
-
-
-def report(path: str) -> None:
-    """Write `report.html` into the folder of a run, or into the folders of a sweep and of each of its jobs."""
-    folder = existing(path)
-    ledger, damaged = Ledger(folder), []
-    if ledger.exists:
-        records = [record for record in ledger.records() if (folder / record.folder).is_dir()]
-        damaged = [record.error for record in records if record.state is State.damaged]
-        with progress("reporting", len(records)) as advance:
-            for record in records:
-                write_report(read_single(folder / record.folder))
-                advance(1)
-        written = write_sweep_report(ledger)
-    elif RunDir(folder).overrides.is_file() or RunDir(folder).summary.is_file():
-        written = write_report(read_single(folder))
-    else:
-        raise InputError(f"{folder} is neither a run nor a sweep; `lockstep runs {folder}` lists those in it")
-    log.show(f"wrote {written}")
-    if damaged:
-        raise InputError(*damaged)
-
-
-def clean(folders: Sequence[str], *, keep: int, everything: bool, yes: bool, form: str = "table") -> None:
-    """Show the checkpoints that can be removed from all runs in the folders, and remove them if `yes` is set.
-
-    `keep` counts undamaged checkpoints besides the best. `everything` leaves completed runs their weights alone.
-    """
-    if keep < 1:
-        raise InputError(f"--keep is {keep}, expected 1 or more: --keep 1")
-    rows: list[dict[str, Any]] = []
-    more = 0
-    for run_dir in _runs(folders):
-        is_best = Ledger(run_dir.path.parent).best == run_dir.path.name
-        done = _clean_run(run_dir, keep, everything=everything and not is_best, yes=yes)
-        more += 0 if done is None or is_best else done.more
-        if done is not None and done.go:
-            go, stay = ([path.name for path in paths] for paths in (done.go, done.stay))
-            row = {"run": str(run_dir.path), "checkpoints": go, "stay": stay, "bytes": done.size, "removed": yes}
-            rows.append(row)
-            if form == "table":
-                names = f"{', '.join(go)} ({', '.join(stay) or 'none'} stay)"
-                log.show(f"{format_bytes(done.size):>9}  {run_dir.path}: {names}")
-    if form == "json":
-        show_json(rows)
-        return
-    checkpoints, runs = sum(len(row["checkpoints"]) for row in rows), len(rows)
-    summary = f"{checkpoints:,} checkpoint{'s' * (checkpoints != 1)} of {runs:,} run{'s' * (runs != 1)}, "
-    summary += format_bytes(sum(row["bytes"] for row in rows))
-    if not checkpoints:
-        log.show("there is nothing to remove")
-    elif yes:
-        log.show(f"removed {summary}")
-    else:
-        options = [*(["--keep", keep] if keep > 1 else []), *(["--all"] if everything else [])]
-        command = shell_command(["lockstep", "clean", *folders, *options, "--yes"])
-        log.show(f"{summary} can go; nothing is removed yet: {command}")
-    if more:
-        log.show(f"--all frees {format_bytes(more)} more: the checkpoints of completed runs; their weights stay")
-
-
-def _runs(folders: Sequence[str]) -> list[RunDir]:
-    """The runs in the folders, each once, sorted by path. A link in a folder may lead to a run outside it."""
-    runs: dict[Path, RunDir] = {}
-    for root in map(existing, folders):
-        real = {path.resolve(): RunDir(path) for path in run_folders(root)}
-        runs |= {path: run for path, run in real.items() if path.is_relative_to(root.resolve())}
-    return [run for _, run in sorted(runs.items()) if _has_checkpoints(run)]
-
-
-def _has_checkpoints(run: RunDir) -> bool:
-    try:
-        return run.checkpoints.is_dir() and not run.checkpoints.is_symlink()
-    except PermissionError as error:
-        log.show_warning(f"{run.path} cannot be read ({error.strerror}): all of its checkpoints stay")
-        return False
-
-
-def _clean_run(run_dir: RunDir, keep: int, *, everything: bool, yes: bool) -> Removable | None:
-    """The removable checkpoints of a run, removed if `yes` is set; None if the run is active."""
-    with closing(Lock()) as lock:
-        try:
-            lock.take(run_dir.lock)  # held until the checkpoints are gone, so that no job resumes from one of them
-        except InputError as error:
-            log.show_warning(f"{error.args[0].partition(';')[0]}: all of its checkpoints stay")
-            return None
-        plan = removable(run_dir, keep, everything=everything)
-        if yes:
-            with storing(run_dir.checkpoints):
-                for path in plan.go:
-                    remove(path)
-        return plan
